@@ -77,7 +77,7 @@ def attempt(folder: Path, what: dict[str, object], rng: random.Random) -> str:
     spec = MediaSpec.of({"vision": tiles, "audio": {}}, {})
 
     def opened() -> object:
-        return make_source(config, spec, index_dir=folder, apart=False)
+        return make_source(config, spec, index_dir=folder, in_processes=False)
 
     source = opened()
     if "mutate" in what:

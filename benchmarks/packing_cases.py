@@ -254,7 +254,7 @@ class PackedRun:
         samples = [s if i == target else silenced(s) for i, s in enumerate(packing.samples)]
         schedule = Schedule(0, packing.groups(self.model, self.shapes))
         packed = pack_all(self.model, self.layout, schedule, samples)
-        arrays = [GroupArrays(merged(p.fields) if merges else p.fields, p.places) for p in packed]
+        arrays = [GroupArrays(merged(p.fields) if merges else p.fields, p.gathers) for p in packed]
         scales = dict.fromkeys(self.model.modules, 1.0)
         self._given.clear()
         # Whatever the gradients are, the parameters stay.
@@ -335,7 +335,7 @@ def tokens_of(
         rows = np.concatenate([np.full(flat[i], packing.rows[group.module][i]) for i in mine])
         places = np.concatenate([starts[i] + np.arange(flat[i]) for i in mine])
         tokens[group.module] = rows, places
-        for source, (index, *_) in packed[g].places.items():
+        for source, (index, *_) in packed[g].gathers.items():
             read = index[0][rows, places].ravel()
             if (read >= 0).any():
                 features[schedule.groups[source].module].append(read[read >= 0])

@@ -106,7 +106,7 @@ class AloneRun:
         places = {
             (modules[source], modules[g]): tuple(a[0] for a in where)
             for g, p in enumerate(packed)
-            for source, where in p.places.items()
+            for source, where in p.gathers.items()
         }
         with jax.default_device(jax.devices("cpu")[0]):
             params = self._moved if moved else self._params

@@ -17,7 +17,7 @@ import numpy as np
 from dflop_jax.config import ModelConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample
-from dflop_jax.data.datasets.clips import ClipSource, Grid, form_of
+from dflop_jax.data.datasets.clips import ClipSource, Grid, clip_format_of
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.train.run_context import build_model
 from dflop_jax.verify.samples import StampedTokenizer, drawn_sample, small_limits
@@ -183,7 +183,7 @@ class _Spelled(ByteTokenizer):
 
 
 def _clips(model: MultimodalModel) -> list[Drawing]:
-    form = form_of(model)
+    form = clip_format_of(model)
 
     def drawn(n_text: int, grid: Grid, seed: int) -> Sample:
         rng = np.random.default_rng(seed)

@@ -143,7 +143,7 @@ class TextToVideo(TextModel):
     def edges(self) -> tuple[Mapping[str, Any], ...]:
         return ({"source": "llm", "target": "generator", "name": "text"},)
 
-    data_factory = "dflop_jax.data.datasets.clips:make"
+    data_factory = "dflop_jax.data.datasets.clips:make_clip_source"
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dflop_jax.data.content import counter_of
+from dflop_jax.data.content import content_counter
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.pricing import simulate
 from dflop_jax.plan.volume import HEADROOM, group_content, module_volume
@@ -87,7 +87,7 @@ class Model:
         return {"llm": Spending(LAYERS, spent=self.spent)}
 
 
-LOADS = [counter_of(Model(()))(Load({"llm": (n,)})) for n in LENGTHS]
+LOADS = [content_counter(Model(()))(Load({"llm": (n,)})) for n in LENGTHS]
 
 
 def profile_of(flops):

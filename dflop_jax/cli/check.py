@@ -20,12 +20,12 @@ from dflop_jax.folders import made, writing
 if TYPE_CHECKING:
     from dflop_jax.config import Config
     from dflop_jax.contract import MultimodalModel
-    from dflop_jax.preflight.data_check import DataLook
+    from dflop_jax.preflight.data_check import DataReport
     from dflop_jax.preflight.environment_check import Fact
 
 SECONDS = 14.0  # for all, of which the data have what the rest leaves
 LEAST_S = 4.0  # for the data
-# Of a `DataLook`, what `--json` prints as it is.
+# Of a `DataReport`, what `--json` prints as it is.
 _SEEN = ("listed", "decoded", "bad_by_reason", "unread", "compared", "left_out", "cut_text",
          "cut_media", "too_long")  # fmt: skip
 EXAMPLES = 3  # of what is wrong with records
@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print what there is and what is wrong with it, and write it with samples to a file.
 
     Returns what `--json` prints: facts and, of these, what a run would fail by; of the data what
-    `DataLook` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
+    `DataReport` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
     """
-    from dflop_jax.preflight.data_check import DataLook
+    from dflop_jax.preflight.data_check import DataReport
     from dflop_jax.preflight.environment_check import Fact, environment_facts, model_facts
     from dflop_jax.preflight.huggingface import fetch_datasets
-    from dflop_jax.preflight.model_folder import named
+    from dflop_jax.preflight.model_folder import file_name
     from dflop_jax.report.run_folder import check_answer_file
 
     begun_s = time.monotonic()
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         factory, size = STAND_IN
         config = replace(config, model=replace(config.model, factory=factory, size=size))
     size = config.model.size if names_model else args.experiment or ""
-    file = Path(args.page or f"runs/{named(size, config.data.path, 'check')}.txt")
+    file = Path(args.page or f"runs/{file_name(size, config.data.path, 'check')}.txt")
     check_answer_file(file)
     another = "choose another --page"
     made(file.parent, another)
@@ -90,14 +90,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     written = [*(f"{f.name}: {f.value}" for f in facts), *lines, *(_samples(data) if data else ())]
     with writing(file, another):
         file.write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
-    seen = data or DataLook(config.data.path, bad_by_reason={why: 1} if why else {})
+    seen = data or DataReport(config.data.path, bad_by_reason={why: 1} if why else {})
     n_bad = sum(seen.bad_by_reason.values())
     unreadable = why or (data is not None and seen.read == n_bad)
     too_many = n_bad > config.data.max_bad_fraction * seen.read
     if not args.json:
         shown = [(f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
                  for f in facts]  # fmt: skip
-        shown += [(s.name, escape(f"{s.text} ({s.why})")) for s in ask.settings]
+        shown += [(s.name, escape(f"{s.text} ({s.origin})")) for s in ask.settings]
         show(table("", ("here", ""), shown, show_header=False))
         for line in lines if data else ():
             show(escape(line))
@@ -124,11 +124,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _no_model(config: Config) -> Fact:
     """What stands in for a model where none is named."""
-    from dflop_jax.data.text.tokenize import BYTES
+    from dflop_jax.data.text.tokenize import BYTE_TOKENIZER
     from dflop_jax.preflight.environment_check import Fact
 
-    tokenizer = config.data.tokenizer or BYTES
-    text = "bytes" if tokenizer == BYTES else f"tokens of {tokenizer}"
+    tokenizer = config.data.tokenizer or BYTE_TOKENIZER
+    text = "bytes" if tokenizer == BYTE_TOKENIZER else f"tokens of {tokenizer}"
     counts = f"media are counted as by {' '.join(STAND_IN)}, text in {text}, and " * bool(
         config.data.path
     )
@@ -136,7 +136,7 @@ def _no_model(config: Config) -> Fact:
                 "--model FOLDER_OR_NAME, or by --model.size NAME")  # fmt: skip
 
 
-def _too_large(model: MultimodalModel, data: DataLook, config: Config) -> str:
+def _too_large(model: MultimodalModel, data: DataReport, config: Config) -> str:
     """Why the largest samples do not fit into the memory of this host's CPU devices, "" where they
     do; of GPUs memory is looked at when a plan is made."""
     import jax
@@ -161,43 +161,43 @@ def _too_large(model: MultimodalModel, data: DataLook, config: Config) -> str:
 
 def _look(
     config: Config, model: MultimodalModel, most: int, seconds: float
-) -> tuple[DataLook | None, str]:
+) -> tuple[DataReport | None, str]:
     """What a look at the data saw, or why nothing of them can be read."""
     from dflop_jax.data import MediaSpec
-    from dflop_jax.preflight.data_check import look
+    from dflop_jax.preflight.data_check import inspect_dataset
 
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     data = replace(config.data, sample_timeout_s=min(SAMPLE_S, config.data.sample_timeout_s))
     try:
         size, folder = model.vocab_size, config.model.size
-        return look(data, spec, size, most, seconds, model=folder), ""
+        return inspect_dataset(data, spec, size, most, seconds, model=folder), ""
     except ValueError as e:
         return None, " ".join(str(e).split())
 
 
-def _lines(data: DataLook) -> list[str]:
+def _lines(data: DataReport) -> list[str]:
     """What is said of the data."""
-    from dflop_jax.data.datasets.index_build import remedy_of
-    from dflop_jax.data.datasets.shape_index import counted_keys
+    from dflop_jax.data.datasets.index_build import find_remedies
+    from dflop_jax.data.datasets.record_table import format_key_counts
 
-    unread = data.unread and f"not read: {counted_keys(data.unread)}"
+    unread = data.unread and f"not read: {format_key_counts(data.unread)}"
     shown = {reason: "; ".join(named[:EXAMPLES]) for reason, named in data.examples.items()}
     further = [
         *(f"{n:,} {reason}: {shown[reason]}" for reason, n in data.bad_by_reason.items()),
-        *filter(None, (data.compared, unread, remedy_of(data.bad_by_reason), data.beginnings)),
+        *filter(None, (data.compared, unread, find_remedies(data.bad_by_reason), data.beginnings)),
         *(
             f"{name}: {least:,} to {most:,} tokens, median {median:,}"
             for name, (least, median, most) in _counts(data.tokens).items()
         ),
     ]
     return [
-        f"{data.source}: {data.words}; text cut of {data.cut_text:,}, media gone from "
+        f"{data.source}: {data.summary}; text cut of {data.cut_text:,}, media gone from "
         f"{data.cut_media:,}, {data.too_long:,} too long",
         *(f"  {line}" for line in further),
     ]
 
 
-def _samples(data: DataLook) -> list[str]:
+def _samples(data: DataReport) -> list[str]:
     """The longest samples and some as the model is given them, with the chat template."""
     longest = (f"  {n:,} tokens: {name}: {media}" for name, n, media in data.longest)
     shown = (f"\n== {name}, {n:,} tokens\n{text}" for name, n, text in data.samples)

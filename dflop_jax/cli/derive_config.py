@@ -141,7 +141,7 @@ def said(ask: Asked) -> Iterator[HeldNotes]:
     first = find_processes(ask.config.distributed).index == 0
     notes = HeldNotes()
     for s in ask.settings if first else ():
-        notes.add(f"  {s.name} {s.text}  ({s.why})")
+        notes.add(f"  {s.name} {s.text}  ({s.origin})")
     try:
         yield notes
     finally:

@@ -16,13 +16,13 @@ from huggingface_hub.utils import HfUri
 
 from dflop_jax.config import DataConfig
 from dflop_jax.config_fields import named_columns
-from dflop_jax.data.datasets.find_tables import HUB, hub_name
-from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere
+from dflop_jax.data.datasets.find_tables import HUB_PREFIX, hub_name
 from dflop_jax.data.datasets.index_build import IndexRules
 from dflop_jax.data.datasets.json_file import find_file
-from dflop_jax.data.datasets.llava_records import RecordReader
-from dflop_jax.data.datasets.mixture import Mixture, MixturePart, load_mixture
+from dflop_jax.data.datasets.mixture import Mixture, MixtureEntry, load_mixture
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
+from dflop_jax.data.datasets.record_reader import RecordReader
+from dflop_jax.data.datasets.row_reader import LocalRowReader, ProcessRowReader
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
@@ -30,16 +30,16 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.pool.processes import DecoderReply
-from dflop_jax.data.sample import OpenedBy, Source
+from dflop_jax.data.sample import Source, SourceFactory
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import (
-    BYTES,
+    BYTE_TOKENIZER,
     ByteTokenizer,
     FileTokenizer,
     TemplateFields,
-    TextPiece,
     Tokenizer,
-    chat_pieces,
+    TokenRun,
+    encode_chatml,
 )
 from dflop_jax.data.text.tokenizer_files import FolderTokenizer
 
@@ -55,7 +55,7 @@ def make_source(
     n_held_out: int | float = 0,
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
-    apart: bool = True,
+    in_processes: bool = True,
     check_media: bool = True,
 ) -> Source:
     """Return the embedded scenes when `config.path` is empty, else what is there.
@@ -71,20 +71,22 @@ def make_source(
         ids than the model's `vocab_size`.
     """
     if config.path:
-        records = Records(config, spec, vocab_size, split, n_held_out, str(index_dir))
-        return records.source(apart=apart, check_media=check_media)
+        records = RecordDataset(config, spec, vocab_size, split, n_held_out, str(index_dir))
+        return records.source(in_processes=in_processes, check_media=check_media)
     if config.tokenizer and Path(config.tokenizer).is_dir():
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     if config.loss_on_prompts:
         raise ValueError(
             "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
         )
-    tokenizer = any_tokenizer(config.tokenizer, vocab_size)
+    tokenizer = open_tokenizer(config.tokenizer, vocab_size)
     assert not isinstance(tokenizer, ChatTokenizer)
-    is_share = isinstance(n_held_out, float)
-    of_eval = math.ceil(n_held_out * (config.n_samples if is_share else 1)) or config.n_samples
+    is_fraction = isinstance(n_held_out, float)
+    n_eval_samples = (
+        math.ceil(n_held_out * (config.n_samples if is_fraction else 1)) or config.n_samples
+    )
     return SceneSource(
-        of_eval if split == "eval" else config.n_samples,
+        n_eval_samples if split == "eval" else config.n_samples,
         config.seed,
         spec,
         tokenizer,
@@ -95,7 +97,7 @@ def make_source(
 
 
 @dataclass(frozen=True)
-class Records:
+class RecordDataset:
     """The records of `config.path` as a model takes them, here or (sent as JSON) in another
     process.
 
@@ -116,53 +118,57 @@ class Records:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | ChatTokenizer:
-        return any_tokenizer(self.config.tokenizer, self.vocab_size, self.spec.kinds, self.resolved)
+        return open_tokenizer(
+            self.config.tokenizer, self.vocab_size, self.spec.kinds, self.resolved
+        )
 
     @cached_property
     def readers(self) -> dict[str, RecordReader]:
         """Those of each dataset, by name."""
-        return open_readers(_parts(self.config), self.spec.kinds)
+        return open_readers(_load_mixture(self.config), self.spec.kinds)
 
     @cached_property
-    def how(self) -> Preparation:
+    def preparation(self) -> Preparation:
         """How the model takes media."""
         return self.spec.prepared(Limits.of(self.config), self.tokenizer)
 
-    def to_pieces(
+    def encode_turns(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields
-    ) -> tuple[TextPiece, ...]:
+    ) -> tuple[TokenRun, ...]:
         if isinstance(self.tokenizer, ChatTokenizer):
-            return self.tokenizer.pieces(turns, fields)
-        return chat_pieces(turns, self.tokenizer, tag_of(self.spec.kinds))
+            return self.tokenizer.encode_turns(turns, fields)
+        return encode_chatml(turns, self.tokenizer, tag_of(self.spec.kinds))
 
-    def rows_here(self, *, decoded: bool = False) -> RowsHere:
+    def local_row_reader(self, *, decoded: bool = False) -> LocalRowReader:
         """Return what reads rows in this process; `decoded`: a record whose media cannot be decoded
         as the model takes them is unusable, too."""
         shows = getattr(self.tokenizer, "shows", lambda _: False)
-        how = self.how if decoded else None
-        return RowsHere(self.readers, self.to_pieces, self.spec.kinds, how, shows)
+        preparation = self.preparation if decoded else None
+        return LocalRowReader(self.readers, self.encode_turns, self.spec.kinds, preparation, shows)
 
-    def rows_apart(self, *, decoded: bool = False) -> RowsApart:
+    def process_row_reader(self, *, decoded: bool = False) -> ProcessRowReader:
         """Return what does so in other processes."""
-        opens = "open_decoded_rows" if decoded else "open_rows"
-        opened_by = OpenedBy(f"{__name__}:{opens}", self._sent())
+        opens = "open_decoding_row_reader" if decoded else "open_row_reader"
+        opened_by = SourceFactory(f"{__name__}:{opens}", self._to_builtins())
         memory_bytes = int(self.config.sample_memory_bytes)
-        return RowsApart(opened_by, self.config.sample_timeout_s, memory_bytes)
+        return ProcessRowReader(opened_by, self.config.sample_timeout_s, memory_bytes)
 
-    def source(self, *, apart: bool, check_media: bool) -> MixtureSource:
+    def source(self, *, in_processes: bool, check_media: bool) -> MixtureSource:
         """Return the samples of the split; arguments as for `make_source`."""
         config = self.config
         extra_kinds = [kind.name for kind in self.spec.kinds if kind not in BUILT_IN]
-        place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
-        name = hashlib.sha256(place.encode()).hexdigest()[:16]
+        data_key = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
+        name = hashlib.sha256(data_key.encode()).hexdigest()[:16]
         source = MixtureSource(
-            _parts(config),
-            self.how,
-            self.to_pieces,
+            _load_mixture(config),
+            self.preparation,
+            self.encode_turns,
             IndexRules(
                 Path(self.index_dir) / f"index-{name}.npz",
-                getattr(self.tokenizer, "digest", "") or _digest(config.tokenizer),
-                self.rows_apart if apart and hasattr(os, "fork") else self.rows_here,
+                getattr(self.tokenizer, "digest", "") or _tokenizer_digest(config.tokenizer),
+                self.process_row_reader
+                if in_processes and hasattr(os, "fork")
+                else self.local_row_reader,
                 config.max_bad_fraction,
                 config.workers,
                 check_media,
@@ -172,30 +178,30 @@ class Records:
             split=self.split,
             n_held_out=self.n_held_out,
         )
-        source.opened_by = OpenedBy(f"{__name__}:open_source", self._sent())
+        source.factory = SourceFactory(f"{__name__}:open_source", self._to_builtins())
         return source
 
-    def _sent(self) -> dict[str, Any]:
+    def _to_builtins(self) -> dict[str, Any]:
         resolved = getattr(self.tokenizer, "resolved", None)
         return msgspec.to_builtins(replace(self, resolved=resolved))
 
 
 def open_source(arguments: Mapping[str, Any]) -> Source:
     """Make the source that `make_source` made in another process."""
-    return msgspec.convert(arguments, Records).source(apart=True, check_media=False)
+    return msgspec.convert(arguments, RecordDataset).source(in_processes=True, check_media=False)
 
 
-def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
+def open_row_reader(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
     """Return what answers for the index of that source, in another process."""
-    return msgspec.convert(arguments, Records).rows_here().answer
+    return msgspec.convert(arguments, RecordDataset).local_row_reader().answer
 
 
-def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
-    """As `open_rows`, with the media decoded."""
-    return msgspec.convert(arguments, Records).rows_here(decoded=True).answer
+def open_decoding_row_reader(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
+    """As `open_row_reader`, with the media decoded."""
+    return msgspec.convert(arguments, RecordDataset).local_row_reader(decoded=True).answer
 
 
-def any_tokenizer(
+def open_tokenizer(
     path: str,
     vocab_size: int | None,
     kinds: Kinds = BUILT_IN,
@@ -209,7 +215,7 @@ def any_tokenizer(
     """
     if path and Path(path).is_dir():
         return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds, resolved=resolved)
-    tokenizer: Tokenizer = ByteTokenizer() if path in ("", BYTES) else FileTokenizer(path)
+    tokenizer: Tokenizer = ByteTokenizer() if path in ("", BYTE_TOKENIZER) else FileTokenizer(path)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"{path or 'the byte tokenizer'} has {tokenizer.vocab_size} ids, the model's "
@@ -223,10 +229,10 @@ def check_paths(config: DataConfig) -> None:
     read but a mixture."""
     if config.factory or not config.path:
         return
-    for part in _parts(config):
-        if part.path.endswith((".json", ".jsonl")):
-            find_file(Path(part.path))
-    if config.tokenizer not in ("", BYTES) and not Path(config.tokenizer).exists():
+    for entry in _load_mixture(config):
+        if entry.path.endswith((".json", ".jsonl")):
+            find_file(Path(entry.path))
+    if config.tokenizer not in ("", BYTE_TOKENIZER) and not Path(config.tokenizer).exists():
         raise ValueError(
             f"{config.tokenizer}: no such tokenizer.json or folder with one; leave data.tokenizer "
             "empty for byte-level"
@@ -238,20 +244,21 @@ def hub_datasets(config: DataConfig) -> list[tuple[str, HfUri]]:
     with the ending of a file, is taken for a mistake of a path."""
     if config.factory or not config.path:
         return []
-    paths = [part.path for part in _parts(config)]
+    paths = [entry.path for entry in _load_mixture(config)]
     if config.eval_path:
-        paths += [part.path for part in _parts(replace(config, path=config.eval_path))]
+        paths += [entry.path for entry in _load_mixture(replace(config, path=config.eval_path))]
     return [
         (path, uri)
         for path in paths
         if (uri := hub_name(path))
         and (
-            path.startswith(HUB) or not (Path(path).parent.is_dir() or path.endswith(FILE_ENDINGS))
+            path.startswith(HUB_PREFIX)
+            or not (Path(path).parent.is_dir() or path.endswith(FILE_ENDINGS))
         )
     ]
 
 
-def _parts(config: DataConfig) -> Mixture:
+def _load_mixture(config: DataConfig) -> Mixture:
     """The mixture that `config.path` names: of a YAML file, or a dataset alone."""
     for root in config.root:
         if not Path(root).is_dir():
@@ -263,11 +270,11 @@ def _parts(config: DataConfig) -> Mixture:
                 f"data.columns is for one dataset; give `columns` to the parts of {config.path}"
             )
         return load_mixture(config.path)
-    return (MixturePart(config.path, root=config.root, columns=columns),)
+    return (MixtureEntry(config.path, root=config.root, columns=columns),)
 
 
-def _digest(tokenizer: str) -> str:
+def _tokenizer_digest(tokenizer: str) -> str:
     """What names the tokens of a tokenizer.json, or of bytes."""
-    if tokenizer in ("", BYTES):
-        return BYTES
+    if tokenizer in ("", BYTE_TOKENIZER):
+        return BYTE_TOKENIZER
     return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]

@@ -25,44 +25,48 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
 _ROW_TOKENS = 420**2
 
 
-def counter_of(model: MultimodalModel) -> Callable[[Load], Load]:
+def content_counter(model: MultimodalModel) -> Callable[[Load], Load]:
     """What gives a load the content of the modules that name its features."""
     from dflop_jax.contract import content_of, edges_of
 
     modules, piece_tokens = model.modules, model.piece_tokens
-    naming = {name: module for name, module in modules.items() if hasattr(module, "content")}
-    if not naming:
+    content_modules = {
+        name: module for name, module in modules.items() if hasattr(module, "content")
+    }
+    if not content_modules:
         return lambda load: load
     edges = edges_of(model)
-    into = {name: [e for e in edges if e.target == name] for name in naming}
+    incoming_edges = {name: [e for e in edges if e.target == name] for name in content_modules}
 
-    def counted(load: Load) -> Load:
+    def add_content(load: Load) -> Load:
         content = {}
-        for name, module in naming.items():
+        for name, module in content_modules.items():
             lengths = load.lengths(name)
             if not lengths:
                 continue
-            placed: dict[str, list[int]] = {}
-            for edge in into[name]:
+            outputs_by_edge: dict[str, list[int]] = {}
+            for edge in incoming_edges[name]:
                 tokens = piece_tokens.get(edge.source, _ROW_TOKENS)
-                outputs = _outputs(modules[edge.source], edge, tokens, load)
-                placed.setdefault(edge.name, []).extend(outputs)
-            whose = f"{name!r}: outputs of which piece?"
-            assert len(lengths) == 1 or not any(placed.values()), whose
-            content[name] = tuple(tuple(content_of(module, n, placed).values()) for n in lengths)
+                outputs = _outputs_per_run(modules[edge.source], edge, tokens, load)
+                outputs_by_edge.setdefault(edge.name, []).extend(outputs)
+            message = f"{name!r}: outputs of which piece?"
+            assert len(lengths) == 1 or not any(outputs_by_edge.values()), message
+            content[name] = tuple(
+                tuple(content_of(module, n, outputs_by_edge).values()) for n in lengths
+            )
         return replace(load, content=content) if content else load
 
-    return counted
+    return add_content
 
 
-def _outputs(source: Module, edge: Edge, tokens: int, load: Load) -> list[int]:
+def _outputs_per_run(source: Module, edge: Edge, tokens: int, load: Load) -> list[int]:
     """How many outputs of an edge's source stand together, run by run; of a row of so many
     tokens is read how many it gives."""
     lengths = load.lengths(edge.source)
     if not lengths:
         return []
-    of_row = _per_row(source, edge, tokens)
-    outputs = iter([n * of_row // tokens for n in lengths])
+    outputs_per_row = _per_row(source, edge, tokens)
+    outputs = iter([n * outputs_per_row // tokens for n in lengths])
     runs = load.runs.get(edge.source, (1,) * len(lengths))
     return [sum(islice(outputs, n)) for n in runs]
 
@@ -92,8 +96,8 @@ def features_struct(module: Module, edge: Edge, shape: Shape) -> jax.ShapeDtypeS
         entry = params["entry"] if module.tied else None
         return module.exit(params["exit"], x, batch, entry)
 
-    end = edge.tap or "exit"
-    parts = {"entry", end} & {"entry", "exit", *module.inputs}
-    names = {name for part in parts for name in module.inputs.get(part, ())}
-    batch = {name: module.field_spec(name, shape.rows, shape.tokens) for name in names}
-    return jax.eval_shape(outputs, batch, {part: parameters(part) for part in parts})
+    exit_part = edge.tap or "exit"
+    part_names = {"entry", exit_part} & {"entry", "exit", *module.inputs}
+    field_names = {name for part in part_names for name in module.inputs.get(part, ())}
+    batch = {name: module.field_spec(name, shape.rows, shape.tokens) for name in field_names}
+    return jax.eval_shape(outputs, batch, {part: parameters(part) for part in part_names})

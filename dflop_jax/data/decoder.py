@@ -14,23 +14,26 @@ from dataclasses import dataclass, field
 
 from dflop_jax.data.sample import EMPTY, Sample, Source, fits_in
 
-MAX_TRIES = 64  # samples looked at to replace one that cannot be decoded
-MIN_SEEN = 64  # samples that the share of bad ones is judged over, at least (or all there are)
+MAX_REPLACEMENT_TRIES = 64  # samples looked at to replace one that cannot be decoded
+MIN_DRAWN_SAMPLES = (
+    64  # samples that the share of bad ones is judged over, at least (or all there are)
+)
 logger = logging.getLogger("dflop_jax.data")
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be decoded: why, in one line that names it; `files` as of a `Row`."""
+    """A sample that cannot be decoded: why, in one line that names it; `files` as of a
+    `IndexRow`."""
 
     reason: str
     files: Mapping[str, str] = field(default_factory=dict)
 
 
-Decoded = Sample | BadSample
+DecodeResult = Sample | BadSample
 
 
-def sample_of(source: Source, index: int) -> Decoded:
+def try_sample(source: Source, index: int) -> DecodeResult:
     """Return the sample, or why there is none."""
     try:
         return source.sample(index)
@@ -38,18 +41,18 @@ def sample_of(source: Source, index: int) -> Decoded:
         return BadSample(f"{e}")
 
 
-def checked(source: Source, index: int, decoded: Decoded) -> Decoded:
+def check_load(source: Source, index: int, decoded: DecodeResult) -> DecodeResult:
     """Return what was decoded, if it is as large as its load says."""
-    promised = source.load(index)
-    if isinstance(decoded, BadSample) or decoded.load == promised:
+    expected_load = source.load(index)
+    if isinstance(decoded, BadSample) or decoded.load == expected_load:
         return decoded
     label = source.label(index)
-    return BadSample(f"{label}: decoded to {decoded.load}, its header promised {promised}")
+    return BadSample(f"{label}: decoded to {decoded.load}, its header promised {expected_load}")
 
 
-def decode(source: Source, index: int) -> Decoded:
+def decode(source: Source, index: int) -> DecodeResult:
     """Return the sample as large as its load says, or why there is none."""
-    return checked(source, index, sample_of(source, index))
+    return check_load(source, index, try_sample(source, index))
 
 
 class ThreadDecoder:
@@ -60,7 +63,7 @@ class ThreadDecoder:
         self._source = source
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
-    def submit(self, index: int) -> Future[Decoded]:
+    def submit(self, index: int) -> Future[DecodeResult]:
         """Begin to decode a sample; errors of the program itself are raised by the future."""
         return self._pool.submit(self._decode, index)
 
@@ -68,7 +71,7 @@ class ThreadDecoder:
         """Give up what has not begun and wait for the rest."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _decode(self, index: int) -> Decoded:
+    def _decode(self, index: int) -> DecodeResult:
         return decode(self._source, index)
 
 
@@ -83,28 +86,34 @@ class Replacements:
         self._source, self._max_bad_fraction = source, max_bad_fraction
         self._global_batch = global_batch
         self._tried: set[int] = set()  # in vain, by this process
-        self._bad: dict[int, int] = {}  # of all processes: the step whose batch each was tried for
+        self._step_of_bad: dict[
+            int, int
+        ] = {}  # of all processes: the step whose batch each was tried for
 
     def __len__(self) -> int:
         """Distinct samples found undecodable so far, by any process."""
-        return len(self._bad)
+        return len(self._step_of_bad)
 
     def __contains__(self, index: int) -> bool:
         """Whether a sample is known to be bad, so that it need not be tried again."""
         return index % len(self._source) in self._tried
 
-    def found(self, steps: range) -> list[int]:
+    def bad_samples(self, steps: range) -> list[int]:
         """Return the samples found undecodable for the batches of some steps."""
-        return [place for place, step in [*self._bad.items()] if step in steps]
+        return [index for index, step in [*self._step_of_bad.items()] if step in steps]
 
-    def add(self, step: int, places: Iterable[int]) -> None:
+    def add_bad(self, step: int, indices: Iterable[int]) -> None:
         """Count samples that other processes, or this run before, found for the batch of a step;
         they are tried again here."""
-        for place in places:
-            self._bad.setdefault(place, step)
+        for index in indices:
+            self._step_of_bad.setdefault(index, step)
 
-    def usable(
-        self, step: int, index: int, decoded: Decoded | None, again: Callable[[int], Decoded]
+    def usable_sample(
+        self,
+        step: int,
+        index: int,
+        decoded: DecodeResult | None,
+        decode_again: Callable[[int], DecodeResult],
     ) -> Sample:
         """Return what was decoded of a sample of a step's batch, or what replaces it, decoded by
         `again`.
@@ -116,30 +125,30 @@ class Replacements:
           ValueError: more than the share `max_bad_fraction` of the samples that the run has drawn
             by then are bad.
         """
-        if decoded is not None and (sample := self._counted(step, index, decoded)) is not None:
+        if decoded is not None and (sample := self._count_bad(step, index, decoded)) is not None:
             return sample
         n, limit = len(self._source), self._source.load(index)
-        for other in ((index + k) % n for k in range(1, min(MAX_TRIES, n))):
-            if other in self or not fits_in(self._source.load(other), limit):
+        for candidate in ((index + k) % n for k in range(1, min(MAX_REPLACEMENT_TRIES, n))):
+            if candidate in self or not fits_in(self._source.load(candidate), limit):
                 continue
-            if (sample := self._counted(step, other, again(other))) is not None:
+            if (sample := self._count_bad(step, candidate, decode_again(candidate))) is not None:
                 return sample
         return EMPTY
 
-    def _counted(self, step: int, index: int, decoded: Decoded) -> Sample | None:
+    def _count_bad(self, step: int, index: int, decoded: DecodeResult) -> Sample | None:
         """Return the sample, None if it is bad; that is logged the first time."""
         if isinstance(decoded, Sample):
             return decoded
-        place = index % len(self._source)  # the same in every epoch
-        if place in self._tried:
+        source_index = index % len(self._source)  # the same in every epoch
+        if source_index in self._tried:
             return None
-        self._tried.add(place)
-        self._bad.setdefault(place, step)
+        self._tried.add(source_index)
+        self._step_of_bad.setdefault(source_index, step)
         logger.warning("replaced a sample that cannot be decoded: %s", decoded.reason)
-        seen = min(len(self._source), max(MIN_SEEN, (step + 1) * self._global_batch))
-        if (bad := len(self)) > self._max_bad_fraction * seen:
+        n_drawn = min(len(self._source), max(MIN_DRAWN_SAMPLES, (step + 1) * self._global_batch))
+        if (n_bad := len(self)) > self._max_bad_fraction * n_drawn:
             raise ValueError(
-                f"{self._source.name}: {bad} of {seen} samples cannot be decoded, the last is "
+                f"{self._source.name}: {n_bad} of {n_drawn} samples cannot be decoded, the last is "
                 f"{decoded.reason}; repair them or raise "
                 f"data.max_bad_fraction={self._max_bad_fraction}"
             )

@@ -15,25 +15,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.data.content import counter_of
-from dflop_jax.data.decoder import Decoded, Replacements, ThreadDecoder
+from dflop_jax.data.content import content_counter
+from dflop_jax.data.decoder import DecodeResult, Replacements, ThreadDecoder
 from dflop_jax.data.pool.processes import make_decoder
-from dflop_jax.data.sample import Sample, Source, loads_of
-from dflop_jax.data.shuffle import shuffled
+from dflop_jax.data.sample import Sample, Source, get_loads
+from dflop_jax.data.shuffle import shuffled_indices
 from dflop_jax.records import Load
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import MultimodalModel
 
 T = TypeVar("T")
-OF_DATA = ("n", "digest")  # of what a checkpoint's order follows from
-KEPT_STEPS = 32  # whose samples are remembered: a step is asked for several times
-Beyond = Callable[[Sequence[Load]], Sequence[int]]
+DATA_FIELDS = ("n", "digest")  # of what a checkpoint's order follows from
+MAX_CACHED_STEPS = 32  # whose samples are remembered: a step is asked for several times
+FindOversize = Callable[[Sequence[Load]], Sequence[int]]
 logger = logging.getLogger("dflop_jax.data")
-Begun = list[tuple[int, int, Future[Decoded] | None]]  # (place in the batch, index, its decoding)
+PendingSamples = list[
+    tuple[int, int, Future[DecodeResult] | None]
+]  # (place in the batch, index, its decoding)
 
 
-class RoomFilter:
+class OversizeFilter:
     """Keeps samples that the run has no room for out of its batches, each named once.
 
     Args:
@@ -42,27 +44,31 @@ class RoomFilter:
         places (data.oversize).
     """
 
-    def __init__(self, source: Source, beyond: Beyond, *, refuse: bool = False) -> None:
-        self._source, self._beyond, self._refuse = source, beyond, refuse
-        self._known: dict[int, int] = {}  # what takes the place of one without room
+    def __init__(
+        self, source: Source, find_oversize: FindOversize, *, refuse: bool = False
+    ) -> None:
+        self._source, self._find_oversize, self._refuse = source, find_oversize, refuse
+        self._replacement_of: dict[int, int] = {}  # what takes the place of one without room
 
-    def held(self, indices: Sequence[int]) -> list[int]:
+    def replace_oversize(self, indices: Sequence[int]) -> list[int]:
         """Return the samples, those without room replaced; ValueError if they are to be refused."""
-        waiting = [i for i in dict.fromkeys(indices) if i not in self._known]
-        for k in self._beyond(loads_of(self._source, waiting)):
-            self._known[waiting[k]] = self._instead(waiting[k])
-        return [self._known.get(i, i) for i in indices]
+        unchecked = [i for i in dict.fromkeys(indices) if i not in self._replacement_of]
+        for k in self._find_oversize(get_loads(self._source, unchecked)):
+            self._replacement_of[unchecked[k]] = self._find_replacement(unchecked[k])
+        return [self._replacement_of.get(i, i) for i in indices]
 
-    def _instead(self, index: int) -> int:
+    def _find_replacement(self, index: int) -> int:
         n, label = len(self._source), self._source.label(index)
-        what = f"{label} is larger than any compiled shape holds"
+        message = f"{label} is larger than any compiled shape holds"
         if self._refuse:
-            raise ValueError(f"{what}; lower data.max_tokens or set data.oversize to drop")
-        for other in ((index + k) % n for k in range(1, n)):
-            if not self._beyond([self._source.load(other)]):
-                logger.warning("left out: %s; %s takes its place", what, self._source.label(other))
-                return other
-        raise ValueError(f"{what}, and so are all others; plan for this data")
+            raise ValueError(f"{message}; lower data.max_tokens or set data.oversize to drop")
+        for candidate in ((index + k) % n for k in range(1, n)):
+            if not self._find_oversize([self._source.load(candidate)]):
+                logger.warning(
+                    "left out: %s; %s takes its place", message, self._source.label(candidate)
+                )
+                return candidate
+        raise ValueError(f"{message}, and so are all others; plan for this data")
 
 
 class Loader:
@@ -87,7 +93,7 @@ class Loader:
         prefetch: int = 2,
         max_bad_fraction: float = 0.1,
         decoder: Callable[[Source, int], ThreadDecoder] = ThreadDecoder,
-        room: RoomFilter | None = None,
+        oversize_filter: OversizeFilter | None = None,
     ) -> None:
         if min(global_batch, workers, prefetch) < 1:
             raise ValueError("global_batch, workers and prefetch must be at least 1")
@@ -95,24 +101,26 @@ class Loader:
         self._prefetch = prefetch
         self._make_decoder = partial(decoder, source, workers)
         self.replaced = Replacements(source, max_bad_fraction, global_batch)
-        self._room = room
-        self.count: Callable[[Load], Load] = lambda load: load  # gives loads their content
-        self.indices = lru_cache(KEPT_STEPS)(self._indices)
+        self._oversize_filter = oversize_filter
+        self.add_content: Callable[[Load], Load] = lambda load: load  # gives loads their content
+        self.indices = lru_cache(MAX_CACHED_STEPS)(self._indices)
 
     def _indices(self, step: int) -> list[int]:
         """Source indices of the batch of a step; of a source that varies with the epoch, each has
         its epoch times the source's length added."""
         n = len(self.source)
-        places = np.arange(self.global_batch) + step * self.global_batch
-        drawn: list[int] = shuffled(places, n, self.seed).tolist()
-        held = self._room.held(drawn) if self._room else drawn
+        positions = np.arange(self.global_batch) + step * self.global_batch
+        indices: list[int] = shuffled_indices(positions, n, self.seed).tolist()
+        indices = (
+            self._oversize_filter.replace_oversize(indices) if self._oversize_filter else indices
+        )
         if not getattr(self.source, "varies", False):
-            return held
-        return [i + k * n for i, k in zip(held, (places // n).tolist())]
+            return indices
+        return [i + k * n for i, k in zip(indices, (positions // n).tolist())]
 
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""
-        return [self.count(load) for load in loads_of(self.source, self.indices(step))]
+        return [self.add_content(load) for load in get_loads(self.source, self.indices(step))]
 
     def batches(
         self,
@@ -132,34 +140,36 @@ class Loader:
         selector = ThreadPoolExecutor(1, thread_name_prefix="dflop-select")
         decoder = self._make_decoder()
         preparer = ThreadPoolExecutor(1, thread_name_prefix="dflop-prepare")
-        ahead: deque[Future[T]] = deque()
+        batches: deque[Future[T]] = deque()
 
-        def begin(step: int) -> Begun:
+        def start_decoding(step: int) -> PendingSamples:
             indices = (indices_of or self.indices)(step)
             return [
                 (k, i := indices[k], None if i in self.replaced else decoder.submit(i))
                 for k in (range(len(indices)) if select is None else select(step))
             ]
 
-        def finish(step: int, begun: Future[Begun]) -> T:
+        def finish_batch(step: int, pending: Future[PendingSamples]) -> T:
             samples = {
-                k: self.replaced.usable(
+                k: self.replaced.usable_sample(
                     step,
                     index,
                     None if decoded is None else decoded.result(),
-                    lambda other: decoder.submit(other).result(),
+                    lambda candidate: decoder.submit(candidate).result(),
                 )
-                for k, index, decoded in begun.result()
+                for k, index, decoded in pending.result()
             }
             return prepare(step, samples)
 
         try:
             for step in steps:
-                ahead.append(preparer.submit(finish, step, selector.submit(begin, step)))
-                if len(ahead) > self._prefetch:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
+                batches.append(
+                    preparer.submit(finish_batch, step, selector.submit(start_decoding, step))
+                )
+                if len(batches) > self._prefetch:
+                    yield batches.popleft().result()
+            while batches:
+                yield batches.popleft().result()
         finally:
             # in this order: each may be waiting for what the one before it cancels
             selector.shutdown(wait=True, cancel_futures=True)
@@ -169,8 +179,8 @@ class Loader:
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps to continue at `step`."""
         order = {"seed": self.seed, "global_batch": self.global_batch, "n": len(self.source)}
-        named = {"digest": getattr(self.source, "digest", ""), "name": self.source.name}
-        return {"step": step, **order, **named, "bad": self.replaced.found(range(step))}
+        data = {"digest": getattr(self.source, "digest", ""), "name": self.source.name}
+        return {"step": step, **order, **data, "bad": self.replaced.bad_samples(range(step))}
 
     def restore(self, state: dict[str, Any], changed: str = "refuse") -> int:
         """Return the step to continue at, with the samples counted that were bad until then.
@@ -178,29 +188,34 @@ class Loader:
         Raises:
           ValueError: the order is another, or the data are, unless `changed` is "ok".
         """
-        now = self.state(0)
-        then = {**now, **state}  # older ones have no digest
-        others = [name for name in ("seed", "global_batch", *OF_DATA) if then[name] != now[name]]
-        for name in others:
-            if name in OF_DATA and changed == "ok":
+        current = self.state(0)
+        saved = {**current, **state}  # older ones have no digest
+        changed_fields = [
+            name for name in ("seed", "global_batch", *DATA_FIELDS) if saved[name] != current[name]
+        ]
+        for name in changed_fields:
+            if name in DATA_FIELDS and changed == "ok":
                 continue
-            remedy = f"use {then['name']} as it was, --data.changed ok for {now['name']} as it is"
-            remedy = remedy if name in OF_DATA else "use the same data and settings"
-            raise ValueError(
-                f"checkpoint was made with data {name}={then[name]}, this run has {now[name]}; "
-                f"{remedy}, or start a new run"
+            remedy = (
+                f"use {saved['name']} as it was, --data.changed ok for {current['name']} as it is"
             )
-        self.replaced.add(then["step"] - 1, () if others else then["bad"])
-        return int(then["step"])
+            remedy = remedy if name in DATA_FIELDS else "use the same data and settings"
+            raise ValueError(
+                f"checkpoint was made with data {name}={saved[name]}, this run has "
+                f"{current[name]}; {remedy}, or start a new run"
+            )
+        self.replaced.add_bad(saved["step"] - 1, () if changed_fields else saved["bad"])
+        return int(saved["step"])
 
 
 def make_loader(
     config: Config,
     source: Source,
-    beyond: Beyond | None = None,
+    find_oversize: FindOversize | None = None,
     model: MultimodalModel | None = None,
 ) -> Loader:
-    """Return the run's batches of a source; `beyond` as for `RoomFilter`, None: no filter. `model`:
+    """Return the run's batches of a source; `beyond` as for `OversizeFilter`, None: no filter.
+    `model`:
     whose content loads have, None: none."""
     refuse = config.data.oversize == "error"
     loader = Loader(
@@ -215,8 +230,10 @@ def make_loader(
             timeout_s=config.data.sample_timeout_s,
             memory_bytes=int(config.data.sample_memory_bytes),
         ),
-        room=RoomFilter(source, beyond, refuse=refuse) if beyond else None,
+        oversize_filter=OversizeFilter(source, find_oversize, refuse=refuse)
+        if find_oversize
+        else None,
     )
     if model:
-        loader.count = counter_of(model)
+        loader.add_content = content_counter(model)
     return loader

@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dflop_jax.data.content import counter_of
-from dflop_jax.data.joins import DecodedPiece, PieceNumbers, Samples, decoded_pieces, joined
+from dflop_jax.data.content import content_counter
+from dflop_jax.data.gathers import (
+    DecodedPiece,
+    PieceNumbers,
+    Samples,
+    build_gathers,
+    decoded_pieces,
+)
 from dflop_jax.records import Content, Layout, Load, Schedule
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
@@ -26,15 +32,15 @@ SEGMENTS, POSITIONS, WEIGHTS, SEEDS = "segment_ids", "positions", "weights", "se
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LocalRanks:
     """The data ranks, by module, whose arrays this process fills, and those of them that it counts:
     a rank on devices of several processes is filled by each and counted by one."""
 
-    fills: Mapping[str, Collection[int]]
-    counts: Mapping[str, Collection[int]]
+    filled: Mapping[str, Collection[int]]
+    counted: Mapping[str, Collection[int]]
 
     @classmethod
-    def all(cls, layout: Layout) -> Ranks:
+    def single_process(cls, layout: Layout) -> LocalRanks:
         """Return every rank of a plan, as one process alone has them."""
         every = {module: range(layout.data_ranks(module)) for module in layout.modules}
         return cls(every, every)
@@ -58,8 +64,8 @@ class PackedGroup:
     """
 
     fields: dict[str, np.ndarray]
-    places: dict[int, tuple[np.ndarray, ...]]
-    reads: dict[int, np.ndarray]
+    gathers: dict[int, tuple[np.ndarray, ...]]
+    read_counts: dict[int, np.ndarray]
     lengths: tuple[int, ...]
     content: Content
     loss_weights: np.ndarray
@@ -69,17 +75,17 @@ class PackedGroup:
         return sum(self.lengths)
 
 
-def own_samples(
-    layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: Ranks
+def local_samples(
+    layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: LocalRanks
 ) -> list[int]:
     """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
     needed: set[int] = set()
     for module in layout.modules:
-        numbers = PieceNumbers.of(loads, module)
-        filled = list(ranks.fills[module])
+        numbers = PieceNumbers.from_loads(loads, module)
+        filled = list(ranks.filled[module])
         for group in (g for g in schedule.groups if g.module == module):
-            pieces = group.pieces.piece_id[np.isin(group.pieces.rank, filled)]
-            needed.update(numbers.sample(pieces).tolist())
+            local_pieces = group.pieces.piece_id[np.isin(group.pieces.rank, filled)]
+            needed.update(numbers.sample_of(local_pieces).tolist())
     return sorted(needed)
 
 
@@ -90,68 +96,70 @@ def pack_groups(
     loads: Sequence[Load],
     *,
     model: MultimodalModel,
-    ranks: Ranks | None = None,
+    ranks: LocalRanks | None = None,
     draws: str = "",
 ) -> list[PackedGroup]:
     """Fill all groups of a schedule.
 
     Args:
       samples: by their place in the global batch, those that the ranks hold a part of (see
-        `own_samples`); one that was replaced may be smaller than its load, not larger.
+        `local_samples`); one that was replaced may be smaller than its load, not larger.
       loads: of the whole global batch.
       ranks: None: all.
       draws: names the draws of this step, of which the field "seeds" is made; "": nothing is drawn.
     """
-    numbers = {module: PieceNumbers.of(loads, module) for module in layout.modules}
-    held = ranks or Ranks.all(layout)
+    numbers = {module: PieceNumbers.from_loads(loads, module) for module in layout.modules}
+    local_ranks = ranks or LocalRanks.single_process(layout)
     return [
-        _packed(layout, schedule, group, samples, numbers, model, held, draws)
+        _pack_group(layout, schedule, group, samples, numbers, model, local_ranks, draws)
         for group in range(len(schedule.groups))
     ]
 
 
-def _packed(
+def _pack_group(
     layout: Layout,
     schedule: Schedule,
     group: int,
     samples: Samples,
     numbers: Mapping[str, PieceNumbers],
     model: MultimodalModel,
-    ranks: Ranks,
+    ranks: LocalRanks,
     draws: str,
 ) -> PackedGroup:
     packed = schedule.groups[group]
     module, rows = packed.module, packed.shape.rows
-    alone = module in model.piece_tokens
-    pieces = decoded_pieces(packed, numbers[module], samples, ranks.fills[module], alone=alone)
+    one_per_row = module in model.piece_tokens
+    pieces = decoded_pieces(
+        packed, numbers[module], samples, ranks.filled[module], one_per_row=one_per_row
+    )
     # Of the model, not the plan, which may leave out modules that the data does not use.
     from_edges = tuple(dict.fromkeys(e["name"] for e in model.edges if e["target"] == module))
-    reads = _reads(model.modules[module], from_edges, packed.shape.tokens)
+    layouts = _fields_to_fill(model.modules[module], from_edges, packed.shape.tokens)
     n_rows = layout.data_ranks(module) * rows
     fields = {
         name: np.zeros((packed.microbatches, n_rows, *field.dims), field.dtype)
-        for name, field in reads.items()
+        for name, field in layouts.items()
     }
     for piece in pieces:
-        _fill(fields, reads, piece, module, draws)
-    counts = sorted(ranks.counts[module])
+        _fill_piece(fields, layouts, piece, module, draws)
+    counted_ranks = sorted(ranks.counted[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
-    of_counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
-    places, read_features = joined(layout, schedule, group, pieces, numbers, model)
-    own = [p for p in pieces if p.rank in counts]
-    counted, loads = counter_of(model), {p.place: p.sample.load for p in own}
-    asked = {place: counted(load).content_of(module) for place, load in loads.items()}
+    counted_weights = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counted_ranks]
+    gathers, read_counts = build_gathers(layout, schedule, group, pieces, numbers, model)
+    counted_pieces = [p for p in pieces if p.rank in counted_ranks]
+    add_content, loads = content_counter(model), {p.place: p.sample.load for p in counted_pieces}
+    content = {place: add_content(load).content_of(module) for place, load in loads.items()}
     return PackedGroup(
         fields=fields,
-        places=places,
-        reads=read_features,
-        lengths=tuple(p.length for p in own),
-        content=tuple(asked[p.place][p.order] for p in own),
-        loss_weights=of_counted,
+        gathers=gathers,
+        read_counts=read_counts,
+        lengths=tuple(p.length for p in counted_pieces),
+        content=tuple(content[p.place][p.order] for p in counted_pieces),
+        loss_weights=counted_weights,
     )
 
 
-class _Field(NamedTuple):
+class _FieldLayout(NamedTuple):
     """Whether a field has a value for every token, its dims after the rows, and its dtype."""
 
     per_token: bool
@@ -160,50 +168,56 @@ class _Field(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _reads(module: Module, from_edges: tuple[str, ...], tokens: int) -> dict[str, _Field]:
+def _fields_to_fill(
+    module: Module, from_edges: tuple[str, ...], tokens: int
+) -> dict[str, _FieldLayout]:
     """Return every field that the module reads and no edge brings."""
     names = {name for fields in module.inputs.values() for name in fields} - {*from_edges}
-    reads = {}
+    layouts = {}
     for name in sorted(names):
         spec, longer = (module.field_spec(name, 1, n) for n in (tokens, tokens + 1))
-        reads[name] = _Field(spec.shape != longer.shape, tuple(spec.shape[1:]), spec.dtype)
-    return reads
+        layouts[name] = _FieldLayout(spec.shape != longer.shape, tuple(spec.shape[1:]), spec.dtype)
+    return layouts
 
 
-def _fill(
+def _fill_piece(
     fields: Mapping[str, np.ndarray],
-    reads: Mapping[str, _Field],
+    layouts: Mapping[str, _FieldLayout],
     piece: DecodedPiece,
     module: str,
     draws: str,
 ) -> None:
     """Write a piece into its row of every field."""
-    given = piece.sample.fields.get(module, {})
-    if lacks := reads.keys() - given.keys() - {SEGMENTS, POSITIONS, SEEDS}:
-        raise ValueError(f"a sample has no {', '.join(sorted(lacks))} for module {module!r}")
-    for name, field in reads.items():
+    sample_fields = piece.sample.fields.get(module, {})
+    if missing := layouts.keys() - sample_fields.keys() - {SEGMENTS, POSITIONS, SEEDS}:
+        raise ValueError(f"a sample has no {', '.join(sorted(missing))} for module {module!r}")
+    for name, field in layouts.items():
         array = fields[name]
         if name == SEGMENTS:
             array[piece.row][piece.room] = piece.segment
         elif name == SEEDS:
             if draws:
-                about = f"{draws}/{module}/{piece.place}/{piece.order}"
-                room = (*piece.row, piece.room) if field.per_token else piece.row
-                array[room] = seeds(about, piece.length) if field.per_token else seeds(about, 1)[0]
-        elif name == POSITIONS and name not in given:
+                seed_name = f"{draws}/{module}/{piece.place}/{piece.order}"
+                target = (*piece.row, piece.room) if field.per_token else piece.row
+                array[target] = (
+                    derive_seeds(seed_name, piece.length)
+                    if field.per_token
+                    else derive_seeds(seed_name, 1)[0]
+                )
+        elif name == POSITIONS and name not in sample_fields:
             counts = np.arange(piece.length, dtype=field.dtype)
             array[piece.row][piece.room] = counts.reshape(-1, *[1] * (len(field.dims) - 1))
         elif field.per_token:
-            array[piece.row][piece.room] = given[name][piece.tokens]
+            array[piece.row][piece.room] = sample_fields[name][piece.tokens]
         else:
-            array[piece.row] = given[name][piece.order]
+            array[piece.row] = sample_fields[name][piece.order]
 
 
-def seeds(name: str, n: int) -> np.ndarray:
+def derive_seeds(name: str, n: int) -> np.ndarray:
     """Numbers uint32 [n] above 0 that follow from a name: the first outputs of SplitMix64 (Steele,
     Lea and Flood, OOPSLA 2014) that begins with the name's hash."""
-    begin = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), "<u8")
-    z = begin + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    start = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), "<u8")
+    z = start + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((z ^ (z >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

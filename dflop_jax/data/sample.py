@@ -14,7 +14,7 @@ STREAMS = {"train": 0, "eval": 1}  # what draws of a split begin with
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class FeatureGather:
     """Where features of a source module stand among a sample's tokens of a target module.
 
     index: int32 [target tokens, K], places among the sample's features of the source (those of all
@@ -42,22 +42,22 @@ class Sample:
     """
 
     fields: Mapping[str, Mapping[str, np.ndarray]]
-    places: Mapping[tuple[str, str], Places]
+    gathers: Mapping[tuple[str, str], FeatureGather]
     load: Load
 
     def __post_init__(self) -> None:
         for module, named in self.fields.items():
-            pieces, tokens = len(self.load.lengths(module)), self.load.tokens(module)
+            n_pieces, n_tokens = len(self.load.lengths(module)), self.load.tokens(module)
             for name, array in named.items():
-                if len(array) not in (pieces, tokens):
+                if len(array) not in (n_pieces, n_tokens):
                     raise ValueError(
-                        f"field {name!r} of {module!r} has {len(array)} values for {pieces} pieces "
-                        f"of {tokens} tokens"
+                        f"field {name!r} of {module!r} has {len(array)} values for {n_pieces} "
+                        f"pieces of {n_tokens} tokens"
                     )
-        for (source, target), places in self.places.items():
-            if len(places.index) != self.load.tokens(target):
+        for (source, target), gather in self.gathers.items():
+            if len(gather.index) != self.load.tokens(target):
                 raise ValueError(
-                    f"places of {source!r} in {target!r}: {len(places.index)} for "
+                    f"places of {source!r} in {target!r}: {len(gather.index)} for "
                     f"{self.load.tokens(target)} tokens"
                 )
 
@@ -70,13 +70,15 @@ def fits_in(load: Load, limit: Load) -> bool:
     module it is no larger."""
     return all(
         len(lengths) <= len(limit.lengths(module))
-        and all(n <= room for n, room in zip(lengths, limit.lengths(module)))
+        and all(
+            n_tokens <= max_tokens for n_tokens, max_tokens in zip(lengths, limit.lengths(module))
+        )
         for module, lengths in load.pieces.items()
     )
 
 
 @dataclass(frozen=True)
-class OpenedBy:
+class SourceFactory:
     """How another process opens the same source: MODULE:FUNCTION, called with `arguments`, which
     are JSON. The function must not need JAX."""
 
@@ -115,7 +117,7 @@ class Source(Protocol):
         ...
 
 
-def loads_of(source: Source, indices: Sequence[int]) -> list[Load]:
+def get_loads(source: Source, indices: Sequence[int]) -> list[Load]:
     """Return the loads of some samples."""
-    together: Callable[[Sequence[int]], list[Load]] | None = getattr(source, "loads", None)
-    return [source.load(i) for i in indices] if together is None else together(indices)
+    load_many: Callable[[Sequence[int]], list[Load]] | None = getattr(source, "loads", None)
+    return [source.load(i) for i in indices] if load_many is None else load_many(indices)

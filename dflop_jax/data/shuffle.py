@@ -15,51 +15,53 @@ from functools import lru_cache
 import numpy as np
 
 ROUNDS = 4  # of the Feistel cipher, the least whose order looks random
-LEAST_BITS = 16  # of the numbers that are permuted; those of no sample are passed over
-WORD = 0xFFFFFFFF  # a mask of 32 bits
+MIN_BITS = 16  # of the numbers that are permuted; those of no sample are passed over
+MASK_32_BITS = 0xFFFFFFFF  # a mask of 32 bits
 
 Cipher = Callable[[np.ndarray], np.ndarray]
 
 
-def shuffled(places: np.ndarray, n: int, seed: int) -> np.ndarray:
+def shuffled_indices(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the index of 0..n-1 that stands at each place of an endless run of epochs, int64."""
-    epochs, within = np.divmod(np.asarray(places, np.int64), n)
-    indices = np.zeros_like(within)
+    epochs, position_in_epoch = np.divmod(np.asarray(positions, np.int64), n)
+    indices = np.zeros_like(position_in_epoch)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        indices[here] = _permuted(within[here], n, (_first_seed(seed) + int(epoch)) & WORD)
+        is_in_epoch = epochs == epoch
+        indices[is_in_epoch] = _permute(
+            position_in_epoch[is_in_epoch], n, (_first_seed(seed) + int(epoch)) & MASK_32_BITS
+        )
     return indices
 
 
-def _permuted(values: np.ndarray, n: int, seed: int) -> np.ndarray:
+def _permute(values: np.ndarray, n: int, seed: int) -> np.ndarray:
     if n == 1:
         return values
-    bits = max(LEAST_BITS, (n - 1).bit_length() + (n - 1).bit_length() % 2)
+    bits = max(MIN_BITS, (n - 1).bit_length() + (n - 1).bit_length() % 2)
     encrypt = _cipher(bits, _round_keys(seed))
     values = encrypt(values)
-    if bits == LEAST_BITS:
-        return _first_inside(n, seed)[values]
+    if bits == MIN_BITS:
+        return _first_value_below(n, seed)[values]
     while (outside := values >= n).any():  # a quarter of all blocks at least lies inside
         values[outside] = encrypt(values[outside])
     return values
 
 
 @lru_cache(maxsize=4)
-def _first_inside(n: int, seed: int) -> np.ndarray:
+def _first_value_below(n: int, seed: int) -> np.ndarray:
     """Return for every block of LEAST_BITS the first value below n on its way, itself included."""
-    blocks = np.arange(1 << LEAST_BITS)
-    ahead = np.where(blocks < n, blocks, _cipher(LEAST_BITS, _round_keys(seed))(blocks))
-    for _ in range(LEAST_BITS):  # doubles the steps taken: no way is longer than all blocks
-        ahead = ahead[ahead]
-    return ahead
+    blocks = np.arange(1 << MIN_BITS)
+    following = np.where(blocks < n, blocks, _cipher(MIN_BITS, _round_keys(seed))(blocks))
+    for _ in range(MIN_BITS):  # doubles the steps taken: no way is longer than all blocks
+        following = following[following]
+    return following
 
 
 def _cipher(bits: int, keys: tuple[int, ...]) -> Cipher:
     half = bits // 2
     mask = (1 << half) - 1
 
-    def rotated(x: np.ndarray, by: int) -> np.ndarray:
-        return ((x << by) | (x >> (half - by))) & mask
+    def rotated(x: np.ndarray, n_bits: int) -> np.ndarray:
+        return ((x << n_bits) | (x >> (half - n_bits))) & mask
 
     def encrypt(blocks: np.ndarray) -> np.ndarray:
         left, right = blocks >> half, blocks & mask
@@ -80,19 +82,18 @@ def _round_keys(seed: int) -> tuple[int, ...]:
     """Return ROUNDS keys of 32 bits: those of C++'s `std::seed_seq` of one number ([rand.util])."""
     keys = [0x8B8B8B8B] * ROUNDS
     for k in range(2 * ROUNDS):
-        here, after, last, next_but_one = (k % ROUNDS, (k + 1) % ROUNDS, (k - 1) % ROUNDS,
-                                           (k + 2) % ROUNDS)  # fmt: skip
+        previous, current, following, next_but_one = ((k + i) % ROUNDS for i in range(-1, 3))
         if k < ROUNDS:
-            mix = keys[here] ^ keys[after] ^ keys[last]
-            mix = 1664525 * (mix ^ (mix >> 27)) & WORD
-            new = mix + (1 if k == 0 else 1 + seed if k == 1 else k) & WORD
-            keys[after] = keys[after] + mix & WORD
-            keys[next_but_one] = keys[next_but_one] + new & WORD
+            mix = keys[current] ^ keys[following] ^ keys[previous]
+            mix = 1664525 * (mix ^ (mix >> 27)) & MASK_32_BITS
+            new = mix + (1 if k == 0 else 1 + seed if k == 1 else k) & MASK_32_BITS
+            keys[following] = keys[following] + mix & MASK_32_BITS
+            keys[next_but_one] = keys[next_but_one] + new & MASK_32_BITS
         else:
-            mix = keys[here] + keys[after] + keys[last] & WORD
-            mix = 1566083941 * (mix ^ (mix >> 27)) & WORD
-            new = mix - here & WORD
-            keys[after] ^= mix
+            mix = keys[current] + keys[following] + keys[previous] & MASK_32_BITS
+            mix = 1566083941 * (mix ^ (mix >> 27)) & MASK_32_BITS
+            new = mix - current & MASK_32_BITS
+            keys[following] ^= mix
             keys[next_but_one] ^= new
-        keys[here] = new
+        keys[current] = new
     return tuple(keys)

@@ -14,16 +14,16 @@ from PIL import Image
 
 from dflop_jax.config import Config
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
-from dflop_jax.data.build import any_tokenizer
+from dflop_jax.data.build import open_tokenizer
 from dflop_jax.data.datasets.clips import (
     GENERATOR,
-    TIMES,
+    MAX_TIME,
     Grid,
     caption_ids,
+    clip_format_of,
     clip_sample,
-    form_of,
 )
-from dflop_jax.data.datasets.moving_scenes import SIDE, block_of, frames_of
+from dflop_jax.data.datasets.moving_scenes import SIDE_PX, block_of, frames_of
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.folders import made
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
@@ -85,13 +85,13 @@ def make_clip(
         that the model cannot take.
     """
     model = build_trained_model(config)
-    form, tokenizer = form_of(model), any_tokenizer(config.data.tokenizer, model.vocab_size)
+    form, tokenizer = clip_format_of(model), open_tokenizer(config.data.tokenizer, model.vocab_size)
     ids = caption_ids(prompt, tokenizer, Limits.of(config.data), "--prompt")
     embedded = not config.data.path
     if size is None:
         if not embedded:
             raise ValueError("say how large the clip is: --latents TIME,ROWS,COLUMNS")
-        side = SIDE // block_of(form.channels)
+        side = SIDE_PX // block_of(form.channels)
         size = DEFAULT_FRAMES, side, side
     if flow_steps < 1:
         raise ValueError(f"--flow-steps {flow_steps}: at least 1")
@@ -104,7 +104,9 @@ def make_clip(
     noise = np.random.default_rng(seed).standard_normal(draws, np.float32)[-int(np.prod(grid)) :]
     sample = clip_sample(form, ids, grid, np.zeros_like(noise), noise, 1.0)
     rows = row_of([sample], model, TOKEN_MULTIPLE)
-    times = np.array([form.at(k / flow_steps) for k in range(flow_steps, -1, -1)], np.float32)
+    times = np.array(
+        [form.noise_level(k / flow_steps) for k in range(flow_steps, -1, -1)], np.float32
+    )
     said = jax.jit(partial(flow, model, chip_of(device)))(loaded.params, rows, times)
     patches = np.asarray(said)[rows.fields["role"][0] == form.clip]
     files = write_clip(Path(out), form.latents(patches, grid), embedded)
@@ -132,7 +134,7 @@ def flow(
 
     def advance(x: Array, span: Array) -> tuple[Array, None]:
         now, after = span
-        moment = jnp.full(x.shape[:1], TIMES * now, jnp.float32)
+        moment = jnp.full(x.shape[:1], MAX_TIME * now, jnp.float32)
         batch = {**fields, "latents": x[None], "time": moment[None]}
         h = generator.entry(generator_params["entry"], batch)
         h, _ = jax.lax.scan(

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflop_jax.config import Config
 from dflop_jax.data import MediaSpec, Sample, Tokenizer
-from dflop_jax.data.build import any_tokenizer
+from dflop_jax.data.build import open_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.mesh import DATA, answer_mesh, min_tp, param_structs
 from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
@@ -104,7 +104,7 @@ class Generator:
         self.rows = -(-rows // self.ranks)  # of a data rank
         self.programs = AnswerPrograms(self.model, self.mesh)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
-        self.tokenizer = any_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
+        self.tokenizer = open_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
         self.ends = end_ids(self.tokenizer, run)
         structs = {m: param_structs(module, self.mesh) for m, module in self.model.modules.items()}
         if is_published(run):

@@ -12,9 +12,9 @@ from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.datasets.blob import MediaFile
-from dflop_jax.data.datasets.header_rows import header
-from dflop_jax.data.datasets.llava_records import Record
-from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
+from dflop_jax.data.datasets.record_parser import Record
+from dflop_jax.data.datasets.record_table import RecordTable, build_table
+from dflop_jax.data.datasets.row_reader import read_header
 from dflop_jax.data.media.compose import DecodedMedia, compose, decode_media
 from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.kind import Kind, Kinds, tag_of
@@ -22,7 +22,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation, module_of
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import Tokenizer, chat_pieces
+from dflop_jax.data.text.tokenize import Tokenizer, encode_chatml
 from dflop_jax.generate.row import LLM
 
 # Files by kind (image, video, audio, a model's own), each in the order of its tags.
@@ -53,12 +53,12 @@ def prompt_sample(
     for name, where in ordered:
         kind = next(k for k in kinds if k.name == name)
         if not module_of(how, name):
-            raise ValueError(f"the model {kind.taken} no {kind.word}s; leave out {where}")
+            raise ValueError(f"the model {kind.verb} no {kind.noun}s; leave out {where}")
     decoded = _decoded(ordered, how, kinds)
     if isinstance(tokenizer, ChatTokenizer):
-        pieces = tokenizer.question_pieces(text)
+        pieces = tokenizer.encode_question(text)
     else:  # without the end of the empty answer
-        pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
+        pieces = encode_chatml([("human", text), ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
     sample = compose(pieces, decoded, how, placeholder=tokenizer.placeholder_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
@@ -83,7 +83,7 @@ def tagged(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) -> s
         return "".join(f"<{kind}>" * n for kind, n in wanted.items()) + f"\n{prompt}"
     if Counter(said) != wanted:
         each = " and ".join(
-            f"one <{kind.name}> for each of {wanted[kind.name]} {kind.word}s"
+            f"one <{kind.name}> for each of {wanted[kind.name]} {kind.noun}s"
             for kind in kinds
             if kind.name in wanted
         )
@@ -102,13 +102,13 @@ def check_media(media: Media) -> None:
         for file in media.get(kind.name, ()):
             path = _file(kind, file)
             with _readable():
-                header(kind.name, path)
+                read_header(kind.name, path)
 
 
 def _file(kind: Kind, file: str | Path) -> Path:
     path = Path(file)
     if not path.is_file():
-        what = f"is a folder, no {kind.word}" if path.is_dir() else f"no such {kind.word}"
+        what = f"is a folder, no {kind.noun}" if path.is_dir() else f"no such {kind.noun}"
         raise ValueError(f"{path}: {what}; check --{kind.name}")
     return path
 
@@ -140,6 +140,6 @@ def _readable() -> Iterator[None]:
         ) from None
 
 
-def _table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> ShapeTable:
+def _table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> RecordTable:
     """Return the headers of media as those of one record."""
-    return table_of([{}], [[header(*medium, kinds) for medium in media]], kinds)
+    return build_table([{}], [[read_header(*medium, kinds) for medium in media]], kinds)

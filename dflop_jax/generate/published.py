@@ -10,7 +10,7 @@ from typing import Any
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.data import Tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import TextPiece
+from dflop_jax.data.text.tokenize import TokenRun
 from dflop_jax.data.text.tokenizer_files import read_json
 from dflop_jax.train.load_params import LoadedParams
 from dflop_jax.weights import Folder, read_config, read_params
@@ -49,9 +49,9 @@ def end_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path) -> frozenset[
     folders = [Path(run)]
     if isinstance(tokenizer, ChatTokenizer):
         folders.append(tokenizer.folder)
-        pieces: Sequence[TextPiece] = ()
+        pieces: Sequence[TokenRun] = ()
         with suppress(ValueError):  # a template whose answers cannot be told apart
-            pieces = tokenizer.pieces([("human", "?"), ("gpt", "!")])
+            pieces = tokenizer.encode_turns([("human", "?"), ("gpt", "!")])
         supervised = [i for p in pieces if p.supervised for i in p.ids]
         if supervised and not tokenizer.decode(supervised[-1:]):  # a special token, no text
             ids.add(supervised[-1])

@@ -53,8 +53,8 @@ class AnswerRows(NamedTuple):
       fields: of the last module's entry, layers and exit, [rows, t]; `lengths` of the tokens of
         each row are no padding.
       media: by earlier module, its fields; without those that nothing is given to.
-      places: by earlier module, where its features stand (`PackedGroup.places`), [rows, t, K] each,
-        counted among those of the rank.
+      places: by earlier module, where its features stand (`PackedGroup.gathers`), [rows, t, K]
+        each, counted among those of the rank.
     """
 
     fields: Mapping[str, Any]
@@ -128,7 +128,7 @@ def _rows(
     lengths = np.zeros(ranks * last_shape.rows, np.int32)
     at = last_places.rank * last_shape.rows + last_places.row
     np.add.at(lengths, at, [loads[k].tokens(last) for k in last_places.piece_id])
-    whole = {m: tuple(a[0] for a in packed[-1].places[g]) for g, m in enumerate(encoders)}
+    whole = {m: tuple(a[0] for a in packed[-1].gathers[g]) for g, m in enumerate(encoders)}
     return AnswerRows(
         fields=fields[-1],
         media=dict(zip(encoders, fields, strict=False)),

@@ -19,26 +19,36 @@ import numpy as np
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.build import Records
-from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.index_build import by_reason
-from dflop_jax.data.datasets.llava_records import Located, Record
-from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
+from dflop_jax.data.build import RecordDataset
+from dflop_jax.data.datasets.index_build import group_by_reason
+from dflop_jax.data.datasets.record_parser import Record
+from dflop_jax.data.datasets.record_reader import RecordLocation
+from dflop_jax.data.datasets.record_table import IndexRow, RecordTable, build_table
+from dflop_jax.data.datasets.row_reader import RowReader
 from dflop_jax.data.decoder import BadSample
-from dflop_jax.data.media.counts import cut_media, described, fit, load_of, sample_counts
+from dflop_jax.data.media.counts import (
+    describe_cut_media,
+    describe_media,
+    fit_samples,
+    sample_counts,
+    sample_load,
+)
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.preflight.compare_processors import compare_preparations
 from dflop_jax.records import Load
 
-COMPARED = 10  # samples that transformers prepares, too
-SHOWN = 10  # samples, longest samples, and examples of a reason
+MAX_COMPARED = 10  # samples that transformers prepares, too
+MAX_EXAMPLES = 10  # samples, longest samples, and examples of a reason
 HEADER_CHUNK = 16  # records of one request
-LISTING, HEADERS = 0.25, 0.6  # shares of the time, by whose end each of these stops
+LISTING_FRACTION, HEADERS_FRACTION = (
+    0.25,
+    0.6,
+)  # shares of the time, by whose end each of these stops
 
 
 @dataclass(frozen=True)
-class DataLook:
+class DataReport:
     """What a look at a dataset saw.
 
     Attributes:
@@ -83,26 +93,26 @@ class DataLook:
     compared: str = ""
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """How many records it is of."""
-        of_all = "" if self.all_listed else "at least "
+        at_least = "" if self.all_listed else "at least "
         cut = " before the time for a look was over" * self.is_cut
         return (
-            f"{self.read:,} of {of_all}{self.listed:,} records read, {self.decoded:,} of them "
+            f"{self.read:,} of {at_least}{self.listed:,} records read, {self.decoded:,} of them "
             f"decoded{cut}: {sum(self.bad_by_reason.values()):,} bad, {self.left_out:,} with media "
             "that the model does not take"
         )
 
 
-def look(
+def inspect_dataset(
     config: DataConfig,
     spec: MediaSpec,
     vocab_size: int | None,
-    most: int,
+    max_records: int,
     seconds: float,
     *,
     model: str = "",
-) -> DataLook:
+) -> DataReport:
     """Look at up to `most` records, evenly spread, for up to so many seconds.
 
     Args:
@@ -111,129 +121,149 @@ def look(
     Raises:
       ValueError: nothing can be read: no such file, not a dataset, no such tokenizer.
     """
-    begun_s = time.monotonic()
-    opened = Records(config, spec, vocab_size)
-    places, listed, whole = _listed(opened, most, begun_s + LISTING * seconds)
+    start_s = time.monotonic()
+    dataset = RecordDataset(config, spec, vocab_size)
+    keys, listed, are_all_listed = _list_records(
+        dataset, max_records, start_s + LISTING_FRACTION * seconds
+    )
     workers = max(config.workers, len(os.sched_getaffinity(0)))
-    rows = _read(opened.rows_apart, places, HEADER_CHUNK, workers, begun_s + HEADERS * seconds, inf)
+    rows = _read_rows(
+        dataset.process_row_reader,
+        keys,
+        HEADER_CHUNK,
+        workers,
+        start_s + HEADERS_FRACTION * seconds,
+        inf,
+    )
     usable = [p for p, row in rows.items() if not isinstance(row, BadSample)]
-    decoding = partial(opened.rows_apart, decoded=True)
-    decoded = _read(decoding, usable, 1, workers, begun_s + seconds, config.sample_timeout_s)
+    decoding = partial(dataset.process_row_reader, decoded=True)
+    decoded = _read_rows(decoding, usable, 1, workers, start_s + seconds, config.sample_timeout_s)
     rows |= decoded
-    bad = by_reason((p[1].place, r.reason) for p, r in rows.items() if isinstance(r, BadSample))
+    bad = group_by_reason(
+        (p[1].label, r.reason) for p, r in rows.items() if isinstance(r, BadSample)
+    )
     good = {p: row for p, row in rows.items() if not isinstance(row, BadSample)}
-    seen = [(p, row) for p in decoded if isinstance(row := rows[p], Row)]
+    decoded_rows = [(p, row) for p in decoded if isinstance(row := rows[p], IndexRow)]
     samples = [
-        (opened.readers[name].read(located), row)
-        for (name, located), row in _spread(seen, COMPARED)
-        if all(module_of(opened.how, spec.kinds[m["kind"]].name) for m in row.media)
+        (dataset.readers[name].read(location), row)
+        for (name, location), row in _spread_evenly(decoded_rows, MAX_COMPARED)
+        if all(module_of(dataset.preparation, spec.kinds[m["kind"]].name) for m in row.media)
     ]
-    return DataLook(
+    return DataReport(
         source=config.path,
         listed=listed,
-        all_listed=whole,
+        all_listed=are_all_listed,
         read=len(rows),
         decoded=len(decoded),
-        is_cut=len(rows) < len(places) or len(decoded) < len(usable),
+        is_cut=len(rows) < len(keys) or len(decoded) < len(usable),
         bad_by_reason={reason: len(names) for reason, names in bad.items()},
-        examples={reason: names[:SHOWN] for reason, names in bad.items()},
+        examples={reason: names[:MAX_EXAMPLES] for reason, names in bad.items()},
         unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
         compared=compare_preparations(
-            opened, spec.kinds, samples, of_model=model == config.tokenizer
+            dataset, spec.kinds, samples, of_model=model == config.tokenizer
         ),
-        template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),
-        **_figures(opened, good, Limits.of(config), spec),
+        template=getattr(dataset.tokenizer, "template", "ChatML, text as bytes"),
+        **_usable_figures(dataset, good, Limits.of(config), spec),
     )
 
 
 T = TypeVar("T")
-Place = tuple[str, Located]  # a dataset's name and a record of it
+RecordKey = tuple[str, RecordLocation]  # a dataset's name and a record of it
 
 
-def _listed(opened: Records, most: int, stop_s: float) -> tuple[list[Place], int, bool]:
+def _list_records(
+    dataset: RecordDataset, max_records: int, stop_s: float
+) -> tuple[list[RecordKey], int, bool]:
     """Records evenly spread over all that could be listed in time, how many those are, and whether
     they are all."""
-    places: list[Place] = []
-    for name, reader in opened.readers.items():
-        for located in reader.locate():
-            places.append((name, located))
-            if time.monotonic() > stop_s and len(places) >= most:
-                return _spread(places, most), len(places), False
-    return _spread(places, most), len(places), True
+    keys: list[RecordKey] = []
+    for name, reader in dataset.readers.items():
+        for location in reader.locate():
+            keys.append((name, location))
+            if time.monotonic() > stop_s and len(keys) >= max_records:
+                return _spread_evenly(keys, max_records), len(keys), False
+    return _spread_evenly(keys, max_records), len(keys), True
 
 
-def _spread(items: Sequence[T], most: int) -> list[T]:
-    n = min(len(items), most)
+def _spread_evenly(items: Sequence[T], max_records: int) -> list[T]:
+    n = min(len(items), max_records)
     return [items[i * len(items) // n] for i in range(n)]
 
 
-def _read(
-    make: Callable[[], RowReader],
-    places: Sequence[Place],
+def _read_rows(
+    make_reader: Callable[[], RowReader],
+    keys: Sequence[RecordKey],
     chunk: int,
     workers: int,
     stop_s: float,
     longest_s: float,
-) -> dict[Place, Row | BadSample]:
+) -> dict[RecordKey, IndexRow | BadSample]:
     """What is read of the places, in an order that is spread over them, until the time is over."""
-    order = np.random.default_rng(0).permutation(-(-len(places) // chunk)).tolist()
-    chunks = [places[i * chunk : (i + 1) * chunk] for i in order]
+    order = np.random.default_rng(0).permutation(-(-len(keys) // chunk)).tolist()
+    chunks = [keys[i * chunk : (i + 1) * chunk] for i in order]
 
-    def one(part: Sequence[Place]) -> dict[Place, Row | BadSample]:
-        begun_s = time.monotonic()
-        if begun_s > stop_s:
+    def read_chunk(chunk_keys: Sequence[RecordKey]) -> dict[RecordKey, IndexRow | BadSample]:
+        start_s = time.monotonic()
+        if start_s > stop_s:
             return {}
-        rows: dict[Place, Row | BadSample] = {}
-        for name in dict.fromkeys(name for name, _ in part):
-            mine = [p for p in part if p[0] == name]
-            rows |= zip(mine, reader.rows(name, [located for _, located in mine]), strict=True)
+        rows: dict[RecordKey, IndexRow | BadSample] = {}
+        for name in dict.fromkeys(name for name, _ in chunk_keys):
+            dataset_keys = [p for p in chunk_keys if p[0] == name]
+            rows |= zip(
+                dataset_keys,
+                reader.read_rows(name, [location for _, location in dataset_keys]),
+                strict=True,
+            )
         # What took too long while there was little time is not known to be bad.
-        return rows if time.monotonic() - begun_s < longest_s else {}
+        return rows if time.monotonic() - start_s < longest_s else {}
 
-    found: dict[Place, Row | BadSample] = {}
+    rows_by_key: dict[RecordKey, IndexRow | BadSample] = {}
     if chunks:
-        with closing(make()) as reader, ThreadPoolExecutor(workers) as pool:
-            for rows in pool.map(one, chunks):
-                found |= rows
-    return {p: found[p] for p in places if p in found}
+        with closing(make_reader()) as reader, ThreadPoolExecutor(workers) as pool:
+            for rows in pool.map(read_chunk, chunks):
+                rows_by_key |= rows
+    return {p: rows_by_key[p] for p in keys if p in rows_by_key}
 
 
-def _figures(
-    opened: Records, good: dict[Place, Row], limits: Limits, spec: MediaSpec
+def _usable_figures(
+    dataset: RecordDataset, good: dict[RecordKey, IndexRow], limits: Limits, spec: MediaSpec
 ) -> dict[str, Any]:
-    """The figures of a `DataLook` that are of usable records."""
+    """The figures of a `DataReport` that are of usable records."""
     records, media = [row.record for row in good.values()], [row.media for row in good.values()]
-    table, names = table_of(records, media, spec.kinds), [p for _, p in good]
-    counts, usable = sample_counts(table, opened.how)
-    kept, places = np.flatnonzero(usable), list(good)
-    if not len(kept):
+    table, names = build_table(records, media, spec.kinds), [p for _, p in good]
+    counts, usable = sample_counts(table, dataset.preparation)
+    usable_rows, keys = np.flatnonzero(usable), list(good)
+    if not len(usable_rows):
         return {"left_out": len(table)}
-    how, (cut, fits) = opened.how, fit(table, opened.how, limits)
-    asks = np.concatenate([cut.all_tokens[:, None], cut.media[3]], axis=1) * fits[:, None]
-    most = {*asks.argmax(axis=0).tolist()}  # samples of the longest text, the largest pieces
-    longest = np.argsort(-counts.all_tokens, kind="stable")[:SHOWN].tolist()
+    preparation, (cut, fits) = dataset.preparation, fit_samples(table, dataset.preparation, limits)
+    demands = np.concatenate([cut.all_tokens[:, None], cut.media[3]], axis=1) * fits[:, None]
+    largest = {*demands.argmax(axis=0).tolist()}  # samples of the longest text, the largest pieces
+    longest = np.argsort(-counts.all_tokens, kind="stable")[:MAX_EXAMPLES].tolist()
     samples = []
-    for i in _spread(range(len(kept)), SHOWN):
-        (name, located), row = places[kept[i]], int(kept[i])
-        record = opened.readers[name].read(located)
-        text = _shown(opened, record, table, row)
+    for i in _spread_evenly(range(len(usable_rows)), MAX_EXAMPLES):
+        (name, location), row = keys[usable_rows[i]], int(usable_rows[i])
+        record = dataset.readers[name].read(location)
+        text = _render_sample(dataset, record, table, row)
         samples.append((record.name, int(counts.all_tokens[i]), text))
     return {
         "left_out": int((~usable).sum()),
         "tokens": {"all": counts.all_tokens, "text": counts.text_tokens} | {
             module: counts.media[1, :, k] for k, module in enumerate(counts.modules)
         },
-        "pieces": {module: counts.pieces[:, k] for k, module in enumerate(counts.modules)},
+        "pieces": {module: counts.n_pieces[:, k] for k, module in enumerate(counts.modules)},
         "longest": tuple(
             (
-                names[kept[i]].place,
+                names[usable_rows[i]].label,
                 int(counts.all_tokens[i]),
-                described(table, int(kept[i])) or "no media",
+                describe_media(table, int(usable_rows[i])) or "no media",
             )
             for i in longest
         ),
-        "loads": tuple(load_of(table, kept[i], how, cut.taken(slice(i, i + 1))) for i in most),
-        "beginnings": cut_media(table, opened.how),
+        "loads": tuple(
+            sample_load(table, usable_rows[i], preparation, cut.select(slice(i, i + 1)))
+            for i in largest
+        ),
+        "beginnings": describe_cut_media(table, dataset.preparation),
         "cut_text": int((fits & (cut.text_tokens < counts.text_tokens)).sum()),
         "cut_media": int((fits & (cut.n_media < counts.n_media)).sum()),
         "too_long": int((~fits).sum()),
@@ -241,10 +271,14 @@ def _figures(
     }  # fmt: skip
 
 
-def _shown(opened: Records, record: Record, table: ShapeTable, row: int) -> str:
+def _render_sample(dataset: RecordDataset, record: Record, table: RecordTable, row: int) -> str:
     media = [kind.described(header) for kind, header in table.headers(row)]
     text = ""
-    for p in opened.to_pieces(record.turns, record.fields):
-        said = f"[{media[p.medium]}]" if p.medium >= 0 else opened.tokenizer.spelled(p.ids)
-        text += f"[[{said}]]" if p.supervised else said
+    for p in dataset.encode_turns(record.turns, record.fields):
+        shown_text = (
+            f"[{media[p.medium]}]"
+            if p.medium >= 0
+            else dataset.tokenizer.decode_with_special(p.ids)
+        )
+        text += f"[[{shown_text}]]" if p.supervised else shown_text
     return text

@@ -13,7 +13,7 @@ class Setting(NamedTuple):
 
     name: str
     value: Any
-    why: str
+    origin: str
 
     @property
     def text(self) -> str:
@@ -31,12 +31,12 @@ def with_settings(config: Config, settings: Iterable[Setting]) -> Config:
 def experiment_source(config: Config, settings: Sequence[Setting], file: str) -> tuple[str, int]:
     """The Python text of an experiment with this configuration, and how many fields it names: those
     that differ from a `Config()`, each with where it is from."""
-    usual, why = Config(), {s.name: s.why for s in settings}
+    usual, origins = Config(), {s.name: s.origin for s in settings}
     sections: dict[str, list[str]] = {}
     for leaf in fields():
         if (value := leaf.value(config)) != leaf.value(usual):
             section, _, name = leaf.name.rpartition(".")
-            comment = f"  # {why[leaf.name]}" if leaf.name in why else ""
+            comment = f"  # {origins[leaf.name]}" if leaf.name in origins else ""
             sections.setdefault(section, []).append(f"{name}={value!r},{comment}")
     kinds = {name: f"{type(getattr(config, name)).__name__}" for name in sections if name}
     lines = [f'"""Written by `dflop init`. Command: dflop train {file}"""', ""]

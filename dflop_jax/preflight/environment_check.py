@@ -28,7 +28,7 @@ from dflop_jax.train.run_context import RunContext, build_model_for_chip, select
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "safetensors", "tokenizers", "huggingface_hub", "av")
 DRIVER = Path("/proc/driver/nvidia/version")
 LINKS = ("nvidia-smi", "topo", "-m")
-TOOL_S = 3.0  # a tool that takes longer says nothing
+TOOL_TIMEOUT_S = 3.0  # a tool that takes longer says nothing
 MASTER_BYTES = 4
 
 
@@ -44,18 +44,18 @@ class Fact:
 def environment_facts(config: Config) -> list[Fact]:
     """What there is here, of this process alone."""
     return [
-        *_fact("devices", lambda: _devices(config)),
-        *_fact("driver", _driver),
-        *_fact("links", _links),
+        *_try_fact("devices", lambda: _devices(config)),
+        *_try_fact("driver", _driver),
+        *_try_fact("links", _links),
         Fact("versions", _versions()),
-        *_fact("memory", _memory),
-        *_fact("cache_dir", lambda: _folder(config.cache_dir, "--cache_dir")),
-        *_fact("hub's cache", lambda: _folder(_hub_cache(), "HF_HOME")),
-        *_fact("launcher", lambda: _launcher(config)),
+        *_try_fact("memory", _memory),
+        *_try_fact("cache_dir", lambda: _folder(config.cache_dir, "--cache_dir")),
+        *_try_fact("hub's cache", lambda: _folder(_hub_cache(), "HF_HOME")),
+        *_try_fact("launcher", lambda: _launcher(config)),
     ]
 
 
-def _fact(name: str, value: Callable[[], str]) -> list[Fact]:
+def _try_fact(name: str, value: Callable[[], str]) -> list[Fact]:
     """The fact, none where there is nothing to say, or what is wrong with it."""
     try:
         text = value()
@@ -86,21 +86,25 @@ def _links() -> str:
     if shutil.which(LINKS[0]) is None:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
-        out = subprocess.run(LINKS, capture_output=True, text=True, timeout=TOOL_S).stdout
-        words = [w for line in out.splitlines() if line.startswith("GPU") for w in line.split()[1:]]
+        output = subprocess.run(
+            LINKS, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S
+        ).stdout
+        entries = [
+            w for row in output.splitlines() if row.startswith("GPU") for w in row.split()[1:]
+        ]
         kinds = Counter(
-            w for w in words if w.startswith("NV") or w in ("PIX", "PXB", "PHB", "NODE", "SYS")
+            w for w in entries if w.startswith("NV") or w in ("PIX", "PXB", "PHB", "NODE", "SYS")
         )
         return ", ".join(f"{kind}: {n // 2} pairs" for kind, n in kinds.items())
     return ""
 
 
 def _versions() -> str:
-    found = [f"python {platform.python_version()}"]
+    versions = [f"python {platform.python_version()}"]
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return ", ".join(found)
+            versions.append(f"{package} {metadata.version(package)}")
+    return ", ".join(versions)
 
 
 def _memory() -> str:
@@ -114,11 +118,11 @@ def _memory() -> str:
 
 def _folder(folder: str, remedy: str) -> str:
     """A folder that can be written, and the room there."""
-    place = Path(folder).absolute()
-    there = next(p for p in (place, *place.parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    path = Path(folder).absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"{folder}: cannot be written; choose another by {remedy}")
-    return f"{folder}, {shutil.disk_usage(there).free / GB:.0f} GB free"
+    return f"{folder}, {shutil.disk_usage(existing).free / GB:.0f} GB free"
 
 
 def _hub_cache() -> str:
@@ -128,13 +132,11 @@ def _hub_cache() -> str:
 
 
 def _launcher(config: Config) -> str:
-    found = find_processes(config.distributed)
-    if found.n_processes == 1:
+    processes = find_processes(config.distributed)
+    if processes.n_processes == 1:
         return "none: one process"
-    return (
-        f"{found.source}: process {found.index} of {found.n_processes}, meets at "
-        f"{found.coordinator}"
-    )
+    index = f"process {processes.index} of {processes.n_processes}"
+    return f"{processes.source}: {index}, meets at {processes.coordinator}"
 
 
 def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
@@ -147,21 +149,21 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
             hardware, devices = None, select_devices(config.plan.devices)
             chip = chip_of(devices[0])
         model = build_model_for_chip(chip, config)
-        place = RunContext(config, model, devices, ProcessGroup(), hardware)
-        need = min_state_bytes(place)
+        workplace = RunContext(config, model, devices, ProcessGroup(), hardware)
+        need = min_state_bytes(workplace)
     except ValueError as e:
         return None, [Fact("model", str(e), wrong=True)]
-    sizes = {m: sum(parameter_bytes(it).values()) for m, it in model.modules.items()}
+    sizes = {m: sum(parameter_bytes(module).values()) for m, module in model.modules.items()}
     text = ", ".join(f"{m} {number(n / MASTER_BYTES / 1e6)} M" for m, n in sizes.items())
     facts = [
         Fact("model", f"{config.model.factory} {config.model.size}: parameters {text}"),
-        *_fact("weights", lambda: _weights(model, config)),
+        *_try_fact("weights", lambda: _weights(model, config)),
     ]
-    limit, n = place.plannable_bytes, max(1, place.n_devices)
-    said = f"{_size(need)} a device at least for state, split over {n}"
+    limit, n = workplace.plannable_bytes, max(1, workplace.n_devices)
+    need_text = f"{_size(need)} a device at least for state, split over {n}"
     if limit:
-        said += f"; a plan may fill {_size(limit)}"
-    return model, [*facts, Fact("needs", said, wrong=bool(limit) and need > limit)]
+        need_text += f"; a plan may fill {_size(limit)}"
+    return model, [*facts, Fact("needs", need_text, wrong=bool(limit) and need > limit)]
 
 
 def _size(n_bytes: float) -> str:

@@ -23,7 +23,7 @@ FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
 MAX_REASON = 200  # characters of an error of huggingface_hub
 
 
-def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> Path:
+def model_folder(name: str, log: Callable[[str], None] = lambda message: None) -> Path:
     """The folder that a path, OWNER/NAME or OWNER/NAME@REVISION names, downloaded if needed.
 
     Args:
@@ -41,17 +41,17 @@ def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> 
             f"--model {name}: no such folder, nor OWNER/NAME of a model on the hub; give one "
             "with config.json, safetensors and tokenizer.json"
         )
-    return _snapshot(f"--model {name}", HfUri("model", match[1], match[2]), FILES, tell)
+    return _snapshot(f"--model {name}", HfUri("model", match[1], match[2]), FILES, log)
 
 
-def fetch_datasets(config: DataConfig, tell: Callable[[str], None] = lambda line: None) -> None:
+def fetch_datasets(config: DataConfig, log: Callable[[str], None] = lambda message: None) -> None:
     """Download the datasets that `config` names on the hub and that the cache does not have; raises
     as `model_folder` does."""
     for path, uri in hub_datasets(config):
-        _snapshot(f"data {path}, which is no path here", uri, hub_files(uri), tell)
+        _snapshot(f"data {path}, which is no path here", uri, hub_files(uri), log)
 
 
-def _snapshot(said: str, uri: HfUri, files: Sequence[str], tell: Callable[[str], None]) -> Path:
+def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str], None]) -> Path:
     """The folder of a repository in the cache, which error messages call `said`."""
     download = partial(
         snapshot_download, uri.id, repo_type=uri.type, revision=uri.revision,
@@ -63,14 +63,14 @@ def _snapshot(said: str, uri: HfUri, files: Sequence[str], tell: Callable[[str],
             get_cached_repo_tree(uri.id, revision=uri.revision)
         return Path(folder)
     if not constants.HF_HUB_OFFLINE:
-        tell(f"fetching {uri.id} from {constants.ENDPOINT}")
+        log(f"fetching {uri.id} from {constants.ENDPOINT}")
         made(constants.HF_HUB_CACHE, "set HF_HOME to a folder that can be written")
     try:
         return Path(download())
     except Exception as e:  # of huggingface_hub, of its HTTP library, of the disk
         if constants.HF_HUB_OFFLINE:
             raise ValueError(
-                f"{said}: no such folder, and the hub's cache does not have it whole "
+                f"{subject}: no such folder, and the hub's cache does not have it whole "
                 "(HF_HUB_OFFLINE is set); where there is a network: hf download --repo-type "
                 f"{uri.type} {uri.id}, or give a path"
             ) from None
@@ -79,12 +79,12 @@ def _snapshot(said: str, uri: HfUri, files: Sequence[str], tell: Callable[[str],
         if answers and (status := answers[0].response.status_code) in (401, 403, 404):
             is_revision = isinstance(answers[0], errors.RevisionNotFoundError)
             raise ValueError(
-                f"{said}: {constants.ENDPOINT} answers {status}: no such "
+                f"{subject}: {constants.ENDPOINT} answers {status}: no such "
                 f"{'revision' if is_revision else uri.type}, or no access to it; correct the name, "
                 "ask for access on its page, log in (hf auth login), or give a path"
             ) from None
-        why = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON]
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON]
         raise TransientError(
-            f"{said}: the hub cannot be reached, or the download was interrupted ({why}); run the "
-            "command again, finished files are kept, or give a path"
+            f"{subject}: the hub cannot be reached, or the download was interrupted ({reason}); "
+            "run the command again, finished files are kept, or give a path"
         ) from None

@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.data.text.tokenize import BYTES
+from dflop_jax.data.text.tokenize import BYTE_TOKENIZER
 from dflop_jax.data.text.tokenizer_files import read_json
 from dflop_jax.preflight.derived_fields import Setting
 from dflop_jax.weights import read_config
 
 TOKENIZER, CONFIG = "tokenizer.json", "config.json"
-PICTURES, CLIPS, ALL = (
+PICTURE_PROCESSOR, CLIP_PROCESSOR, ALL_PROCESSORS = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
@@ -36,7 +36,7 @@ CONFIGS_OF_MEDIA = ("vision_config", "audio_config")
 ANYRES_MAX = "anyres_max_"  # of vision_aspect_ratio: so many tiles
 # Samples beyond so many tokens are cut unless the user says more: one of the data's longest would
 # else decide how much memory a plan needs. Twice as many take up to four times the attention.
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 
 
 # Learning rates that are usual for fine-tuning: adapters begin as nothing and take ten times that
@@ -48,7 +48,7 @@ SNAPSHOTS = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/REV
 FOLDER = re.compile(r"[^\w.-]+")
 
 
-def folder_settings(folder: Path, given: Collection[str] = ()) -> list[Setting]:
+def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Setting]:
     """The settings of a folder that `transformers` wrote.
 
     Args:
@@ -60,18 +60,18 @@ def folder_settings(folder: Path, given: Collection[str] = ()) -> list[Setting]:
     config = read_config(folder)
     name = str(folder)
     settings = []
-    if "model.factory" not in given:
+    if "model.factory" not in given_fields:
         factory = factory_of(config, folder)
         settings.append(Setting("model.factory", factory, f"model_type of {CONFIG}"))
     settings += [
         Setting("model.size", name, f"{CONFIG} of --model"),
         Setting("model.weights", (name,), "safetensors of --model"),
     ]
-    if "data.tokenizer" not in given:
+    if "data.tokenizer" not in given_fields:
         if not (folder / TOKENIZER).is_file():
             raise ValueError(
                 f"{folder}: no {TOKENIZER} in it; give --data.tokenizer FOLDER with the model's "
-                f"tokenizer and chat template, or --data.tokenizer {BYTES}"
+                f"tokenizer and chat template, or --data.tokenizer {BYTE_TOKENIZER}"
             )
         settings.append(Setting("data.tokenizer", name, f"{TOKENIZER} and template of --model"))
     return settings + _limits(folder, config)
@@ -91,24 +91,24 @@ def factory_of(config: Mapping[str, Any], folder: Path) -> str:
             f"{folder}: is a run's folder, no published model; dflop export {folder} --out NEW "
             f"writes one, or name the run's model and begin with --model.weights {folder}"
         )
-    known = ", ".join(FAMILIES)
+    known_types = ", ".join(FAMILIES)
     if any(config.get(name) for name in CONFIGS_OF_MEDIA) or not isinstance(kind, str):
         raise ValueError(
-            f"{folder}: model_type is {kind!r}; known: {known}; for another model write a factory "
-            "with `weights` and give it by --model.factory MODULE:FUNCTION"
+            f"{folder}: model_type is {kind!r}; known: {known_types}; for another model write a "
+            "factory with `weights` and give it by --model.factory MODULE:FUNCTION"
         )
     raise ValueError(
-        f"{folder}: model_type {kind!r} is a language model alone; known: {known}; to join it with "
-        "an encoder give --model.factory models.llava:build --model.size TOWER+DECODER "
+        f"{folder}: model_type {kind!r} is a language model alone; known: {known_types}; to join "
+        "it with an encoder give --model.factory models.llava:build --model.size TOWER+DECODER "
         "--model.weights vision=FOLDER,llm=FOLDER"
     )
 
 
-def longest_text(config: Mapping[str, Any]) -> int:
+def max_positions(config: Mapping[str, Any]) -> int:
     """Positions that the text of a model may have; 0 where its configuration does not say."""
     text = config.get("text_config")
-    for part in (text if isinstance(text, dict) else {}, config):
-        value = part.get("max_position_embeddings")
+    for section in (text if isinstance(text, dict) else {}, config):
+        value = section.get("max_position_embeddings")
         if isinstance(value, int) and value > 0:
             return value
     return 0
@@ -116,17 +116,17 @@ def longest_text(config: Mapping[str, Any]) -> int:
 
 def token_limit(config: Mapping[str, Any]) -> Setting:
     """How long samples may be: what the model has positions for, within a bound of ours."""
-    positions = longest_text(config)
-    if 0 < positions < MOST_TOKENS:
+    positions = max_positions(config)
+    if 0 < positions < MAX_TOKENS:
         return Setting("data.max_tokens", positions, f"max_position_embeddings of {CONFIG}")
-    why = f"of the model's {positions:,} positions" if positions else "our bound"
-    return Setting("data.max_tokens", MOST_TOKENS, f"{why}; longer samples are cut")
+    origin = f"of the model's {positions:,} positions" if positions else "our bound"
+    return Setting("data.max_tokens", MAX_TOKENS, f"{origin}; longer samples are cut")
 
 
 def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
     """Limits of pictures and clips, of those files that say any."""
     settings = []
-    pictures, source = _processor(folder, PICTURES, "image_processor")
+    pictures, source = _processor(folder, PICTURE_PROCESSOR, "image_processor")
     sizes = _mapping(pictures.get("size"))
     for name, keys in {
         "data.min_pixels": ("min_pixels", "shortest_edge"),
@@ -141,7 +141,7 @@ def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
     ratio = str(config.get("vision_aspect_ratio", ""))
     if (tiles := ratio.removeprefix(ANYRES_MAX)) != ratio and tiles.isdecimal() and int(tiles):
         settings.append(Setting("data.max_tiles", int(tiles), f"vision_aspect_ratio of {CONFIG}"))
-    clips, source = _processor(folder, CLIPS, "video_processor")
+    clips, source = _processor(folder, CLIP_PROCESSOR, "video_processor")
     if "merge_size" in clips:
         pixels = clips.get("max_pixels") or _mapping(clips.get("size")).get("longest_edge")
         frames = "num_frames" if clips.get("num_frames") else "max_frames"
@@ -158,9 +158,11 @@ def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
 def _processor(folder: Path, file: str, key: str) -> tuple[Mapping[str, Any], str]:
     """A processor's settings and the file that has them: that of all processors, which transformers
     writes since version 5 and reads first, or else its own."""
-    if nested := _mapping(read_json(folder / ALL).get(key)):
-        return nested, ALL
-    alone = file if (folder / file).is_file() else PICTURES  # which older folders have for clips
+    if nested := _mapping(read_json(folder / ALL_PROCESSORS).get(key)):
+        return nested, ALL_PROCESSORS
+    alone = (
+        file if (folder / file).is_file() else PICTURE_PROCESSOR
+    )  # which older folders have for clips
     return read_json(folder / alone), alone
 
 
@@ -179,11 +181,11 @@ def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list
         dtype = Setting("model.dtype", "bfloat16", "on GPUs; the optimizer keeps float32")
     else:
         dtype = Setting("model.dtype", "float32", "on CPUs")
-    how = "of adapters on published weights" if lora else "of all of published weights"
+    origin = "of adapters on published weights" if lora else "of all of published weights"
     return [
         dtype,
         token_limit(config),
-        Setting("train.learning_rate", LORA_RATE if lora else FULL_RATE, how),
+        Setting("train.learning_rate", LORA_RATE if lora else FULL_RATE, origin),
         Setting("train.epochs", 1.0, "every sample once"),
         Setting("train.warmup_ratio", WARMUP, "of the steps"),
     ]
@@ -191,18 +193,18 @@ def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list
 
 def run_dir(model: str, data: str) -> Setting:
     """A folder of its own for every run, named by model, data and time."""
-    return Setting("run_dir", f"runs/{named(model, data, '{time}')}", "by model, data and time")
+    return Setting("run_dir", f"runs/{file_name(model, data, '{time}')}", "by model, data and time")
 
 
-def named(model: str, data: str, *more: str) -> str:
+def file_name(model: str, data: str, *more: str) -> str:
     """A file's or folder's name of a model, data and what else there is."""
-    return "-".join([n for n in (_short(model), _short(data)) if n] + list(more))
+    return "-".join([n for n in (_short_name(model), _short_name(data)) if n] + list(more))
 
 
-def _short(path: str) -> str:
+def _short_name(path: str) -> str:
     """A model's or dataset's name, as part of a folder's name."""
-    place = Path(path).absolute() if path else Path()
-    name = place.stem if place.is_file() else place.name
-    if place.parent.name == SNAPSHOTS:
-        name = place.parent.parent.name.rpartition("--")[2]
+    folder = Path(path).absolute() if path else Path()
+    name = folder.stem if folder.is_file() else folder.name
+    if folder.parent.name == SNAPSHOTS:
+        name = folder.parent.parent.name.rpartition("--")[2]
     return FOLDER.sub("-", name.replace("{", "-").replace("}", "-"))[:LONGEST_NAME].strip("-.")

@@ -12,8 +12,8 @@ import numpy as np
 
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Sample, Source, make_loader
-from dflop_jax.data.content import counter_of
-from dflop_jax.data.datasets.mixture import shares
+from dflop_jax.data.content import content_counter
+from dflop_jax.data.datasets.mixture import split_proportionally
 from dflop_jax.records import Load, Plan, Schedule
 from dflop_jax.report.run_folder import read_evaluations
 from dflop_jax.report.wall_time import EVALUATION
@@ -63,7 +63,7 @@ class Evaluator:
                 config.train.eval_samples,
             )
         indices_by_dataset = draw_held_out_samples(source, n, config.data.seed)
-        count_load = counter_of(packer.model)
+        count_load = content_counter(packer.model)
         self._batches: list[_HeldOutBatch] = []
         for name, dataset_indices in _samples_that_fit(
             source, indices_by_dataset, packer.plan
@@ -196,13 +196,13 @@ def draw_held_out_samples(source: Source, n: int, seed: int) -> dict[str, list[i
     """Return which `n` samples of what is held out are evaluated, drawn by the seed over all of it:
     by dataset of a mixture in the shares that they have of it, at least one of each where `n`
     suffices; else by ""."""
-    dataset_of = getattr(source, "part_of", None)
+    dataset_of = getattr(source, "dataset_of", None)
     members: dict[str, list[int]] = {}
     for i in range(len(source)):
         members.setdefault(dataset_of(i) if dataset_of else "", []).append(i)
     if len(members) == 1:
         members = {"": list(range(len(source)))}
-    counts = shares([len(m) for m in members.values()], n)
+    counts = split_proportionally([len(m) for m in members.values()], n)
     rng = np.random.default_rng([seed, 3])  # another stream than what draws the records
     drawn = {
         name: sorted(rng.permutation(indices)[:count].tolist())

@@ -14,7 +14,7 @@ import numpy as np
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
 from dflop_jax.data.content import features_struct
-from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_groups
+from dflop_jax.data.packing import LocalRanks, PackedGroup, local_samples, pack_groups
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.profile.needed import PieceFlops
 from dflop_jax.records import (
@@ -166,7 +166,7 @@ class Waits:
         return idle
 
 
-def find_local_ranks(programs: Programs) -> Ranks:
+def find_local_ranks(programs: Programs) -> LocalRanks:
     """The data ranks that lie on this process's devices."""
     process = jax.process_index()
     filled: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
@@ -178,7 +178,7 @@ def find_local_ranks(programs: Programs) -> Ranks:
                 filled[s.plan.module].add(rank)
             if s.plan.first and rank_devices[0].process_index == process:
                 counted[s.plan.module].add(rank)
-    return Ranks(filled, counted)
+    return LocalRanks(filled, counted)
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,13 @@ class Packer:
 
     plan: Plan
     model: MultimodalModel
-    ranks: Ranks
+    ranks: LocalRanks
     peers: ProcessGroup
     needed: Mapping[str, PieceFlops]
 
     def find_needed_samples(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
         """Places in the batch of the samples that this process needs."""
-        return own_samples(self.plan.layout, schedule, loads, self.ranks)
+        return local_samples(self.plan.layout, schedule, loads, self.ranks)
 
     def pack(
         self,
@@ -231,7 +231,7 @@ class Packer:
             schedule=schedule,
             groups=tuple(
                 GroupArrays(
-                    p.fields, p.places, {f: total.max_crossing[f"{g}/{f}"] for f in p.places}
+                    p.fields, p.gathers, {f: total.max_crossing[f"{g}/{f}"] for f in p.gathers}
                 )
                 for g, p in enumerate(packed)
             ),
@@ -271,11 +271,11 @@ class Packer:
         across_nodes: dict[str, float] = defaultdict(float)
         for g, arrays in enumerate(packed):
             target = schedule.groups[g].module
-            for f, reads in arrays.reads.items():
+            for f, reads in arrays.read_counts.items():
                 feeder = schedule.groups[f]
                 crossed = crossing(reads, rank_nodes(self.plan, feeder.module))
                 max_crossing[f"{g}/{f}"] = int(crossed.most)
-                link_counts = crossed.of(sorted(self.ranks.counts[target]))
+                link_counts = crossed.of(sorted(self.ranks.counted[target]))
                 n_bytes = self._feature_bytes(feeder.module, target, feeder.shape)
                 name = f"{feeder.module} > {target}"
                 in_node[name] += n_bytes * link_counts.in_node
@@ -315,12 +315,12 @@ def feed_batches(
 
     def prepare(step: int, samples: dict[int, Sample]) -> tuple[PackedBatch, float]:
         schedule, wait_s, loads = scheduled.pop(step)
-        bad_samples = loader.replaced.found(range(step, step + 1))
+        bad_samples = loader.replaced.bad_samples(range(step, step + 1))
         draws = f"{loader.seed}/{step}"
         batch = packer.pack(
             schedule, loads, samples, key=_BATCH, step=step, bad=bad_samples, draws=draws
         )
-        loader.replaced.add(step, batch.counts.bad)
+        loader.replaced.add_bad(step, batch.counts.bad)
         return batch, wait_s
 
     batches = loader.batches(steps, prepare, select)

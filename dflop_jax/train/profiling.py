@@ -24,7 +24,7 @@ from dflop_jax.contract import (
     working_dtype_of,
 )
 from dflop_jax.data import Source
-from dflop_jax.data.content import counter_of
+from dflop_jax.data.content import content_counter
 from dflop_jax.distributed.devices import available_host_bytes
 from dflop_jax.plan.search_spec import largest_module_bytes, parallel_limits
 from dflop_jax.profile.links import (
@@ -62,8 +62,8 @@ def profile_data(context: RunContext, source: Source) -> DataProfile:
     check_not_empty(source)
     n = min(len(source), context.config.plan.profile_samples)
     sampled_indices = [i * len(source) // n for i in range(n)]
-    tail_indices: list[int] = getattr(source, "tail", list)()
-    count_load = counter_of(context.model)
+    tail_indices: list[int] = getattr(source, "largest_samples", list)()
+    count_load = content_counter(context.model)
     loads, tail = (
         tuple(count_load(source.load(i)) for i in indices)
         for indices in (sampled_indices, tail_indices)

@@ -14,9 +14,9 @@ from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.media.compose import compose, decode_opened
 from dflop_jax.data.media.kind import Header
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.data.media.medium import Decoded, Preparation, module_of
+from dflop_jax.data.media.medium import DecodedMedium, Preparation, module_of
 from dflop_jax.data.media.video import Frames
-from dflop_jax.data.text.tokenize import ByteTokenizer, TextPiece
+from dflop_jax.data.text.tokenize import ByteTokenizer, TokenRun
 
 MIXED = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
 TEXTS = (6, 150)  # supervised tokens of samples without media: few, and more than a chunk or window
@@ -31,7 +31,7 @@ class Drawn:
 
     kind: str
     size: tuple[int, int]
-    medium: Decoded
+    medium: DecodedMedium
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,8 @@ def drawn_sample(
     """Return a sample of media of these kinds and `n_text` supervised tokens after them, with
     other text before and between. Its lengths depend on `sizes` alone."""
 
-    def text(n: int, *, supervised: bool = False) -> TextPiece:
-        return TextPiece(tuple(values.integers(FIRST_WORD, vocab, n).tolist()), supervised)
+    def text(n: int, *, supervised: bool = False) -> TokenRun:
+        return TokenRun(tuple(values.integers(FIRST_WORD, vocab, n).tolist()), supervised)
 
     headers = [_header(kind, how, sizes) for kind in kinds]
     shown = [(k, _noise(k, values), h) for k, h in zip(kinds, headers, strict=True)]
@@ -96,7 +96,7 @@ def drawn_sample(
     )
     pieces, of_tokens = [text(5)], [""] * 5
     for i, drawn in enumerate(media):
-        pieces += [TextPiece(medium=i), text(3, supervised=True)]
+        pieces += [TokenRun(medium=i), text(3, supervised=True)]
         of_tokens += [drawn.kind if id_ < 0 else "" for id_ in drawn.medium.ids] + [""] * 3
     pieces.append(text(n_text, supervised=True))
     sample = compose(pieces, decoded, how, placeholder=0)

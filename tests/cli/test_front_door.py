@@ -13,7 +13,7 @@ from dflop_jax.cli.derive_config import asked
 from dflop_jax.cli.main import _parser
 from dflop_jax.config import Config, DataConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.preflight.model_folder import FAMILIES, MOST_TOKENS
+from dflop_jax.preflight.model_folder import FAMILIES, MAX_TOKENS
 from dflop_jax.train.resume import Resume
 from dflop_jax.train.run_context import build_model
 from tests.cli.command_line import refused, run
@@ -59,7 +59,7 @@ def test_a_folder_and_a_file_are_a_whole_configuration(named):
     assert (config.model.dtype, config.train.learning_rate) == ("float32", 1e-5)
     assert (config.train.epochs, config.train.warmup_ratio) == (1.0, 0.03)
     assert config.run_dir == "runs/qwen-train-{time}"
-    assert all(s.why for s in got.settings)
+    assert all(s.origin for s in got.settings)
     assert build_model(config.model).vocab_size == HF_CONFIG["text_config"]["vocab_size"]
 
 
@@ -82,7 +82,7 @@ def test_an_experiment_file_keeps_what_the_names_do_not_say(named):
     assert ask("nano.py", "--data", "photos").config.model.size == "nano"
 
 
-@pytest.mark.parametrize("positions, tokens", [(64, 64), (10**6, MOST_TOKENS), (None, MOST_TOKENS)])
+@pytest.mark.parametrize("positions, tokens", [(64, 64), (10**6, MAX_TOKENS), (None, MAX_TOKENS)])
 def test_tokens_are_the_models_within_a_bound(named, positions, tokens):
     file = Path("qwen/config.json")
     config = json.loads(file.read_text())
@@ -148,7 +148,7 @@ def test_columns_of_other_names_without_a_mixture():
     file = llava_data(Path("photos"), 6)
     model = build_model(Config().model)
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    usual = make_source(DataConfig(path=str(file)), spec, apart=False)
+    usual = make_source(DataConfig(path=str(file)), spec, in_processes=False)
     records = json.loads(file.read_text())
     renamed = [
         {"chat": r["conversations"]}
@@ -157,6 +157,6 @@ def test_columns_of_other_names_without_a_mixture():
     ]
     file.write_text(json.dumps(renamed))
     columns = ("conversations=chat", "image=pictures")
-    other = make_source(DataConfig(path=str(file), columns=columns), spec, apart=False)
+    other = make_source(DataConfig(path=str(file), columns=columns), spec, in_processes=False)
     assert len(other) == len(usual) == 6
     assert [other.load(i) for i in range(6)] == [usual.load(i) for i in range(6)]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.data.sample import Places, Sample
+from dflop_jax.data.sample import FeatureGather, Sample
 from dflop_jax.records import (
     Bucket,
     Edge,
@@ -204,7 +204,7 @@ def random_sample(rng, s, load):
         if n and features:
             index = rng.integers(-1, features, (n, e.sources)).astype(np.int32)
             weight = rng.random(index.shape).astype(np.float32) * (index >= 0)
-            places[e.source, e.target] = Places(index, weight if e.sources > 1 else None)
+            places[e.source, e.target] = FeatureGather(index, weight if e.sources > 1 else None)
     return Sample(fields, places, load)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dflop_jax.data.media.kind import Kind
-from dflop_jax.data.media.part_keys import with_keys
+from dflop_jax.data.media.media_keys import with_keys
 from dflop_jax.data.media.tiling import IMAGE, read_scaled
 from dflop_jax.data.media.video import Clip, clip_header
 from models.processors import MEAN, STD

@@ -17,7 +17,7 @@ from dflop_jax.data.bounds import MAX_RATE_HZ, MAX_RECORD_BYTES, named, parse_js
 from dflop_jax.data.datasets.blob import Blob
 from dflop_jax.data.datasets.mixture import load_mixture
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.datasets.shape_index import Indexed, load_index, save_index, table_of
+from dflop_jax.data.datasets.record_table import DatasetIndex, build_table, load_index, save_index
 from dflop_jax.data.datasets.shards import find_shards
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.tiling import picture_size
@@ -168,7 +168,7 @@ def test_no_endless_list_of_shards():
 @pytest.mark.parametrize("what", ["shape", "meta"])
 def test_a_hostile_index_is_named(tmp_path, what):
     file = tmp_path / "index.npz"
-    save_index(file, {"a": Indexed("", table_of([], []), 0, ())})
+    save_index(file, {"a": DatasetIndex("", build_table([], []), 0, ())})
     with zipfile.ZipFile(file) as old:
         members = {name: old.read(name) for name in old.namelist()}
     if what == "shape":

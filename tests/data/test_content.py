@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.contract import content_flops_of, content_of
-from dflop_jax.data.content import counter_of
+from dflop_jax.data.content import content_counter
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.records import Load
@@ -63,7 +63,7 @@ def test_loads_have_what_the_samples_tokens_see(name):
     rows = {m: model.piece_tokens.get(m, 72) for m in model.modules}
     needed = needed_flops(model, rows)["llm"]
     for mixed in mixed_samples(model):
-        load = counter_of(model)(mixed.sample.load)
+        load = content_counter(model)(mixed.sample.load)
         (n,), (vector,) = load.lengths("llm"), load.content_of("llm")
         visual = mixed.sample.fields["llm"].get("is_visual", np.zeros(n, bool))
         content = dict(zip(content_of(module, 0), vector, strict=True))
@@ -80,7 +80,7 @@ def test_loads_have_what_the_samples_tokens_see(name):
 
 def test_modules_that_name_no_features_have_pairs():
     load = Load({"vision": (16, 16), "llm": (14,)})
-    assert counter_of(llava.build("nano"))(load) == load
+    assert content_counter(llava.build("nano"))(load) == load
     assert load.content_of("vision") == ((256,), (256,))
     assert load.content_of("absent") == ()
 

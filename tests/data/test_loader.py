@@ -12,7 +12,7 @@ import pytest
 
 from dflop_jax.data import EMPTY, Loader, Sample
 from dflop_jax.data.decoder import decode
-from dflop_jax.data.loader import RoomFilter
+from dflop_jax.data.loader import OversizeFilter
 from dflop_jax.data.sample import fits_in
 from dflop_jax.records import Load
 from tests.data.views import media_spec
@@ -221,7 +221,8 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
         return [k for k, load in enumerate(loads) if load.tokens("b") > 5]
 
     plain, roomy = (
-        Loader(source, global_batch=4, room=r) for r in (None, RoomFilter(source, beyond))
+        Loader(source, global_batch=4, oversize_filter=r)
+        for r in (None, OversizeFilter(source, beyond))
     )
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         for step in range(6):
@@ -239,10 +240,12 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
     roomy.loads(5)
     assert len(asked) == n
     with pytest.raises(ValueError, match=r"number [12] is larger than .*; lower data\.max_tokens"):
-        Loader(source, global_batch=6, room=RoomFilter(source, beyond, refuse=True)).indices(0)
-    none = RoomFilter(source, lambda loads: list(range(len(loads))))
+        Loader(
+            source, global_batch=6, oversize_filter=OversizeFilter(source, beyond, refuse=True)
+        ).indices(0)
+    none = OversizeFilter(source, lambda loads: list(range(len(loads))))
     with pytest.raises(ValueError, match="and so are all others; plan for this data"):
-        Loader(source, global_batch=1, room=none).indices(0)
+        Loader(source, global_batch=1, oversize_filter=none).indices(0)
 
 
 def test_bad_samples_are_counted_over_a_resume():
@@ -252,7 +255,8 @@ def test_bad_samples_are_counted_over_a_resume():
 
     def run(loader, steps):
         found = [
-            loader.replaced.found(range(step, step + 1)) for step in loader.batches(steps, got)
+            loader.replaced.bad_samples(range(step, step + 1))
+            for step in loader.batches(steps, got)
         ]
         return [sorted(places) for places in found]
 
@@ -273,10 +277,10 @@ def test_the_share_of_bad_samples_is_that_of_the_run():
     broken = [*range(0, 200, 20), 10, 30]
     source = Numbers(200, broken)
     loader = Loader(source, global_batch=10, max_bad_fraction=0.05)
-    loader.replaced.add(3, broken[:10])
-    assert sorted(loader.replaced.found(range(4))) == sorted(broken[:10])
+    loader.replaced.add_bad(3, broken[:10])
+    assert sorted(loader.replaced.bad_samples(range(4))) == sorted(broken[:10])
     assert 0 not in loader.replaced  # it may be there again
-    usable = partial(loader.replaced.usable, again=lambda k: decode(source, k))
+    usable = partial(loader.replaced.usable_sample, decode_again=lambda k: decode(source, k))
     usable(19, 0, decode(source, 0))
     with pytest.raises(ValueError, match="11 of 200 samples cannot be decoded, the last is number"):
         usable(19, 10, decode(source, 10))

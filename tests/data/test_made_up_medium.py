@@ -88,18 +88,18 @@ def test_a_made_up_modality_is_loaded(config, tmp_path, caplog):
                 samples[k].fields["nose"]["values"], grains(config, *sizes)
             )
             n_features = sum(GRAINS * -(-n // GRAINS) for n in sizes)
-            stand = samples[k].places["nose", "llm"].index[:, 0]
+            stand = samples[k].gathers["nose", "llm"].index[:, 0]
             assert (stand >= 0).sum() == samples[k].fields["llm"]["is_visual"].sum() == sum(sizes)
             assert stand.max() < n_features
 
 
 def test_it_is_cut_blanked_and_refused_as_any_other(config, tmp_path):
     short = replace(config.data, max_tokens=60)
-    source = open_data(replace(config, data=short), tmp_path / "index", apart=False)
+    source = open_data(replace(config, data=short), tmp_path / "index", in_processes=False)
     assert len(source) == 6  # without the one of 40 grains
     assert all(source.sample(i).load == source.load(i) for i in range(6))
     blank = replace(config.data, blank_images=True)
-    source = open_data(replace(config, data=blank), tmp_path / "index", apart=False)
+    source = open_data(replace(config, data=blank), tmp_path / "index", in_processes=False)
     assert not source.sample(0).fields["nose"]["values"].any()
     with pytest.raises(ValueError, match="too faint a smell; come closer"):
         ask(config, "Sniff!", 1)

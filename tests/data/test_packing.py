@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import pack_groups
-from dflop_jax.data.joins import features_of as counted
-from dflop_jax.data.packing import Ranks, own_samples, seeds
-from dflop_jax.data.sample import EMPTY, Places, Sample
+from dflop_jax.data.gathers import count_features as counted
+from dflop_jax.data.packing import LocalRanks, derive_seeds, local_samples
+from dflop_jax.data.sample import EMPTY, FeatureGather, Sample
 from dflop_jax.records import Load, Schedule, Shape, first_pieces, numbered
 from tests.data.graphs import BLOCKS, EDGES, random_case
 from tests.rows import group_of_rows, rows_of
@@ -90,7 +90,7 @@ def check_places(case, group, packed):
     pieces = numbered(case.loads, g.module)
     for edge in (e for e in EDGES if e.target == g.module):
         whose, feeders = owners(case, edge.source), case.schedule.fed_by(group, edge.source)
-        left = {f: packed.places[f][0].copy() for f in feeders}
+        left = {f: packed.gathers[f][0].copy() for f in feeders}
         for m, microbatch in enumerate(nested(case, g)):
             for r, rank in enumerate(microbatch):
                 for k, row in enumerate(rank):
@@ -98,7 +98,7 @@ def check_places(case, group, packed):
                     for piece in row:
                         s, order = pieces[piece]
                         real = case.samples[s].load.lengths(g.module)
-                        joins = case.samples[s].places.get((edge.source, edge.target))
+                        joins = case.samples[s].gathers.get((edge.source, edge.target))
                         before = sum(real[:order])
                         for j in range(real[order] if joins and order < len(real) else 0):
                             for c in range(edge.sources):
@@ -110,15 +110,15 @@ def check_places(case, group, packed):
                                     assert whose[f, m, flat] == (s, wanted)
                                     left[f][at][t + j, c] = -1
                                     if edge.sources > 1:
-                                        weight = packed.places[f][1][at][t + j, c]
+                                        weight = packed.gathers[f][1][at][t + j, c]
                                         assert weight == joins.weight[before + j, c]
                         t += case.loads[s].lengths(g.module)[order]
         for f in feeders:
             assert (left[f] == -1).all()
             check_reads(case, case.schedule.groups[f], g, packed, f)
-            assert len(packed.places[f]) == 1 + (edge.sources > 1)
+            assert len(packed.gathers[f]) == 1 + (edge.sources > 1)
             if edge.sources > 1:
-                index, weight = packed.places[f]
+                index, weight = packed.gathers[f]
                 assert not weight[index < 0].any()
 
 
@@ -128,13 +128,13 @@ def check_reads(case, source, target, packed, feeder):
     per_rank = source.shape.rows * features_of(source.module, source.shape.tokens)
     read = {
         (r // target.shape.rows, m, int(flat))
-        for (m, r, _, _), flat in np.ndenumerate(packed.places[feeder][0])
+        for (m, r, _, _), flat in np.ndenumerate(packed.gathers[feeder][0])
         if flat >= 0
     }
     counts = np.zeros((low, high), int)
     for rank, _, flat in read:
         counts[flat // per_rank, rank] += 1
-    np.testing.assert_array_equal(packed.reads[feeder], counts)
+    np.testing.assert_array_equal(packed.read_counts[feeder], counts)
 
 
 def packed_of(case, *, samples=None, model=None, **options):
@@ -159,7 +159,7 @@ def test_every_token_and_feature_is_where_it_belongs(seed, group_size, smaller):
         weights = fields.get("weights", np.zeros(1))
         assert packed.loss_weights.sum(dtype=float) == pytest.approx(weights.sum(dtype=float))
         sources = case.plan.layout.sources(g.module)
-        assert set(packed.places) == {f for m in sources for f in case.schedule.fed_by(i, m)}
+        assert set(packed.gathers) == {f for m in sources for f in case.schedule.fed_by(i, m)}
         check_places(case, i, packed)
 
 
@@ -208,7 +208,7 @@ def test_numbers_of_tokens_follow_from_the_sample_and_the_place_in_it(seed, draw
                 s, order = pieces[piece]
                 lengths = case.samples[s].load.lengths(g.module)
                 length = lengths[order] if order < len(lengths) else 0
-                drawn = seeds(f"{draws}/{g.module}/{s}/{order}", length) * (draws != "")
+                drawn = derive_seeds(f"{draws}/{g.module}/{s}/{order}", length) * (draws != "")
                 if want.ndim == 3:
                     want[at][t : t + length] = drawn
                 elif length:
@@ -221,12 +221,12 @@ def test_numbers_of_tokens_follow_from_the_sample_and_the_place_in_it(seed, draw
 
 
 def test_numbers_are_even():
-    drawn = seeds("any", 20_000).astype(np.uint64)
+    drawn = derive_seeds("any", 20_000).astype(np.uint64)
     bits = (drawn[:, None] >> np.arange(1, 32, dtype=np.uint64)) & np.uint64(1)
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / 20_000**0.5
-    assert len(seeds("any", 0)) == 0
-    np.testing.assert_array_equal(seeds("any", 1), drawn[:1])
-    assert (seeds("other", 100) != drawn[:100]).all()
+    assert len(derive_seeds("any", 0)) == 0
+    np.testing.assert_array_equal(derive_seeds("any", 1), drawn[:1])
+    assert (derive_seeds("other", 100) != drawn[:100]).all()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -238,20 +238,20 @@ def test_the_parts_of_processes_make_the_whole(seed):
     fills = [{"a": {0, 1}, "b": {0}, "c": {0, 1}, "d": ()},
              {"a": {2}, "b": {1, 2}, "c": {1, 2}, "d": {0, 1, 2}}]  # fmt: skip
     counts = [fills[0], {**fills[1], "c": {2}}]
-    processes, parts = [*map(Ranks, fills, counts)], []
+    processes, parts = [*map(LocalRanks, fills, counts)], []
     for ranks in processes:
-        own = own_samples(case.plan.layout, case.schedule, case.loads, ranks)
+        own = local_samples(case.plan.layout, case.schedule, case.loads, ranks)
         parts.append(packed_of(case, samples={s: case.samples[s] for s in own}, ranks=ranks))
     for g, whole, *by_process in zip(case.schedule.groups, packed_of(case), *parts, strict=True):
         total = np.zeros(2)
         for ranks, part in zip(processes, by_process, strict=True):
             total += part.used_tokens, part.loss_weights.sum(dtype=float)
-            mine = [r * g.shape.rows + k for r in ranks.fills[g.module]
+            mine = [r * g.shape.rows + k for r in ranks.filled[g.module]
                     for k in range(g.shape.rows)]  # fmt: skip
             for name, array in part.fields.items():
                 np.testing.assert_array_equal(array[:, mine], whole.fields[name][:, mine])
-            for feeder, arrays in part.places.items():
-                for array, other in zip(arrays, whole.places[feeder], strict=True):
+            for feeder, arrays in part.gathers.items():
+                for array, other in zip(arrays, whole.gathers[feeder], strict=True):
                     np.testing.assert_array_equal(array[:, mine], other[:, mine])
         assert total == pytest.approx((whole.used_tokens, whole.loss_weights.sum()))
 
@@ -260,10 +260,12 @@ def test_the_parts_of_processes_make_the_whole(seed):
 def test_own_samples_are_those_of_the_ranks(seed):
     case = random_case(np.random.default_rng(seed), ranks=dict.fromkeys(BLOCKS, 3))
     nobody = dict.fromkeys(BLOCKS, ())
-    assert own_samples(case.plan.layout, case.schedule, case.loads, Ranks(nobody, nobody)) == []
+    assert (
+        local_samples(case.plan.layout, case.schedule, case.loads, LocalRanks(nobody, nobody)) == []
+    )
     for module in BLOCKS:
-        own = own_samples(case.plan.layout, case.schedule, case.loads,
-                          Ranks({**nobody, module: {1}}, nobody))  # fmt: skip
+        own = local_samples(case.plan.layout, case.schedule, case.loads,
+                          LocalRanks({**nobody, module: {1}}, nobody))  # fmt: skip
         first = first_pieces(case.loads, module)
         assert own == sorted({
             s for g in case.schedule.groups if g.module == module for mb in nested(case, g)
@@ -283,7 +285,7 @@ def pack_row(row, tokens, samples, loads, module="c"):
 def test_an_empty_row_and_a_sample_that_nothing_replaces(row, loads):
     packed = pack_row(row, 5, [EMPTY] * len(loads), loads)
     assert packed.fields["token"].shape == (1, 1, 5)
-    assert (packed.places, packed.used_tokens, packed.loss_weights.any()) == ({}, 0, False)
+    assert (packed.gathers, packed.used_tokens, packed.loss_weights.any()) == ({}, 0, False)
     assert not any(a.any() for a in packed.fields.values())
 
 
@@ -304,10 +306,10 @@ def test_positions_of_samples_stay():
 
 @pytest.mark.parametrize(
     "make, why",
-    [(lambda: Places(np.zeros((3, 2), np.int32)), "need weights"),
-     (lambda: Places(np.zeros((3, 2), np.int32), np.zeros((3, 1))), "weights"),
+    [(lambda: FeatureGather(np.zeros((3, 2), np.int32)), "need weights"),
+     (lambda: FeatureGather(np.zeros((3, 2), np.int32), np.zeros((3, 1))), "weights"),
      (lambda: Sample({"a": {"x": np.zeros(2)}}, {}, Load({"a": (5,)})), "2 values for 1 pieces"),
-     (lambda: Sample({}, {("a", "c"): Places(np.zeros((3, 1), np.int32))}, Load({"c": (4,)})),
+     (lambda: Sample({}, {("a", "c"): FeatureGather(np.zeros((3, 1), int))}, Load({"c": (4,)})),
       "3 for 4 tokens")],
 )  # fmt: skip
 def test_wrong_samples_cannot_be_made(make, why):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data.datasets.header_rows import RowsHere
-from dflop_jax.data.datasets.mixture import MixturePart
+from dflop_jax.data.datasets.mixture import MixtureEntry
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, open_readers
+from dflop_jax.data.datasets.row_reader import LocalRowReader
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
@@ -88,13 +88,13 @@ def published(monkeypatch):
 
 def ours(tmp_path, chat, how, kind, stands_for=""):
     """(record, its sample) of each made record that has this kind of medium alone."""
-    mixture = (MixturePart(str(made_dataset(tmp_path / "data", 5))),)
-    here = partial(RowsHere, open_readers(mixture), chat.pieces)
+    mixture = (MixtureEntry(str(made_dataset(tmp_path / "data", 5))),)
+    here = partial(LocalRowReader, open_readers(mixture), chat.encode_turns)
     # A template takes some kinds of media.
     rules = IndexRules(tmp_path / "index.npz", chat.digest, here, max_bad_fraction=1.0)
     stands = chat.media_id(stands_for or kind)
     config = DataConfig(max_tokens=10**6)
-    found = MixtureSource(mixture, how, chat.pieces, rules, config, placeholder=stands)
+    found = MixtureSource(mixture, how, chat.encode_turns, rules, config, placeholder=stands)
     out = []
     for i in range(len(found)):
         record = found.record(i)

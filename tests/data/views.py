@@ -7,10 +7,10 @@ from dataclasses import asdict
 import numpy as np
 
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.media.medium import Decoded
+from dflop_jax.data.media.medium import DecodedMedium
 from dflop_jax.data.media.mel import MelMedium
 from dflop_jax.data.media.tiles import TileMedium
-from dflop_jax.data.media.token_sources import plain
+from dflop_jax.data.media.token_sources import copied_sources
 
 
 def media_spec(tile_px=0, tokens_per_tile=0, form="tiles", sources=1, sound=None):
@@ -31,14 +31,14 @@ def pictures(pixels, tokens, tokens_per_tile):
     """Decoded tiles uint8 [n, px, px, 3], and where each of their tokens comes from."""
     n, ids = len(pixels), np.full(len(tokens), -1)
     lengths, features = (tokens_per_tile,) * n, tokens_per_tile * n
-    return "vision", Decoded({"pixels": pixels}, lengths, features, tokens, ids)
+    return "vision", DecodedMedium({"pixels": pixels}, lengths, features, tokens, ids)
 
 
 def sound(mel, frames, tokens, window_tokens):
     """Decoded windows [n, mels, frames], valid frames of each, and their tokens in all."""
     n, fields = len(mel), {"mel": mel, "mel_frames": np.array(frames, np.int32)}
-    ids, sources = np.full(tokens, -1), plain(np.arange(tokens))
-    return "audio", Decoded(fields, (window_tokens,) * n, n * window_tokens, sources, ids)
+    ids, sources = np.full(tokens, -1), copied_sources(np.arange(tokens))
+    return "audio", DecodedMedium(fields, (window_tokens,) * n, n * window_tokens, sources, ids)
 
 
 def tokens(sample):
@@ -67,13 +67,13 @@ def mel_frames(sample):
 
 def seen(sample):
     """int [t, K]: features of tiles that each token comes from, -1 for none."""
-    places = sample.places.get(("vision", "llm"))
+    places = sample.gathers.get(("vision", "llm"))
     return np.full((len(tokens(sample)), 1), -1) if places is None else places.index
 
 
 def heard(sample):
     """int [t]: the feature of a window that each token comes from, -1 for none."""
-    places = sample.places.get(("audio", "llm"))
+    places = sample.gathers.get(("audio", "llm"))
     return np.full(len(tokens(sample)), -1) if places is None else places.index[:, 0]
 
 

@@ -10,7 +10,7 @@ import pytest
 from dflop_jax.cli import check, terminal
 from dflop_jax.config import DataConfig, ModelConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.datasets.index_build import reason_of
+from dflop_jax.data.datasets.index_build import normalize_reason
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.train.run_context import build_model
 from tests.cli.command_line import run
@@ -51,7 +51,7 @@ def test_every_record_of_sound_data_is_seen(capsys):
     assert said["decoded"] == 6
     model = build_model(ModelConfig(*check.STAND_IN))
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    source = make_source(DataConfig(path=str(file), max_tokens=10**6), spec, apart=False)
+    source = make_source(DataConfig(path=str(file), max_tokens=10**6), spec, in_processes=False)
     loads = [source.load(i) for i in range(len(source))]
     assert len(source) == 6 - said["left_out"]
     for module, name in (("llm", "all"), ("vision", None), ("audio", None)):
@@ -107,7 +107,7 @@ def test_sounds_that_are_heard_in_part_are_counted(capsys, caplog):
     _, said, _ = answer(capsys, "--data", "d.json")
     says = f"ounds longer than the {heard_s} s that the model hears: 2; split them"
     assert says in Path(said["page"]).read_text()
-    make_source(DataConfig(path="d.json", max_tokens=10**6), spec, apart=False)
+    make_source(DataConfig(path="d.json", max_tokens=10**6), spec, in_processes=False)
     assert says in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_too_little_memory_is_wrong(capsys):
 )
 def test_reasons_leave_out_what_is_a_records_own(why, reason):
     place = "s.tar:a/b" if why.startswith("s.tar") else "d.json[3]"
-    assert reason_of(why, place) == reason
+    assert normalize_reason(why, place) == reason
 
 
 def test_a_sample_that_memory_cannot_hold_is_wrong(capsys, monkeypatch):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dflop_jax.contract import chip_of
-from dflop_jax.data.sample import Places
+from dflop_jax.data.sample import FeatureGather
 from dflop_jax.generate.row import row_of
 from dflop_jax.records import Load
 from dflop_jax.verify import compare
@@ -26,10 +26,10 @@ def with_answer(sample, tokens):
     def padded(a, value):
         return a if a is None else np.pad(a, ((0, more), (0, 0)), constant_values=value)
 
-    places = {pair: Places(padded(p.index, -1), padded(p.weight, 0))
-              for pair, p in sample.places.items()}  # fmt: skip
+    places = {pair: FeatureGather(padded(p.index, -1), padded(p.weight, 0))
+              for pair, p in sample.gathers.items()}  # fmt: skip
     load = Load({**sample.load.pieces, "llm": (len(longer["tokens"]),)})
-    return replace(sample, fields={**sample.fields, "llm": longer}, places=places, load=load)
+    return replace(sample, fields={**sample.fields, "llm": longer}, gathers=places, load=load)
 
 
 def assert_likeliest(model, params, sample, tokens, penalty=1.0):

@@ -207,7 +207,7 @@ def test_files_are_prepared_as_in_training(tmp_path, factory, size, kinds):
         min_pixels=1024, max_pixels=4096, workers=1,
     )  # fmt: skip
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    sample = make_source(data, spec, index_dir=tmp_path, apart=False).sample(0)
+    sample = make_source(data, spec, index_dir=tmp_path, in_processes=False).sample(0)
     files = {kind: [tmp_path / f for f in names] for kind, names in media.items()}
     prompt = prompt_sample(question, files, data, model, tokenizer)
     n = int(np.flatnonzero(sample.fields["llm"]["weights"])[0]) + 1
@@ -218,9 +218,9 @@ def test_files_are_prepared_as_in_training(tmp_path, factory, size, kinds):
         for name in named.keys() - {"targets", "weights"}:
             mine, theirs = prompt.fields[module][name], named[name]
             np.testing.assert_array_equal(mine, theirs[:n] if module == "llm" else theirs)
-    assert prompt.places.keys() == sample.places.keys()
-    for pair, places in sample.places.items():
-        np.testing.assert_array_equal(prompt.places[pair].index, places.index[:n])
+    assert prompt.gathers.keys() == sample.gathers.keys()
+    for pair, places in sample.gathers.items():
+        np.testing.assert_array_equal(prompt.gathers[pair].index, places.index[:n])
     untagged = prompt_sample("What?", files, data, model, tokenizer)
     assert untagged.load.lengths("vision") == prompt.load.lengths("vision") or len(kinds) > 2
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.data.sample import Places, Sample
+from dflop_jax.data.sample import FeatureGather, Sample
 from dflop_jax.records import Load
 
 WIDTH, VOCAB, GRAINS = 4, 11, 6
@@ -197,13 +197,13 @@ class MadeUpData:
             index_of[2 : 2 + seen, 0] = rng.permutation(seen)
             index_of[3 : 2 + seen, 1] = rng.integers(0, seen, seen - 1)
             weight = rng.random((t, 2)).astype(np.float32)
-            places["sights", "words"] = Places(index_of, weight)
+            places["sights", "words"] = FeatureGather(index_of, weight)
         if whiffs:
             values = rng.normal(size=(whiffs, GRAINS)).astype(np.float32)
             fields["smells"], pieces["smells"] = {"values": values}, (GRAINS,) * whiffs
             index_of = np.full((t, 1), -1, np.int32)
             index_of[2 + seen : 2 + seen + smelt, 0] = np.arange(smelt)
-            places["smells", "words"] = Places(index_of)
+            places["smells", "words"] = FeatureGather(index_of)
         if heard:
             fields["echoes"] = {
                 "values": rng.normal(size=(heard, 2)).astype(np.float32),
@@ -211,7 +211,9 @@ class MadeUpData:
                 "weights": rng.integers(0, 3, heard).astype(np.float32),
             }
             pieces["echoes"] = (heard,)
-            places["words", "echoes"] = Places(rng.integers(0, t, (heard, 1)).astype(np.int32))
+            places["words", "echoes"] = FeatureGather(
+                rng.integers(0, t, (heard, 1)).astype(np.int32)
+            )
         return Sample(fields, places, Load(pieces))
 
 

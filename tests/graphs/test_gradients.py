@@ -103,7 +103,7 @@ def oracle(n=8):
     for s in samples:
         places = {
             edge: (p.index, np.ones(p.index.shape, np.float32) if p.weight is None else p.weight)
-            for edge, p in s.places.items()
+            for edge, p in s.gathers.items()
         }
         every_args.append((tuple(s.load.pieces.items()), s.fields, places, scales))
     value_and_grad = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)

@@ -114,7 +114,7 @@ def make_schedule(plan, n):
 
 @functools.cache
 def samples_of(path):
-    source = clips.make(DataConfig(path=path), MODEL, "train")
+    source = clips.make_clip_source(DataConfig(path=path), MODEL, "train")
     return [source.sample(i) for i in range(len(source))]
 
 
@@ -146,7 +146,7 @@ def oracle(folder):
     samples = samples_of(str(folder / "clips.json"))
     params = plain.fresh_params(MODEL, make_plan("one device"))
     scale = 1.0 / sum(float(s.fields["generator"]["weights"].sum()) for s in samples)
-    every_args = [(s.fields, s.places["llm", "generator"].index, scale) for s in samples]
+    every_args = [(s.fields, s.gathers["llm", "generator"].index, scale) for s in samples]
     value_and_grad = jax.jit(jax.value_and_grad(functools.partial(plain_loss, MODEL)))
     return samples, params, scale, *plain.summed(value_and_grad, params, every_args)
 

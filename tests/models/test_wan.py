@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from model_fields import forward, full_params
 
-from dflop_jax.data.datasets.clips import form_of
+from dflop_jax.data.datasets.clips import clip_format_of
 from dflop_jax.runtime.module_parts import part_struct
 from models import wan, wan_layers
 from models.sizes import DECODERS
 from models.wan_sizes import WAN, find_size, read_config, wan_config
 
 MODEL = wan.build("nano+wan-nano")
-FORM = form_of(MODEL)
+FORM = clip_format_of(MODEL)
 GENERATOR = MODEL.generator
 
 

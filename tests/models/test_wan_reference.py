@@ -11,7 +11,7 @@ from hf_reference import parameters, to_ours, torch
 from model_fields import forward
 from safetensors.torch import load_file
 
-from dflop_jax.data.datasets.clips import form_of
+from dflop_jax.data.datasets.clips import clip_format_of
 from dflop_jax.weights import Folder, ModuleParams, write_folder
 from models import wan
 from models.wan_weights import STEM
@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 OUTPUTS, GRADIENTS = 1e-5, 1e-4
 N_TEXT, LATENTS = 5, (4, 3, 4, 6)  # of the text, and [channels, time, rows, columns]
 MODEL = wan.build("nano+wan-nano")
-GENERATOR, FORM = MODEL.generator, form_of(MODEL)
+GENERATOR, FORM = MODEL.generator, clip_format_of(MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from dflop_jax.contract import edges_of, with_adapter
-from dflop_jax.data.packing import pack_groups, seeds
+from dflop_jax.data.packing import derive_seeds, pack_groups
 from dflop_jax.records import (
     Bucket,
     Group,
@@ -93,7 +93,7 @@ def numbers(model, module: str, draws: str, i: int, n: int) -> dict[str, np.ndar
     """The field "seeds" of n tokens of the i-th sample, or of the i-th tile, if it is read."""
     if not any("seeds" in names for names in model.modules[module].inputs.values()):
         return {}
-    drawn = seeds(f"{draws}/{module}/{i}", n) if draws else np.zeros(n, np.uint32)
+    drawn = derive_seeds(f"{draws}/{module}/{i}", n) if draws else np.zeros(n, np.uint32)
     return {"seeds": drawn}
 
 
@@ -153,7 +153,7 @@ def really_packed(model, plan: Plan, schedule: Schedule, samples) -> list[GroupA
     """As a run packs samples of the data layer."""
     loads = [s.load for s in samples]
     every = pack_groups(plan.layout, schedule, samples, loads, model=model)
-    return [GroupArrays(packed.fields, packed.places) for packed in every]
+    return [GroupArrays(packed.fields, packed.gathers) for packed in every]
 
 
 def random_schedule(plan: Plan, samples, n_groups: int, seed: int, *, text_only=()) -> Schedule:

@@ -11,8 +11,8 @@ import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.datasets.mixture import MixturePart, short_names
-from dflop_jax.data.packing import Ranks
+from dflop_jax.data.datasets.mixture import MixtureEntry, display_names
+from dflop_jax.data.packing import LocalRanks
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Prices
 from dflop_jax.records.files import save
@@ -54,7 +54,7 @@ def mixture(tmp_path):
 def opened(config):
     spec = MediaSpec.of(MODEL.preprocessing, MODEL.piece_tokens)
     options = {"vocab_size": MODEL.vocab_size, "index_dir": config.cache_dir}
-    return make_source(config.data, spec, apart=False, **options)
+    return make_source(config.data, spec, in_processes=False, **options)
 
 
 class Counted:
@@ -93,7 +93,7 @@ def by_hand(samples):
 
 def test_every_dataset_has_a_loss_of_its_own(mixture):
     source = opened(mixture)
-    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), ProcessGroup(), NEEDED)
+    packer = Packer(NANO, MODEL, LocalRanks.single_process(NANO.layout), ProcessGroup(), NEEDED)
     held_out = held_out_of(mixture, source, packer)
     row = held_out.evaluate(5)
     chosen = draw_held_out_samples(source, 20, mixture.data.seed)
@@ -121,7 +121,7 @@ def test_samples_without_a_supervised_token_have_no_loss():
 def test_packed_batches_stay_where_there_is_room(mixture, monkeypatch, stay):
     """Else they are packed anew for every evaluation, which gives the same."""
     source, packed = opened(mixture), []
-    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), ProcessGroup(), NEEDED)
+    packer = Packer(NANO, MODEL, LocalRanks.single_process(NANO.layout), ProcessGroup(), NEEDED)
     packs = Packer.pack
 
     def pack(self, *args, **options):
@@ -146,7 +146,7 @@ def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
     monkeypatch.setattr(evaluate, "MAX_PACKED_BYTES", 1)
 
     def process(peers):
-        packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), peers, NEEDED)
+        packer = Packer(NANO, MODEL, LocalRanks.single_process(NANO.layout), peers, NEEDED)
         held_out = held_out_of(mixture, source, packer)
         return [held_out.evaluate(step) for step in (1, 2)]
 
@@ -166,7 +166,7 @@ class Named:
     def __len__(self):
         return len(self.names)
 
-    def part_of(self, index):
+    def dataset_of(self, index):
         return self.names[index]
 
 
@@ -187,7 +187,7 @@ def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
     assert sum(counts.values()) == n
     for name, which in chosen.items():
         assert len(set(which)) == len(which)
-        assert not name or {source.part_of(i) for i in which} == {name}
+        assert not name or {source.dataset_of(i) for i in which} == {name}
 
 
 def test_those_evaluated_are_drawn_over_all_by_the_seed():
@@ -203,7 +203,7 @@ def test_those_evaluated_are_drawn_over_all_by_the_seed():
 
 def test_names_of_datasets_tell_them_apart():
     paths = ("x/a/long.json", "x/b/long.json", "x/b/other", "x/b/other", "hf://me/set")
-    assert short_names([MixturePart(p) for p in paths]) == [
+    assert display_names([MixtureEntry(p) for p in paths]) == [
         "a/long.json",
         "b/long.json",
         "other (1)",

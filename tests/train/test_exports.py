@@ -17,7 +17,7 @@ from dflop_jax.checkpoint.reader import CheckpointReader
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
-from dflop_jax.data.sample import Places, Sample
+from dflop_jax.data.sample import FeatureGather, Sample
 from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
@@ -104,7 +104,7 @@ def test_a_run_is_exported_as_it_was_saved(capsys):
 def up_to(sample, n):
     """The first `n` tokens of a sample, whose media all stand among them."""
     llm = {k: a[:n] for k, a in sample.fields["llm"].items()}
-    places = {pair: Places(p.index[:n], p.weight) for pair, p in sample.places.items()}
+    places = {pair: FeatureGather(p.index[:n], p.weight) for pair, p in sample.gathers.items()}
     return Sample(sample.fields | {"llm": llm}, places, Load(sample.load.pieces | {"llm": (n,)}))
 
 

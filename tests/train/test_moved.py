@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.data.packing import Ranks
+from dflop_jax.data.packing import LocalRanks
 from dflop_jax.records import (
     Bucket,
     Edge,
@@ -51,10 +51,10 @@ def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
     parts = []
     for ranks in ({0, 1}, {2, 3}):
         own = np.where(np.isin(np.arange(4), list(ranks)), reads.T, 0)
-        packed = [SimpleNamespace(reads={}), SimpleNamespace(reads={0: own})]
+        packed = [SimpleNamespace(read_counts={}), SimpleNamespace(read_counts={0: own})]
         counts = {"a": ranks, "b": ranks}
         model = SimpleNamespace(modules={"a": None, "b": None})
-        packer = Packer(plan_of(node), model, Ranks(counts, counts), None, {})
+        packer = Packer(plan_of(node), model, LocalRanks(counts, counts), None, {})
         parts.append(packer._count_traffic(Schedule(0, groups), packed))
     most, here, there = zip(*parts, strict=True)
     assert max_by_name(most) == {"1/0": 7}

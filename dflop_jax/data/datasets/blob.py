@@ -65,7 +65,7 @@ class _Section(io.RawIOBase):
     """A part of a file as a file of its own."""
 
     def __init__(self, blob: Blob) -> None:
-        self._blob, self._at = blob, 0
+        self._blob, self._position = blob, 0
         self._file = blob.path.open("rb", buffering=0)
 
     def readable(self) -> bool:
@@ -75,20 +75,20 @@ class _Section(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._blob.size_bytes}
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._blob.size_bytes}
         if start[whence] + offset < 0:
             raise OSError(f"{self._blob}: seek before its start")
-        self._at = start[whence] + offset
-        return self._at
+        self._position = start[whence] + offset
+        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        left = max(0, self._blob.size_bytes - self._at)
-        self._file.seek(self._blob.offset + self._at)
-        n = self._file.readinto(memoryview(buffer)[:left]) or 0
-        self._at += n
+        n_left = max(0, self._blob.size_bytes - self._position)
+        self._file.seek(self._blob.offset + self._position)
+        n = self._file.readinto(memoryview(buffer)[:n_left]) or 0
+        self._position += n
         return n
 
     def close(self) -> None:
@@ -96,11 +96,11 @@ class _Section(io.RawIOBase):
         super().close()
 
 
-class NoFile(Exception):
+class MissingFile(Exception):
     """There is a file at none of these paths."""
 
 
-class Roots:
+class MediaRoots:
     """Folders that are looked through in turn. Nothing is found that lies outside them all, whether
     its path is absolute, climbs, or leads through a link."""
 
@@ -108,17 +108,19 @@ class Roots:
         self._roots = [Path(r) for r in folders]
         self._real_roots = [r.resolve() for r in self._roots]
 
-    def find(self, name: str) -> Path:
+    def resolve(self, name: str) -> Path:
         """Return the file of that name. ValueError: it is missing (the cause is a
-        `NoFile`), or leads out."""
-        places = [root / name for root in self._roots]
-        inside = [p for p in places if any(p.resolve().is_relative_to(r) for r in self._real_roots)]
+        `MissingFile`), or leads out."""
+        candidates = [root / name for root in self._roots]
+        inside = [
+            p for p in candidates if any(p.resolve().is_relative_to(r) for r in self._real_roots)
+        ]
         if not inside:
             roots = ", ".join(map(str, self._roots))
             raise ValueError(
                 f"{name} leads out of {roots}; to allow it, add its folder to data.root"
             )
-        for place in inside:
-            if place.is_file():
-                return place
-        raise ValueError(f"missing file {inside[0]}") from NoFile(*map(str, inside))
+        for candidate in inside:
+            if candidate.is_file():
+                return candidate
+        raise ValueError(f"missing file {inside[0]}") from MissingFile(*map(str, inside))

@@ -8,14 +8,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dflop_jax.data.text.tokenize import ROLES, SWITCHES, WEIGHT
+from dflop_jax.data.text.tokenize import LOSS_SWITCHES, ROLES, WEIGHT_FIELD
 
 SPEAKERS = {name: role for role, name in ROLES.items()} | {role: role for role in ROLES}
 Turns = tuple[tuple[str, str], ...]
-OWN = {"role", "content", WEIGHT, *SWITCHES}  # fields of a message that are not the template's
+MESSAGE_FIELDS = {
+    "role",
+    "content",
+    WEIGHT_FIELD,
+    *LOSS_SWITCHES,
+}  # fields of a message that are not the template's
 
 
-class Talk(NamedTuple):
+class Conversation(NamedTuple):
     """(role, text) turns, where a tag stands for each medium.
 
     Attributes:
@@ -28,11 +33,11 @@ class Talk(NamedTuple):
     turns: Turns
     media: Mapping[int, Any] = MappingProxyType({})
     keys: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
-    in_text: frozenset[int] = frozenset()
+    tags_in_text: frozenset[int] = frozenset()
     unread: frozenset[str] = frozenset()
 
 
-def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> Talk:
+def parse_messages(raw: Any, kinds: tuple[str, ...]) -> Conversation:
     """Return the turns of messages.
 
     A part is {"type": "text", "text": ...} or {"type": KIND} with the medium under its kind, "path"
@@ -41,7 +46,7 @@ def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> Talk:
     turns: list[tuple[str, str]] = []
     media: dict[int, Any] = {}
     keys: dict[int, Mapping[str, Any]] = {}
-    in_text: set[int] = set()
+    tags_in_text: set[int] = set()
     unread: set[str] = set()
     n_tags = 0
     for k, message in enumerate(raw):
@@ -56,52 +61,58 @@ def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> Talk:
         elif not content or not isinstance(content, str | list):
             raise ValueError(f"message {k} (of {role}) has no content")
         texts = []
-        for part in [content] if isinstance(content, str) else content:
-            text, medium, others = _part(part, kinds, k)
-            n = _tags(text, kinds)
-            if isinstance(part, dict) and part.get("type") == "text":
-                in_text.update(range(n_tags, n_tags + n))
-                unread |= others.keys()
-            elif others:
-                keys[n_tags] = others
+        for content_part in [content] if isinstance(content, str) else content:
+            text, medium, extra_keys = _parse_content_part(content_part, kinds, k)
+            n_part_tags = _count_tags(text, kinds)
+            if isinstance(content_part, dict) and content_part.get("type") == "text":
+                tags_in_text.update(range(n_tags, n_tags + n_part_tags))
+                unread |= extra_keys.keys()
+            elif extra_keys:
+                keys[n_tags] = extra_keys
             if medium is not None:
                 media[n_tags] = medium
-            n_tags += n
+            n_tags += n_part_tags
             texts.append(text)
-        whole = "".join(texts)
-        if _tags(whole, kinds) != sum(_tags(text, kinds) for text in texts):
+        message_text = "".join(texts)
+        if _count_tags(message_text, kinds) != sum(_count_tags(text, kinds) for text in texts):
             raise ValueError(f"message {k} spells a tag across its parts")
-        turns.append((SPEAKERS[role], whole))
-    return Talk(tuple(turns), media, keys, frozenset(in_text), frozenset(unread))
+        turns.append((SPEAKERS[role], message_text))
+    return Conversation(tuple(turns), media, keys, frozenset(tags_in_text), frozenset(unread))
 
 
-def _tags(text: str, kinds: tuple[str, ...]) -> int:
+def _count_tags(text: str, kinds: tuple[str, ...]) -> int:
     return sum(text.count(f"<{kind}>") for kind in kinds)
 
 
-def _part(part: Any, kinds: tuple[str, ...], message: int) -> tuple[str, Any, dict[str, Any]]:
+def _parse_content_part(
+    content_part: Any, kinds: tuple[str, ...], message: int
+) -> tuple[str, Any, dict[str, Any]]:
     """A part's text or tag, its own medium if it names one, and what else it says."""
-    if isinstance(part, str):
-        return part, None, {}
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"], None, without(part, "type", "text")
+    if isinstance(content_part, str):
+        return content_part, None, {}
+    kind = content_part.get("type") if isinstance(content_part, dict) else None
+    if kind == "text" and isinstance(content_part.get("text"), str):
+        return content_part["text"], None, drop_keys(content_part, "type", "text")
     kind = kind.removesuffix("_url") if isinstance(kind, str) else kind
     if kind not in kinds:
         raise ValueError(
-            f"message {message} has a part {part!r:.80}, not a text, {', '.join(kinds)}"
+            f"message {message} has a part {content_part!r:.80}, not a text, {', '.join(kinds)}"
         )
     keys = (kind, f"{kind}_url", "path", "url")
-    others = without(part, "type", "text", *keys)
-    return f"<{kind}>", next(filter(None, (_named(part.get(key)) for key in keys)), None), others
+    extra_keys = drop_keys(content_part, "type", "text", *keys)
+    return (
+        f"<{kind}>",
+        next(filter(None, (_medium_source(content_part.get(key)) for key in keys)), None),
+        extra_keys,
+    )
 
 
-def without(given: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def drop_keys(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     """What is given under other keys; tables have None for what is missing."""
-    return {key: v for key, v in given.items() if key not in keys and v is not None}
+    return {key: v for key, v in values.items() if key not in keys and v is not None}
 
 
-def _named(value: Any) -> Any:
+def _medium_source(value: Any) -> Any:
     """What a part names; None where all that it has is empty, as tables fill in what is missing."""
     if isinstance(value, Mapping) and value.get("url"):
         value = value["url"]

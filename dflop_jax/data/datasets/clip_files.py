@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 
 from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded
-from dflop_jax.data.datasets.blob import Roots
+from dflop_jax.data.datasets.blob import MediaRoots
 
 TENSOR = "latents"
 FLOATS = ("float16", "bfloat16", "float32", "F16", "BF16", "F32")
@@ -28,7 +28,7 @@ class _Clip(NamedTuple):
     file: Path
     tensor: str  # "": the file is an array
     shape: tuple[int, ...]
-    place: str
+    label: str
 
 
 class ClipFiles:
@@ -41,17 +41,17 @@ class ClipFiles:
 
     def __init__(self, path: str, roots: Sequence[str], split: str) -> None:
         file = Path(path)
-        find = Roots(roots or [file.parent]).find
+        resolve = MediaRoots(roots or [file.parent]).resolve
         try:
             records = parse_json(read_bounded(file, MAX_LIST_BYTES), list[dict[str, Any]])
         except ValueError as e:
-            said = str(e) if str(file) in str(e) else f"{file}: {e}"
-            raise ValueError(f"{said}; data.path names a JSON list of clips") from None
+            message = str(e) if str(file) in str(e) else f"{file}: {e}"
+            raise ValueError(f"{message}; data.path names a JSON list of clips") from None
         self.name = path if split == "train" else f"{path} ({split})"
         self._clips = []
         for k, record in enumerate(records):
             if record.get("split", "train") == split:
-                self._clips.append(_clip(f"{file.name}[{k}]", record, find))
+                self._clips.append(_clip(f"{file.name}[{k}]", record, resolve))
         if not self._clips:
             raise ValueError(f'{path}: no clip has "split": "{split}"; give some records that')
 
@@ -65,11 +65,11 @@ class ClipFiles:
         return self._clips[index].shape
 
     def label(self, index: int) -> str:
-        return self._clips[index].place
+        return self._clips[index].label
 
     def latents(self, index: int) -> np.ndarray:
         clip = self._clips[index]
-        with named(f"{clip.place}: {clip.file} cannot be read"):
+        with named(f"{clip.label}: {clip.file} cannot be read"):
             if clip.tensor:
                 with safe_open(clip.file, framework="numpy") as opened:
                     values = opened.get_tensor(clip.tensor)
@@ -82,19 +82,19 @@ class ClipFiles:
         return latents
 
 
-def _clip(place: str, record: Mapping[str, Any], find: Any) -> _Clip:
+def _clip(label: str, record: Mapping[str, Any], resolve: Any) -> _Clip:
     """A record, checked, with the shape from its file's header."""
     caption, name = record.get("caption"), record.get("latents")
     if not isinstance(caption, str) or not caption.strip():
-        raise ValueError(f'{place}: no "caption"; say what the clip shows')
+        raise ValueError(f'{label}: no "caption"; say what the clip shows')
     if not isinstance(name, str) or not name:
-        raise ValueError(f'{place}: no "latents"; name the .npy or .safetensors file of the clip')
-    with named(f"{place}"):
-        file = find(name)
+        raise ValueError(f'{label}: no "latents"; name the .npy or .safetensors file of the clip')
+    with named(f"{label}"):
+        file = resolve(name)
         tensor, shape, dtype = _header(file)
         if dtype not in FLOATS:
             raise ValueError(f"{file} holds {dtype}; save the latents as float32")
-    return _Clip(caption, file, tensor, shape, place)
+    return _Clip(caption, file, tensor, shape, label)
 
 
 def _header(file: Path) -> tuple[str, tuple[int, ...], str]:

@@ -14,25 +14,25 @@ import msgspec
 import numpy as np
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data.build import any_tokenizer
+from dflop_jax.data.build import open_tokenizer
 from dflop_jax.data.datasets.clip_files import ClipFiles
-from dflop_jax.data.datasets.llava_records import short_digest
 from dflop_jax.data.datasets.moving_scenes import MovingScenes
+from dflop_jax.data.datasets.record_parser import short_digest
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE
-from dflop_jax.data.sample import STREAMS, Places, Sample
+from dflop_jax.data.sample import STREAMS, FeatureGather, Sample
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import Tokenizer
 from dflop_jax.records import Load
 
 GENERATOR = "generator"
-TIMES = 1000.0  # what a generator reads for pure noise
+MAX_TIME = 1000.0  # what a generator reads for pure noise
 Grid = tuple[int, int, int]
 Clips = ClipFiles | MovingScenes
 
 
 @dataclass(frozen=True)
-class ClipForm:
+class ClipFormat:
     """What a generator asks of clips: `preprocessing["generator"]` of its model.
 
     Attributes:
@@ -81,9 +81,9 @@ class ClipForm:
         split = patches.reshape(t, h, w, a, b, c, self.channels).transpose(6, 0, 3, 1, 4, 2, 5)
         return split.reshape(self.channels, t * a, h * b, w * c)
 
-    def at(self, share: float) -> float:
+    def noise_level(self, fraction: float) -> float:
         """How noisy a clip is at a share of the way to noise, both from 0 to 1."""
-        return self.shift * share / (1.0 + (self.shift - 1.0) * share)
+        return self.shift * fraction / (1.0 + (self.shift - 1.0) * fraction)
 
     def tokens(self, n_text: int, grid: Grid) -> int:
         """Tokens of a clip for the generator."""
@@ -94,23 +94,23 @@ class ClipForm:
         positions [tokens, 3], weights [tokens]."""
         n = int(np.prod(grid))
         roles = [np.arange(1, self.time_tokens + 1), np.full(n_text, self.text)]
-        places = np.indices(grid).reshape(3, n).T
-        before = self.time_tokens + n_text
+        positions = np.indices(grid).reshape(3, n).T
+        n_before = self.time_tokens + n_text
         return {
             "role": np.concatenate([*roles, np.full(n, self.clip)]).astype(np.int32),
-            "positions": np.pad(places, ((before, 0), (0, 0))).astype(np.int32),
-            "weights": np.concatenate([np.zeros(before), np.ones(n)]).astype(np.float32),
+            "positions": np.pad(positions, ((n_before, 0), (0, 0))).astype(np.int32),
+            "weights": np.concatenate([np.zeros(n_before), np.ones(n)]).astype(np.float32),
         }
 
 
-def form_of(model: Any) -> ClipForm:
+def clip_format_of(model: Any) -> ClipFormat:
     """What a model asks of clips; ValueError if it takes none."""
     facts: Mapping[str, Any] | None = model.preprocessing.get(GENERATOR)
     if facts is None:
         raise ValueError(
             f"a {type(model).__name__} generates no clips; choose model.factory=models.wan:build"
         )
-    return ClipForm(**facts)
+    return ClipFormat(**facts)
 
 
 def caption_ids(
@@ -134,21 +134,28 @@ def caption_ids(
 
 
 def clip_sample(
-    form: ClipForm, ids: np.ndarray, grid: Grid, clean: np.ndarray, noise: np.ndarray, s: float
+    clip_format: ClipFormat,
+    ids: np.ndarray,
+    grid: Grid,
+    clean: np.ndarray,
+    noise: np.ndarray,
+    noise_level: float,
 ) -> Sample:
     """A caption and a clip at `s` between clean (0) and noise (1), both patches [n, values]."""
-    n_text, tokens = len(ids), form.tokens(len(ids), grid)
+    n_text, tokens = len(ids), clip_format.tokens(len(ids), grid)
     values = ((tokens - len(clean), 0), (0, 0))
-    fields = form.fields(n_text, grid) | {
-        "time": np.full(tokens, TIMES * s, np.float32),
-        "latents": np.pad(np.float32(1.0 - s) * clean + np.float32(s) * noise, values),
+    fields = clip_format.fields(n_text, grid) | {
+        "time": np.full(tokens, MAX_TIME * noise_level, np.float32),
+        "latents": np.pad(
+            np.float32(1.0 - noise_level) * clean + np.float32(noise_level) * noise, values
+        ),
         "target": np.pad(noise - clean, values),
     }
-    heard = np.full((tokens, 1), -1, np.int32)
-    heard[form.time_tokens : form.time_tokens + n_text, 0] = np.arange(n_text)
+    index = np.full((tokens, 1), -1, np.int32)
+    index[clip_format.time_tokens : clip_format.time_tokens + n_text, 0] = np.arange(n_text)
     read = {TEXT_MODULE: {"tokens": ids}, GENERATOR: fields}
     load = Load({TEXT_MODULE: (n_text,), GENERATOR: (tokens,)})
-    return Sample(read, {(TEXT_MODULE, GENERATOR): Places(heard)}, load)
+    return Sample(read, {(TEXT_MODULE, GENERATOR): FeatureGather(index)}, load)
 
 
 class ClipSource:
@@ -164,7 +171,7 @@ class ClipSource:
     def __init__(
         self,
         clips: Clips,
-        form: ClipForm,
+        clip_format: ClipFormat,
         tokenizer: Tokenizer | ChatTokenizer,
         limits: Limits,
         *,
@@ -174,16 +181,16 @@ class ClipSource:
         if split not in STREAMS:
             raise ValueError(f"split {split!r} is not train or eval")
         self.name = clips.name
-        self._clips, self._form, self._key = clips, form, (seed, STREAMS[split])
+        self._clips, self._form, self._key = clips, clip_format, (seed, STREAMS[split])
         self._ids: list[np.ndarray] = []
         self._grids: list[Grid] = []
-        given = [(clips.caption(i), clips.shape(i)) for i in range(len(clips))]
-        self.digest = short_digest(msgspec.json.encode(given))
-        for i, (caption, shape) in enumerate(given):
+        described = [(clips.caption(i), clips.shape(i)) for i in range(len(clips))]
+        self.digest = short_digest(msgspec.json.encode(described))
+        for i, (caption, shape) in enumerate(described):
             label = clips.label(i)
             self._ids.append(caption_ids(caption, tokenizer, limits, label))
             try:
-                self._grids.append(form.grid(shape))
+                self._grids.append(clip_format.grid(shape))
             except ValueError as e:
                 raise ValueError(f"{label}: {e}") from None
 
@@ -199,29 +206,31 @@ class ClipSource:
 
     def sample(self, index: int) -> Sample:
         epoch, clip = divmod(index, len(self))
-        form, ids, grid = self._form, self._ids[clip], self._grids[clip]
-        clean = form.patches(self._clips.latents(clip))
+        clip_format, ids, grid = self._form, self._ids[clip], self._grids[clip]
+        clean = clip_format.patches(self._clips.latents(clip))
         rng = np.random.default_rng((*self._key, clip, epoch))
-        s = form.at(rng.random())
+        noise_level = clip_format.noise_level(rng.random())
         noise = rng.standard_normal(clean.shape, np.float32)
-        return clip_sample(form, ids, grid, clean, noise, s)
+        return clip_sample(clip_format, ids, grid, clean, noise, noise_level)
 
 
-def make(config: DataConfig, model: Any, split: str, *, shuffled: bool = False) -> ClipSource:
+def make_clip_source(
+    config: DataConfig, model: Any, split: str, *, shuffled: bool = False
+) -> ClipSource:
     """The clips that `config.path` lists, or `config.n_samples` moving scenes if it is empty.
 
     Raises:
       ValueError: a list, file or caption that cannot be read or that the model cannot take.
     """
-    form = form_of(model)
-    tokenizer = any_tokenizer(config.tokenizer, model.vocab_size)
+    clip_format = clip_format_of(model)
+    tokenizer = open_tokenizer(config.tokenizer, model.vocab_size)
     n, seed = config.n_samples, config.seed
     clips: Clips
     if config.path:
         clips = ClipFiles(config.path, config.root, split)
     else:
-        clips = MovingScenes(n, seed, split, form.channels, shuffled=shuffled)
-    return ClipSource(clips, form, tokenizer, Limits.of(config), seed=seed, split=split)
+        clips = MovingScenes(n, seed, split, clip_format.channels, shuffled=shuffled)
+    return ClipSource(clips, clip_format, tokenizer, Limits.of(config), seed=seed, split=split)
 
 
 def make_shuffled(config: DataConfig, model: Any, split: str) -> ClipSource:
@@ -229,4 +238,4 @@ def make_shuffled(config: DataConfig, model: Any, split: str) -> ClipSource:
     `data.factory`."""
     if config.path:
         raise ValueError("data.path: captions are shuffled of the embedded clips only; empty it")
-    return make(config, model, split, shuffled=True)
+    return make_clip_source(config, model, split, shuffled=True)

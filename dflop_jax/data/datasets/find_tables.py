@@ -13,7 +13,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 
 SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train", "validation", "valid", "val", "dev", "eval", "test"}
-HUB = "hf://datasets/"
+HUB_PREFIX = "hf://datasets/"
 HUB_ID = re.compile(r"(?![^@]*(?:--|\.\.))\w[\w.-]*\b/\w[\w.-]*\b")  # OWNER/NAME
 # Beside media, files of a dataset on the hub that are read, or looked at: no code, no pickles.
 HUB_ENDINGS = ("parquet", "arrow", "json", "jsonl", "tar", "yaml", "txt", "m4v")
@@ -26,15 +26,15 @@ def find_tables(path: str) -> tuple[Path, ...]:
 
     ValueError: several datasets or splits of which one has to be named, or a missing file.
     """
-    whole = Path(path)
-    if whole.suffix in SUFFIXES and "*" in whole.name:
-        files = sorted(whole.parent.glob(whole.name))
+    pattern = Path(path)
+    if pattern.suffix in SUFFIXES and "*" in pattern.name:
+        files = sorted(pattern.parent.glob(pattern.name))
         if not files:
             raise ValueError(f"{path}: no file matches; give a pattern of files that are there")
-    elif whole.is_dir():
-        files = _in_folder(whole)
+    elif pattern.is_dir():
+        files = _in_folder(pattern)
     else:
-        files = [whole] if whole.suffix in SUFFIXES and whole.is_file() else []
+        files = [pattern] if pattern.suffix in SUFFIXES and pattern.is_file() else []
     return tuple(files)
 
 
@@ -44,7 +44,7 @@ def hub_name(path: str) -> HfUri | None:
 
     HfUriError, a ValueError: `path` starts as such a name and is none.
     """
-    if path.startswith(HUB):
+    if path.startswith(HUB_PREFIX):
         return parse_hf_uri(path)
     is_name = HUB_ID.fullmatch(path) and not Path(path).exists()
     return HfUri("dataset", path) if is_name else None
@@ -53,8 +53,8 @@ def hub_name(path: str) -> HfUri | None:
 def hub_files(uri: HfUri) -> list[str]:
     """Patterns of the files that are downloaded of a dataset on the hub, or of a folder in it."""
     endings = [*HUB_ENDINGS, *(e for kind in BUILT_IN for e in kind.extensions)]
-    below = uri.path_in_repo and f"{uri.path_in_repo}/"
-    return [f"{below}*.{e}" for end in endings for e in (end, end.upper())]
+    prefix = uri.path_in_repo and f"{uri.path_in_repo}/"
+    return [f"{prefix}*.{e}" for end in endings for e in (end, end.upper())]
 
 
 def hub_folder(path: str) -> Path | None:
@@ -84,29 +84,30 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "dataset.json").is_file():
         return []
     if (folder / "state.json").is_file():
-        return _saved(folder)
-    if files := _tables(folder):
-        return _complete(folder, _train_split(folder, files))
-    below = [p for p in sorted(folder.iterdir()) if p.is_dir() and _tables(p)]
-    below = [p for p in below if p.name in ("data", "train")][:1] or below
-    if len(below) > 1:
+        return _saved_tables(folder)
+    if files := _tables_in(folder):
+        return _check_shards(folder, _train_split(folder, files))
+    subfolders = [p for p in sorted(folder.iterdir()) if p.is_dir() and _tables_in(p)]
+    subfolders = [p for p in subfolders if p.name in ("data", "train")][:1] or subfolders
+    if len(subfolders) > 1:
         raise ValueError(
-            f"{folder}: holds several datasets, name one: {_some(p.name for p in below)}"
+            f"{folder}: holds several datasets, name one: "
+            f"{_format_names(p.name for p in subfolders)}"
         )
-    return _in_folder(below[0]) if below else []
+    return _in_folder(subfolders[0]) if subfolders else []
 
 
-def _saved(folder: Path) -> list[Path]:
+def _saved_tables(folder: Path) -> list[Path]:
     """Files that `save_to_disk` wrote; others in the folder are caches."""
     try:
         state = parse_json(read_bounded(folder / "state.json", MAX_YAML_BYTES), dict)
         names = [Path(f["filename"]).name for f in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{folder}/state.json: names no data files ({e})") from None
-    return _present(folder, names)
+    return _require_files(folder, names)
 
 
-def _tables(folder: Path) -> list[Path]:
+def _tables_in(folder: Path) -> list[Path]:
     for suffix in SUFFIXES:
         if files := sorted(f for f in folder.glob(f"*{suffix}") if f.is_file()):
             return [f for f in files if not f.name.startswith("cache-")]
@@ -121,30 +122,30 @@ def _train_split(folder: Path, files: list[Path]) -> list[Path]:
         return [f for f in files if split_of[f] == "train"]
     if len(splits) > 1:
         raise ValueError(
-            f"{folder}: holds splits {_some(filter(None, splits))}; name the files of one, such as "
-            f"{folder}/*{splits[-1]}*{files[0].suffix}"
+            f"{folder}: holds splits {_format_names(filter(None, splits))}; name the files of "
+            f"one, such as {folder}/*{splits[-1]}*{files[0].suffix}"
         )
     return files
 
 
-def _complete(folder: Path, files: list[Path]) -> list[Path]:
+def _check_shards(folder: Path, files: list[Path]) -> list[Path]:
     """The files; ValueError when one of those numbered K-of-N is missing."""
     matches = (SHARD_OF.fullmatch(f.name) for f in files)
     for name, n, suffix in sorted({m.group(1, 2, 3) for m in matches if m}):
-        _present(folder, [f"{name}-{k:05d}-of-{n}{suffix}" for k in range(int(n))])
+        _require_files(folder, [f"{name}-{k:05d}-of-{n}{suffix}" for k in range(int(n))])
     return files
 
 
-def _present(folder: Path, names: list[str]) -> list[Path]:
+def _require_files(folder: Path, names: list[str]) -> list[Path]:
     """The files of these names; ValueError when there are none or one is missing."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
         raise ValueError(
-            f"{folder}: {len(missing)} of {len(names)} files are missing, e.g. {_some(missing)}; "
-            "fetch them"
+            f"{folder}: {len(missing)} of {len(names)} files are missing, e.g. "
+            f"{_format_names(missing)}; fetch them"
         )
     return [folder / name for name in names]
 
 
-def _some(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     return ", ".join(names)[:MAX_NAME]

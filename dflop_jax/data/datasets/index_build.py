@@ -16,27 +16,28 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.llava_records import TEXTS, RecordReader
-from dflop_jax.data.datasets.shape_index import (
-    Indexed,
-    ShapeTable,
+from dflop_jax.data.datasets.record_parser import TEXTS
+from dflop_jax.data.datasets.record_reader import RecordReader
+from dflop_jax.data.datasets.record_table import (
+    DatasetIndex,
+    RecordTable,
+    build_table,
+    concatenate_tables,
     file_state,
-    joined,
     load_index,
     make_key,
     save_index,
-    table_of,
 )
+from dflop_jax.data.datasets.row_reader import RowReader
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 
-RECORDS_AT_ONCE = 4096  # under way with all workers: twice as many take twice the memory
-CHUNK = 64  # records with one worker
-STATS_AT_ONCE = 8  # of files, which a network answers late
-SHOWN_REASONS = 3  # of each kind, in the log
-KEPT_REASONS = 20  # why records cannot be taken, in a message
+MAX_PENDING_RECORDS = 4096  # under way with all workers: twice as many take twice the memory
+CHUNK_RECORDS = 64  # records with one worker
+STAT_THREADS = 8  # of files, which a network answers late
+MAX_LOGGED_REASONS = 3  # of each kind, in the log
+MAX_INDEXED_REASONS = 20  # why records cannot be taken, in a message
 REMEDIES = {
     "missing file": "missing files are looked for in the folder of the JSON file, or in those of "
     "--data.root; name theirs if it is another",
@@ -74,33 +75,33 @@ def update_index(
     rules: IndexRules,
     readers: Mapping[str, RecordReader],
     kinds: Kinds = BUILT_IN,
-) -> dict[str, Indexed]:
+) -> dict[str, DatasetIndex]:
     """Return the index of all `readers`, from its file where that is up to date; else it is
     written, as it is where that is damaged: a bit on a disk is to end no run. The index has all
     `kinds` of media."""
     try:
-        known = load_index(rules.file, kinds)
+        stored = load_index(rules.file, kinds)
     except ValueError as e:
         logger.warning("%s; it is made anew", e)
-        known = {}
+        stored = {}
     keys = {name: make_key(reader.files, rules.settings) for name, reader in readers.items()}
-    stale = [name for name, key in keys.items() if name not in known or known[name].key != key]
+    stale = [name for name, key in keys.items() if name not in stored or stored[name].key != key]
     if rules.check_media:
-        stale += [n for n, r in readers.items() if n not in stale and _has_changed(known[n], r)]
+        stale += [n for n, r in readers.items() if n not in stale and _has_changed(stored[n], r)]
     if not stale:
-        return {name: known[name] for name in readers}
-    made: dict[str, Indexed] = {}
+        return {name: stored[name] for name in readers}
+    rebuilt: dict[str, DatasetIndex] = {}
     with closing(rules.row_reader()) as rows:
-        for k, name in enumerate(stale):
-            file = rules.file.with_suffix(f".{k}.unusable.txt")
-            made[name] = _index_of(
+        for i_dataset, name in enumerate(stale):
+            file = rules.file.with_suffix(f".{i_dataset}.unusable.txt")
+            rebuilt[name] = _build_index(
                 name, readers[name], keys[name], rows, kinds, rules.workers, file
             )
-    save_index(rules.file, {**known, **made}, kinds)
-    return {name: made.get(name) or known[name] for name in readers}
+    save_index(rules.file, {**stored, **rebuilt}, kinds)
+    return {name: rebuilt.get(name) or stored[name] for name in readers}
 
 
-def _index_of(
+def _build_index(
     name: str,
     reader: RecordReader,
     key: str,
@@ -108,71 +109,77 @@ def _index_of(
     kinds: Kinds,
     workers: int,
     file: Path,
-) -> Indexed:
+) -> DatasetIndex:
     """Make the index of a dataset. Unusable records are left out; some of each reason are logged,
     all are written to `file`."""
-    tables: list[ShapeTable] = []
+    tables: list[RecordTable] = []
     bad: list[tuple[str, str]] = []  # (place, why)
     unread: Counter[str] = Counter()
-    listed, files = 0, dict[str, str]()
-    places = reader.locate()
+    n_listed, files = 0, dict[str, str]()
+    locations = reader.locate()
     with ThreadPoolExecutor(workers) as pool:
-        while chunks := list(islice(_chunks(places), RECORDS_AT_ONCE // CHUNK)):
-            listed += sum(map(len, chunks))
-            read = [r for part in pool.map(lambda c: rows.rows(name, c), chunks) for r in part]
+        while chunks := list(islice(_chunks(locations), MAX_PENDING_RECORDS // CHUNK_RECORDS)):
+            n_listed += sum(map(len, chunks))
+            read = [r for part in pool.map(lambda c: rows.read_rows(name, c), chunks) for r in part]
             usable = [r for r in read if not isinstance(r, BadSample)]
-            tables.append(table_of([r.record for r in usable], [r.media for r in usable], kinds))
+            tables.append(build_table([r.record for r in usable], [r.media for r in usable], kinds))
             unread.update(key for r in usable for key in r.unread)
-            for located, r in zip(chain.from_iterable(chunks), read, strict=True):
+            for location, r in zip(chain.from_iterable(chunks), read, strict=True):
                 files |= r.files
                 if isinstance(r, BadSample):
-                    bad.append((located.place, r.reason))
-    reasons = by_reason(bad)
-    for reason, whys in reasons.items():
-        shown = "; ".join(whys[:SHOWN_REASONS])
-        logger.warning("left out %d records (%s): %s", len(whys), reason, shown)
-    if len(bad) > SHOWN_REASONS:
+                    bad.append((location.label, r.reason))
+    reasons = group_by_reason(bad)
+    for reason, messages in reasons.items():
+        examples = "; ".join(messages[:MAX_LOGGED_REASONS])
+        logger.warning("left out %d records (%s): %s", len(messages), reason, examples)
+    if len(bad) > MAX_LOGGED_REASONS:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"{why}\n" for _, why in bad), encoding="utf-8")
-        logger.warning("%s lists all that are left out. %s", file, remedy_of(reasons))
-    kept = tuple(why for _, why in bad[:KEPT_REASONS])
-    return Indexed(key, joined(tables, kinds), listed, kept, files, unread)
+        file.write_text("".join(f"{reason}\n" for _, reason in bad), encoding="utf-8")
+        logger.warning("%s lists all that are left out. %s", file, find_remedies(reasons))
+    reasons_in_index = tuple(reason for _, reason in bad[:MAX_INDEXED_REASONS])
+    return DatasetIndex(
+        key, concatenate_tables(tables, kinds), n_listed, reasons_in_index, files, unread
+    )
 
 
-def _has_changed(index: Indexed, reader: RecordReader) -> bool:
+def _has_changed(index: DatasetIndex, reader: RecordReader) -> bool:
     """Whether files of media of a dataset have changed since its index was made; says which."""
 
     def changed(files: Sequence[str]) -> list[str]:
         return [file for file in files if file_state(file) != index.files[file]]
 
-    with ThreadPoolExecutor(STATS_AT_ONCE) as pool:
-        found = [file for part in pool.map(changed, _chunks(iter(index.files))) for file in part]
-    if found:
+    with ThreadPoolExecutor(STAT_THREADS) as pool:
+        changed_files = [
+            file
+            for changed_chunk in pool.map(changed, _chunks(iter(index.files)))
+            for file in changed_chunk
+        ]
+    if changed_files:
         text = "%s: %d files of media changed since they were indexed (%s); all are read again"
-        logger.warning(text, reader.name, len(found), found[0])
-    return bool(found)
+        logger.warning(text, reader.name, len(changed_files), changed_files[0])
+    return bool(changed_files)
 
 
 def _chunks(items: Iterator[Any]) -> Iterator[list[Any]]:
-    while chunk := list(islice(items, CHUNK)):
+    while chunk := list(islice(items, CHUNK_RECORDS)):
         yield chunk
 
 
-def check_usable(index: Indexed, name: str, max_bad_fraction: float) -> None:
+def check_usable(index: DatasetIndex, name: str, max_bad_fraction: float) -> None:
     """ValueError when too many records of a dataset are unusable, or none is left."""
     bad = index.listed - len(index.table)
     if bad > max_bad_fraction * index.listed or not len(index.table):
         raise ValueError(
             f"{name}: {bad} of {index.listed} records are unusable ({'; '.join(index.bad[:3])}); "
-            f"repair them, {remedy_of(index.bad)} or raise "
+            f"repair them, {find_remedies(index.bad)} or raise "
             f"data.max_bad_fraction={max_bad_fraction}"
         )
 
 
-def reason_of(why: str, place: str) -> str:
+def normalize_reason(reason: str, label: str) -> str:
     """What is wrong with the record at a place, without what is its own: name, files, numbers,
     details."""
-    text = why.removeprefix(place)
+    text = reason.removeprefix(label)
     if text.startswith(" id="):
         text = text.partition(": ")[2] or text
     text = _FILE.sub("FILE", text.removeprefix(": "))
@@ -180,16 +187,18 @@ def reason_of(why: str, place: str) -> str:
     return text.strip().removesuffix(" FILE")[:100] or "unreadable"
 
 
-def by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def group_by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Return why records are unusable, given as (place, why), by what they have in common, the most
     frequent first."""
-    found = defaultdict(list)
-    for place, why in bad:
-        found[reason_of(why, place)].append(why)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+    messages_by_reason = defaultdict(list)
+    for label, reason in bad:
+        messages_by_reason[normalize_reason(reason, label)].append(reason)
+    return dict(sorted(messages_by_reason.items(), key=lambda item: -len(item[1])))
 
 
-def remedy_of(whys: Collection[str]) -> str:
+def find_remedies(messages: Collection[str]) -> str:
     """What may be done about missing files or columns, "" where none are."""
-    said = (remedy for sign, remedy in REMEDIES.items() if any(sign in why for why in whys))
-    return "; ".join(said)
+    remedies = (
+        remedy for sign, remedy in REMEDIES.items() if any(sign in reason for reason in messages)
+    )
+    return "; ".join(remedies)

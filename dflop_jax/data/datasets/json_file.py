@@ -8,15 +8,9 @@ from pathlib import Path
 import msgspec
 
 from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded, without_mark
-from dflop_jax.data.datasets.blob import Blob, Roots
-from dflop_jax.data.datasets.llava_records import (
-    USUAL,
-    Located,
-    Record,
-    RecordFormat,
-    RecordReader,
-    parse_record,
-)
+from dflop_jax.data.datasets.blob import Blob, MediaRoots
+from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, RecordFormat, parse_record
+from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 
 CHUNK_BYTES = 1 << 20  # of a line, read at once
 
@@ -48,31 +42,31 @@ class FileReader(RecordReader):
     """A .json list or .jsonl of records; their media lie below `roots`, else the file's folder."""
 
     def __init__(
-        self, file: Path, roots: Sequence[str | Path] = (), records: RecordFormat = USUAL
+        self, file: Path, roots: Sequence[str | Path] = (), records: RecordFormat = DEFAULT_FORMAT
     ) -> None:
         super().__init__((file,))
-        self._roots, self._records = Roots(roots or [file.parent]), records
+        self._roots, self._records = MediaRoots(roots or [file.parent]), records
 
-    def place(self, file: int, number: int) -> str:
+    def record_label(self, file: int, number: int) -> str:
         name = self.files[file].name
-        return f"{name}:{number}" if name.endswith(".jsonl") else super().place(file, number)
+        return f"{name}:{number}" if name.endswith(".jsonl") else super().record_label(file, number)
 
-    def locate(self) -> Iterator[Located]:
+    def locate(self) -> Iterator[RecordLocation]:
         (file,) = self.files
         number = -1
         for number, start, size in (_lines if file.suffix == ".jsonl" else _items)(file):
-            yield Located(self.place(0, number), number, 0, start, size)
+            yield RecordLocation(self.record_label(0, number), number, 0, start, size)
         if number < 0:
             raise ValueError(f"{file}: holds no records; name a file that does")
 
-    def read(self, located: Located) -> Record:
+    def read(self, location: RecordLocation) -> Record:
         try:
-            file = self.files[located.file]
-            blob = Blob(file, located.offset, located.size_bytes, located.place)
+            file = self.files[location.file]
+            blob = Blob(file, location.offset, location.size_bytes, location.label)
             raw = parse_json(blob.read())
         except (ValueError, OSError) as e:
-            raise ValueError(f"{located.place}: {e}") from None
-        return parse_record(located.place, raw, self._roots.find, self._records)
+            raise ValueError(f"{location.label}: {e}") from None
+        return parse_record(location.label, raw, self._roots.resolve, self._records)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
@@ -82,9 +76,9 @@ def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
         if not without_mark(opened.read(4)):
             raise ValueError("empty; name a file that holds records")
         opened.seek(0)
-        while part := opened.readline(CHUNK_BYTES):  # a line may have no end
-            size, blank = size + len(part), blank and not part.strip()
-            if part.endswith(b"\n"):
+        while chunk := opened.readline(CHUNK_BYTES):  # a line may have no end
+            size, blank = size + len(chunk), blank and not chunk.strip()
+            if chunk.endswith(b"\n"):
                 if not blank:
                     yield number, start, size - 1
                 number, start, size, blank = number + 1, start + size, 0, True

@@ -10,8 +10,8 @@
 LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are read as well.
 
 Which records of a dataset are held out is drawn by the seed, by a number that each record's id
-gives (`llava_records.lot`), so that order and neighbours do not count and no process has to ask
-another.
+gives (`record_parser.split_hash`), so that order and neighbours do not count and no process has to
+ask another.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import msgspec
 import numpy as np
 
 from dflop_jax.data.bounds import MAX_SHOWN, MAX_YAML_BYTES, named, read_bounded
-from dflop_jax.data.datasets.find_tables import HUB, HUB_ID
-from dflop_jax.data.datasets.llava_records import short_digest
+from dflop_jax.data.datasets.find_tables import HUB_ID, HUB_PREFIX
+from dflop_jax.data.datasets.record_parser import short_digest
 
 MAX_WEIGHT = 1000.0  # times that an epoch shows a part
 RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
 
 
 @dataclass(frozen=True)
-class MixturePart:
+class MixtureEntry:
     """One dataset of a mixture. `root` are the folders of its media, empty: the file's own;
     `columns` are the columns of its fields where these have other names."""
 
@@ -54,7 +54,7 @@ class MixturePart:
         subset_size(self.subset, 1)
 
 
-Mixture = tuple[MixturePart, ...]  # datasets that are trained on together
+Mixture = tuple[MixtureEntry, ...]  # datasets that are trained on together
 
 
 def load_mixture(file: str | Path) -> Mixture:
@@ -72,12 +72,12 @@ def load_mixture(file: str | Path) -> Mixture:
     if not isinstance(items, list):
         raise ValueError(f"{file}: expected `parts`, a list of datasets")
     try:
-        parts = tuple(_part(item, file.parent) for item in items)
+        entries = tuple(_parse_entry(item, file.parent) for item in items)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
-    if not parts:
+    if not entries:
         raise ValueError(f"{file}: a mixture needs at least one part")
-    return parts
+    return entries
 
 
 def subset_size(rule: str, n: int) -> int:
@@ -97,83 +97,92 @@ def subset_size(rule: str, n: int) -> int:
     return int(min(amount, n))
 
 
-def chosen(part: MixturePart, n: int, seed: int) -> np.ndarray:
+def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
     """Records 0..n-1 that the part's rule takes, int64, ascending; the same for the same seed."""
-    size = subset_size(part.subset, n)
-    if part.subset.startswith("end"):
+    size = subset_size(entry.subset, n)
+    if entry.subset.startswith("end"):
         return np.arange(n - size, n)
-    if part.subset.startswith("random"):
-        return np.sort(_generator(seed, "subset", part).permutation(n)[:size])
+    if entry.subset.startswith("random"):
+        return np.sort(_generator(seed, "subset", entry).permutation(n)[:size])
     return np.arange(size)
 
 
-def shown(part: MixturePart, rows: np.ndarray, seed: int) -> np.ndarray:
+def repeat_by_weight(entry: MixtureEntry, rows: np.ndarray, seed: int) -> np.ndarray:
     """The rows once for each time that an epoch shows them: whole times, then a drawn share."""
-    if part.weight * len(rows) > MAX_SHOWN:
-        raise ValueError(f"{part.path}: more than {MAX_SHOWN:,} samples an epoch; lower its weight")
-    times = int(part.weight)
-    rest = round((part.weight - times) * len(rows))
-    drawn = np.sort(_generator(seed, "weight", part).permutation(len(rows))[:rest])
-    return np.concatenate([np.tile(rows, times), rows[drawn]])
+    if entry.weight * len(rows) > MAX_SHOWN:
+        raise ValueError(
+            f"{entry.path}: more than {MAX_SHOWN:,} samples an epoch; lower its weight"
+        )
+    n_repeats = int(entry.weight)
+    n_extra = round((entry.weight - n_repeats) * len(rows))
+    drawn = np.sort(_generator(seed, "weight", entry).permutation(len(rows))[:n_extra])
+    return np.concatenate([np.tile(rows, n_repeats), rows[drawn]])
 
 
-def _generator(seed: int, use: str, part: MixturePart) -> np.random.Generator:
+def _generator(seed: int, use: str, entry: MixtureEntry) -> np.random.Generator:
     """Draws of a part do not depend on the parts beside it."""
-    text = f"{use}:{part.path}:{','.join(part.root)}:{part.subset}"
+    text = f"{use}:{entry.path}:{','.join(entry.root)}:{entry.subset}"
     return np.random.default_rng([seed, int(short_digest(text.encode()), 16)])
 
 
-def _part(raw: Any, folder: Path) -> MixturePart:
+def _parse_entry(raw: Any, folder: Path) -> MixtureEntry:
     if isinstance(raw, str):
         raw = {"path": raw}
     if not isinstance(raw, dict):
         raise ValueError(f"a part is {raw!r:.50}, not a path or a mapping")
     renamed = {"json_path": "path", "sampling_strategy": "subset"}
-    given = {renamed.get(str(k), str(k)): v for k, v in raw.items()}
-    known = [f.name for f in fields(MixturePart)]
-    if unknown := [k for k in given if k not in known]:
+    fields_by_name = {renamed.get(str(k), str(k)): v for k, v in raw.items()}
+    known_fields = [f.name for f in fields(MixtureEntry)]
+    if unknown := [k for k in fields_by_name if k not in known_fields]:
         raise ValueError(
-            f"part {given.get('path')}: unknown field {unknown[0]!r:.50}; known: {', '.join(known)}"
+            f"part {fields_by_name.get('path')}: unknown field {unknown[0]!r:.50}; known: "
+            f"{', '.join(known_fields)}"
         )
-    path, root = given.get("path"), given.get("root", ())
+    path, root = fields_by_name.get("path"), fields_by_name.get("root", ())
     if isinstance(path, str) and path:
-        is_here = not HUB_ID.fullmatch(path) or (folder / path).exists()
-        given["path"] = str(folder / path) if is_here and not path.startswith(HUB) else path
-    given["root"] = [root] if isinstance(root, str) else root
+        is_local = not HUB_ID.fullmatch(path) or (folder / path).exists()
+        fields_by_name["path"] = (
+            str(folder / path) if is_local and not path.startswith(HUB_PREFIX) else path
+        )
+    fields_by_name["root"] = [root] if isinstance(root, str) else root
     try:
-        part = msgspec.convert(given, MixturePart)
+        entry = msgspec.convert(fields_by_name, MixtureEntry)
     except msgspec.ValidationError as e:
         raise ValueError(f"part {path}: {e}") from None
-    return replace(part, root=tuple(str(folder / r) for r in part.root if r))
+    return replace(entry, root=tuple(str(folder / r) for r in entry.root if r))
 
 
-def names(parts: Sequence[MixturePart]) -> list[str]:
+def dataset_keys(entries: Sequence[MixtureEntry]) -> list[str]:
     """Each part's name in an index: parts of one dataset share its table."""
     return [
         "|".join([p.path, ",".join(p.root), *map("=".join, sorted(p.columns.items()))])
-        for p in parts
+        for p in entries
     ]
 
 
-def short_names(parts: Sequence[MixturePart]) -> list[str]:
+def display_names(entries: Sequence[MixtureEntry]) -> list[str]:
     """Each part's name for people: its file's or folder's, with as many folders before it as tell
     it from the others; parts of one path are numbered."""
-    steps = [PurePath(part.path).parts for part in parts]
+    folders = [PurePath(entry.path).parts for entry in entries]
     names = []
-    for path in steps:
-        others = [s for s in steps if s != path]
-        n = next((k for k in range(1, len(path)) if all(s[-k:] != path[-k:] for s in others)), 0)
+    for path in folders:
+        other_folders = [s for s in folders if s != path]
+        n = next(
+            (k for k in range(1, len(path)) if all(s[-k:] != path[-k:] for s in other_folders)), 0
+        )
         names.append("/".join(path[-n:]) if n else str(PurePath(*path)))
-    times = Counter(names)
-    seen: Counter[str] = Counter()
+    totals = Counter(names)
+    n_seen: Counter[str] = Counter()
     for k, name in enumerate(names):
-        seen[name] += 1
-        if times[name] > 1:
-            names[k] = f"{name} ({seen[name]})"
+        n_seen[name] += 1
+        if totals[name] > 1:
+            names[k] = f"{name} ({n_seen[name]})"
     return names
 
 
-def held_out(lots: Sequence[np.ndarray], n: int | float, seed: int) -> list[np.ndarray]:
+def select_held_out(
+    split_hashes: Sequence[np.ndarray], n: int | float, seed: int
+) -> list[np.ndarray]:
     """Which records of each part are held out, bool [records].
 
     Of a float `n` those whose id draws a number in the lowest share `n` of all. Whether a record is
@@ -191,18 +200,20 @@ def held_out(lots: Sequence[np.ndarray], n: int | float, seed: int) -> list[np.n
       ValueError: nothing would be left to train on; of a share, no record is held out, either.
     """
     if isinstance(n, float):
-        return _held_share(lots, n, seed)
-    sizes = [len(part) for part in lots]
-    wanted = shares(sizes, min(n, sum(sizes)), least=2)
-    taken = np.zeros(0, np.uint64)
-    for part in np.argsort(sizes, kind="stable"):  # ids of small parts take of others' shares, too
-        lacking = wanted[part] - np.isin(lots[part], taken).sum()
-        ids, counts = np.unique(lots[part], return_counts=True)
-        order = np.argsort(_drawn(ids, seed), kind="stable")
-        order = order[~np.isin(ids[order], taken)]
-        before = np.cumsum(counts[order]) - counts[order]
-        taken = np.append(taken, ids[order[before < lacking]])
-    masks = [np.isin(numbers, taken) for numbers in lots]
+        return _select_held_out_fraction(split_hashes, n, seed)
+    sizes = [len(i_entry) for i_entry in split_hashes]
+    n_wanted = split_proportionally(sizes, min(n, sum(sizes)), min_records=2)
+    held_out_hashes = np.zeros(0, np.uint64)
+    for i_entry in np.argsort(
+        sizes, kind="stable"
+    ):  # ids of small parts take of others' shares, too
+        n_missing = n_wanted[i_entry] - np.isin(split_hashes[i_entry], held_out_hashes).sum()
+        hashes, counts = np.unique(split_hashes[i_entry], return_counts=True)
+        order = np.argsort(_scramble(hashes, seed), kind="stable")
+        order = order[~np.isin(hashes[order], held_out_hashes)]
+        n_before = np.cumsum(counts[order]) - counts[order]
+        held_out_hashes = np.append(held_out_hashes, hashes[order[n_before < n_missing]])
+    masks = [np.isin(numbers, held_out_hashes) for numbers in split_hashes]
     if all(mask.all() for mask in masks):
         raise ValueError(
             f"{n} held-out samples of {sum(sizes)} records; lower train.eval_samples, so that some "
@@ -211,35 +222,37 @@ def held_out(lots: Sequence[np.ndarray], n: int | float, seed: int) -> list[np.n
     return masks
 
 
-def shares(sizes: Sequence[int], n: int, least: int = 1) -> list[int]:
+def split_proportionally(sizes: Sequence[int], n: int, min_records: int = 1) -> list[int]:
     """`n` by parts of so many records, in proportion; at least one of each part that has `least`
     records, where `n` suffices."""
     ends = np.cumsum(sizes) * n / max(1, sum(sizes))
     counts = np.diff(np.round(ends), prepend=0).astype(int).tolist()
-    for part, size in enumerate(sizes):
+    for i_entry, size in enumerate(sizes):
         largest = counts.index(max(counts))
-        if not counts[part] and size >= least and counts[largest] > 1:
+        if not counts[i_entry] and size >= min_records and counts[largest] > 1:
             counts[largest] -= 1
-            counts[part] = 1
+            counts[i_entry] = 1
     return counts
 
 
-def _held_share(lots: Sequence[np.ndarray], share: float, seed: int) -> list[np.ndarray]:
-    below = np.uint64(int(share * 2**64))
-    masks = [_drawn(numbers, seed) < below for numbers in lots]
+def _select_held_out_fraction(
+    split_hashes: Sequence[np.ndarray], fraction: float, seed: int
+) -> list[np.ndarray]:
+    bound = np.uint64(int(fraction * 2**64))
+    masks = [_scramble(numbers, seed) < bound for numbers in split_hashes]
     n, n_held = sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
     if n_held in (0, n):
-        which = "every record" if n_held else "no record"
+        amount = "every record" if n_held else "no record"
         raise ValueError(
-            f"train.eval_fraction={share:g} of {n} records holds out {which}; give another share, "
-            "or more data"
+            f"train.eval_fraction={fraction:g} of {n} records holds out {amount}; give another "
+            "share, or more data"
         )
     return masks
 
 
-def _drawn(numbers: np.ndarray, seed: int) -> np.ndarray:
+def _scramble(hashes: np.ndarray, seed: int) -> np.ndarray:
     """Other numbers below 2**64 for each seed, one to one (the last steps of splitmix64)."""
-    x = numbers ^ np.random.SeedSequence([seed, 2]).generate_state(1, np.uint64)
+    x = hashes ^ np.random.SeedSequence([seed, 2]).generate_state(1, np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

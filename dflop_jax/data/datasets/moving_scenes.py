@@ -12,13 +12,13 @@ import numpy as np
 from dflop_jax.data.datasets.scenes import COLOURS, SHAPES, DrawnShape, Picture
 from dflop_jax.data.sample import STREAMS
 
-SIDE = 16  # pixels of a frame's side
-SIZE = 7  # pixels of a shape's side
+SIDE_PX = 16  # pixels of a frame's side
+SHAPE_PX = 7  # pixels of a shape's side
 GREY = 128  # of the background, in 0 to 255
 SCALE = 2.0  # latents have a variance of about one
 FRAMES = (2, 3, 3, 4, 4, 6)  # of a clip, drawn
-WAYS = ("left", "right")
-HELD_OUT = 6  # one pair of so many
+DIRECTIONS = ("left", "right")
+HELD_OUT_PERIOD = 6  # one pair of so many
 
 
 def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
@@ -46,16 +46,16 @@ def block_of(channels: int) -> int:
       ValueError: none has.
     """
     side = round((channels / 3) ** 0.5)
-    if 3 * side**2 != channels or SIDE % max(side, 1):
+    if 3 * side**2 != channels or SIDE_PX % max(side, 1):
         raise ValueError(
-            f"the embedded clips have 3 k k channels, k a divisor of {SIDE}, not {channels}; "
+            f"the embedded clips have 3 k k channels, k a divisor of {SIDE_PX}, not {channels}; "
             "choose a model with 48, or give data.path, a list of latents"
         )
     return side
 
 
 class MovingScenes:
-    """`n` clips of (seed, split). `shuffled` gives each the caption of another (a control
+    """`n` clips of (seed, split). `shuffled_indices` gives each the caption of another (a control
     experiment)."""
 
     def __init__(
@@ -72,11 +72,11 @@ class MovingScenes:
         return f"{self.name}[{index}]"
 
     def caption(self, index: int) -> str:
-        other = (index + max(1, self._n // 2)) % self._n
-        return _caption(self._draw(other if self._shuffled else index)[0])
+        caption_index = (index + max(1, self._n // 2)) % self._n
+        return _caption(self._draw(caption_index if self._shuffled else index)[0])
 
     def shape(self, index: int) -> tuple[int, ...]:
-        side = SIDE // self._block
+        side = SIDE_PX // self._block
         return 3 * self._block**2, self._draw(index)[1], side, side
 
     def latents(self, index: int) -> np.ndarray:
@@ -91,30 +91,30 @@ class MovingScenes:
     def _draw(self, index: int) -> tuple[tuple[int, int], int]:
         """Which two shapes, upper and lower, and how many frames."""
         rng = np.random.default_rng((*self._key, index))
-        kinds = len(SHAPES) * len(COLOURS) * len(WAYS)
+        kinds = len(SHAPES) * len(COLOURS) * len(DIRECTIONS)
         while True:
             upper, lower = (int(k) for k in rng.integers(kinds, size=2))
-            if ((upper + lower) % HELD_OUT == 0) == (self._split == "eval"):
+            if ((upper + lower) % HELD_OUT_PERIOD == 0) == (self._split == "eval"):
                 return (upper, lower), FRAMES[rng.integers(len(FRAMES))]
 
 
-def _words(number: int) -> tuple[str, str, str]:
+def _decode_shape(number: int) -> tuple[str, str, str]:
     """Colour, kind and way of a shape by its number."""
-    rest, way = divmod(number, len(WAYS))
+    rest, direction = divmod(number, len(DIRECTIONS))
     colour, kind = divmod(rest, len(SHAPES))
-    return tuple(COLOURS)[colour], SHAPES[kind], WAYS[way]
+    return tuple(COLOURS)[colour], SHAPES[kind], DIRECTIONS[direction]
 
 
 def _caption(shapes: tuple[int, int]) -> str:
-    return " over ".join(" ".join(_words(number)) for number in shapes)
+    return " over ".join(" ".join(_decode_shape(number)) for number in shapes)
 
 
 def _picture(shapes: tuple[int, int]) -> Picture:
     drawn = []
     for row, number in enumerate(shapes):
-        colour, kind, way = _words(number)
-        path = float(SIDE - SIZE - 2)
-        sign = 1.0 if way == "right" else -1.0
-        x, y = SIDE / 2 - sign * path / 2, SIDE * (0.25 + 0.5 * row)
-        drawn.append(DrawnShape(kind, colour, x, y, SIZE, (sign * path, 0.0)))
-    return Picture(SIDE, SIDE, GREY, tuple(drawn))
+        colour, kind, direction = _decode_shape(number)
+        path = float(SIDE_PX - SHAPE_PX - 2)
+        sign = 1.0 if direction == "right" else -1.0
+        x, y = SIDE_PX / 2 - sign * path / 2, SIDE_PX * (0.25 + 0.5 * row)
+        drawn.append(DrawnShape(kind, colour, x, y, SHAPE_PX, (sign * path, 0.0)))
+    return Picture(SIDE_PX, SIDE_PX, GREY, tuple(drawn))

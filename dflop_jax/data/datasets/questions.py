@@ -18,13 +18,13 @@ SPELLINGS = {
     ANSWERS: (ANSWERS, "answer", "label", "completion", "response"),
     CHOICES: (CHOICES, "options"),
 }
-MOST_NUMBERED = 9  # media that stand in columns of their own, image_1 and on
+MAX_NUMBERED_MEDIA = 9  # media that stand in columns of their own, image_1 and on
 LETTERS = string.ascii_uppercase
 BY_LETTER = "Answer with the letter of the right choice."
 _NUMBERED_TAG = re.compile(r"<(\w+)[ _](\d+)>")
 
 
-def asked(
+def parse_question(
     fields: Mapping[str, Any], media: Mapping[str, list[Any]]
 ) -> tuple[Turns, dict[str, list[Any]]]:
     """The question of a record and its first answer as turns, and the media in the order of their
@@ -45,20 +45,20 @@ def asked(
         text = text.get("en")
     if not isinstance(text, str) or not text.strip():
         raise ValueError("its question is no text")
-    choices = _choices(fields.get(CHOICES))
-    answer = _answer(fields.get(ANSWERS), choices)
+    choices = _parse_choices(fields.get(CHOICES))
+    answer = _parse_answer(fields.get(ANSWERS), choices)
     if choices:
         listed = (f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         text = "\n".join([text, *listed, BY_LETTER])
-    text, ordered = _tagged(text, media)
+    text, ordered = _place_tags(text, media)
     return (("human", text), ("gpt", answer)), ordered
 
 
-def _tagged(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[str, list[Any]]]:
+def _place_tags(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[str, list[Any]]]:
     """Text in which numbered tags are plain ones, and the media in the order of all tags."""
     numbers: dict[str, list[int]] = {kind: [] for kind in media}
 
-    def plain(tag: re.Match[str]) -> str:
+    def replace_tag(tag: re.Match[str]) -> str:
         kind, number = tag[1], int(tag[2])
         if kind not in media:
             return tag[0]
@@ -67,18 +67,18 @@ def _tagged(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[str, l
         numbers[kind].append(number)
         return f"<{kind}>"
 
-    text = _NUMBERED_TAG.sub(plain, text)
+    text = _NUMBERED_TAG.sub(replace_tag, text)
     if not any(numbers.values()) and any(f"<{kind}>" in text for kind in media):
         return text, {**media}
-    whole, before = {}, ""
+    ordered_media, leading_tags = {}, ""
     for kind, values in media.items():
-        rest = [m for n, m in enumerate(values, 1) if n not in numbers[kind]]
-        before += f"<{kind}>" * len(rest)
-        whole[kind] = rest + [values[n - 1] for n in numbers[kind]]
-    return (f"{before}\n{text}" if before else text), whole
+        unnamed = [m for n, m in enumerate(values, 1) if n not in numbers[kind]]
+        leading_tags += f"<{kind}>" * len(unnamed)
+        ordered_media[kind] = unnamed + [values[n - 1] for n in numbers[kind]]
+    return (f"{leading_tags}\n{text}" if leading_tags else text), ordered_media
 
 
-def _choices(raw: Any) -> tuple[str, ...]:
+def _parse_choices(raw: Any) -> tuple[str, ...]:
     if raw in (None, "", []):
         return ()
     if isinstance(raw, str):  # MMMU writes a list of Python
@@ -91,18 +91,18 @@ def _choices(raw: Any) -> tuple[str, ...]:
     return tuple(str(choice) for choice in raw)
 
 
-def _answer(raw: Any, choices: Sequence[str]) -> str:
+def _parse_answer(raw: Any, choices: Sequence[str]) -> str:
     """The first answer that has text, "" where none has; of a question with choices a letter."""
     for value in raw if isinstance(raw, list) else [] if raw is None else [raw]:
         value = value.get("answer") if isinstance(value, Mapping) else value
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"an answer is {value!r:.50}, no text")
         if str(value).strip():
-            return _letter(value, choices) if choices else str(value)
+            return _choice_letter(value, choices) if choices else str(value)
     return ""
 
 
-def _letter(value: str | float, choices: Sequence[str]) -> str:
+def _choice_letter(value: str | float, choices: Sequence[str]) -> str:
     """The letter of a choice that is said by its number from 0, its letter or its text."""
     letters = LETTERS[: len(choices)]
     if isinstance(value, int) and 0 <= value < len(choices):

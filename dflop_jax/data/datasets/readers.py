@@ -8,7 +8,8 @@ from pathlib import Path
 from dflop_jax.data.bounds import MAX_NAME, named
 from dflop_jax.data.datasets.find_tables import find_tables, hub_folder
 from dflop_jax.data.datasets.json_file import FileReader, find_file
-from dflop_jax.data.datasets.llava_records import USUAL, RecordFormat, RecordReader
+from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, RecordFormat
+from dflop_jax.data.datasets.record_reader import RecordReader
 from dflop_jax.data.datasets.shards import ShardReader, find_shards
 from dflop_jax.data.datasets.tables import TableReader
 from dflop_jax.data.media.kind import Kinds
@@ -18,7 +19,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 def open_reader(
     path: str | Path,
     roots: Sequence[str | Path] = (),
-    columns: Mapping[str, str] = USUAL.columns,
+    columns: Mapping[str, str] = DEFAULT_FORMAT.columns,
     kinds: Kinds = BUILT_IN,
 ) -> RecordReader:
     """Return a reader of what the path names.
@@ -40,7 +41,7 @@ def open_reader(
     try:
         if (cached := hub_folder(str(path))) is not None:
             # a file of the cache is a link to its bytes, which lie beside
-            path, roots = cached, roots or [cached, *_repository(cached)]
+            path, roots = cached, roots or [cached, *_blob_folders(cached)]
         if tables := find_tables(str(path)):
             return TableReader(tables, roots, records)
         if shards := find_shards(str(path)):
@@ -50,6 +51,6 @@ def open_reader(
         raise ValueError(f"{str(path)[:MAX_NAME]}: {(e.strerror or str(e)).lower()}") from None
 
 
-def _repository(folder: Path) -> list[Path]:
+def _blob_folders(folder: Path) -> list[Path]:
     """Where the hub's cache keeps the bytes of a repository's files."""
     return [p.parent / "blobs" for p in folder.parents if p.name == "snapshots"][:1]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from dflop_jax.data.datasets.record_table import build_table
 from dflop_jax.data.datasets.scenes import Picture, Scene, draw_scene
-from dflop_jax.data.datasets.shape_index import table_of
-from dflop_jax.data.media.compose import blanked, compose, decode_opened
-from dflop_jax.data.media.counts import fit, load_of
+from dflop_jax.data.media.compose import blank_media, compose, decode_opened
+from dflop_jax.data.media.counts import fit_samples, sample_load
 from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
@@ -22,27 +22,27 @@ from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import VIDEO, Frames
 from dflop_jax.data.sample import STREAMS, Sample
 from dflop_jax.data.text.tokenize import (
-    TextPiece,
     Tokenizer,
-    chat_pieces,
-    first_tokens,
-    text_counts,
+    TokenRun,
+    count_text_tokens,
+    encode_chatml,
+    truncate_runs,
 )
 from dflop_jax.records import Load
 
 Headers = list[tuple[Kind, dict[str, int]]]
 Convert = Callable[[Image.Image], np.ndarray]
 MAX_REDRAWS = 100  # of a scene that is too large, before it is an error
-KEPT_SCENES = 4096  # drawn last: loads are asked for several times before pixels are
+MAX_CACHED_SCENES = 4096  # drawn last: loads are asked for several times before pixels are
 FRAMES_PER_S = 2  # of a drawn clip
 
 
-class Drawn(NamedTuple):
+class DrawnScene(NamedTuple):
     """A scene, its text cut by the limits, what headers of all its pictures would say, and what it
     asks for."""
 
     scene: Scene
-    pieces: list[TextPiece]
+    pieces: list[TokenRun]
     headers: Headers
     load: Load
 
@@ -50,9 +50,9 @@ class Drawn(NamedTuple):
 class SceneSource:
     """`n` drawn scenes. Index i of (seed, split) is always the same scene; the splits never meet.
 
-    A scene longer than `limits.max_tokens` is cut (truncate, see `counts.fit`), drawn anew (drop,
-    or where too little is left), or refused (error). `blank_images` shows grey of the same loads
-    instead.
+    A scene longer than `limits.max_tokens` is cut (truncate, see `counts.fit_samples`), drawn anew
+    (drop, or where too little is left), or refused (error). `blank_images` shows grey of the same
+    loads instead.
 
     Raises:
       ValueError: arguments that cannot be, or a model that takes no pictures.
@@ -76,13 +76,13 @@ class SceneSource:
         self.name = f"scenes(n={n}, seed={seed}, {split})"
         self._n, self._key = n, (seed, STREAMS[split])
         self._tokenizer, self._limits, self._blank = tokenizer, limits or Limits(), blank_images
-        self._how = how = spec.prepared(self._limits, tokenizer)
-        shown: Any = how.get(module_of(how, IMAGE.name))
-        if shown is None:
+        self._preparation = preparation = spec.prepared(self._limits, tokenizer)
+        picture_medium: Any = preparation.get(module_of(preparation, IMAGE.name))
+        if picture_medium is None:
             raise ValueError("the embedded scenes are pictures, which this model does not take; "
                              "give data.path")  # fmt: skip
-        self._unit_px = shown.unit_px
-        self._drawn: dict[int, Drawn] = {}
+        self._unit_px = picture_medium.unit_px
+        self._drawn: dict[int, DrawnScene] = {}
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -104,57 +104,62 @@ class SceneSource:
 
     def sample(self, index: int) -> Sample:
         (drawn,) = self._draw([index])
-        shown = zip(drawn.scene.pictures, drawn.headers, strict=True)
-        opened = [(kind.name, _opened(p), header) for p, (kind, header) in shown]
-        media = decode_opened(opened, self._how, {p.medium for p in drawn.pieces})
+        picture_headers = zip(drawn.scene.pictures, drawn.headers, strict=True)
+        opened = [(kind.name, _open_picture(p), header) for p, (kind, header) in picture_headers]
+        media = decode_opened(opened, self._preparation, {p.medium for p in drawn.pieces})
         placeholder = self._tokenizer.placeholder_id
-        sample = compose(drawn.pieces, media, self._how, placeholder=placeholder)
-        return blanked(sample, self._how) if self._blank else sample
+        sample = compose(drawn.pieces, media, self._preparation, placeholder=placeholder)
+        return blank_media(sample, self._preparation) if self._blank else sample
 
-    def _draw(self, indices: Sequence[int]) -> list[Drawn]:
+    def _draw(self, indices: Sequence[int]) -> list[DrawnScene]:
         """Return the scenes, those that are not kept drawn together."""
-        kept = {i: self._drawn.get(i) for i in indices}
-        if fresh := [i for i, drawn in kept.items() if drawn is None]:
-            kept |= (new := self._fitting(fresh))
+        scenes = {i: self._drawn.get(i) for i in indices}
+        if missing := [i for i, drawn in scenes.items() if drawn is None]:
+            scenes |= (drawn_scenes := self._draw_fitting(missing))
             with self._lock:
-                self._drawn |= new
-                for i in [*self._drawn][:-KEPT_SCENES]:
+                self._drawn |= drawn_scenes
+                for i in [*self._drawn][:-MAX_CACHED_SCENES]:
                     del self._drawn[i]
-        return [drawn for i in indices if (drawn := kept[i]) is not None]
+        return [drawn for i in indices if (drawn := scenes[i]) is not None]
 
-    def _fitting(self, indices: Sequence[int]) -> dict[int, Drawn]:
+    def _draw_fitting(self, indices: Sequence[int]) -> dict[int, DrawnScene]:
         """Draw scenes until each fits the limits."""
-        fitting: dict[int, Drawn] = {}
+        fitting: dict[int, DrawnScene] = {}
         if outside := [i for i in indices if not 0 <= i < self._n]:
             raise IndexError(f"{self.name} holds no sample {outside[0]}")
         rngs = {i: np.random.default_rng((*self._key, i)) for i in indices}
         for _ in range(1 if self._limits.oversize == "error" else MAX_REDRAWS):
-            left = [i for i in indices if i not in fitting]
-            scenes = [draw_scene(rngs[i], self._unit_px, self._limits) for i in left]
-            texts = [chat_pieces(scene.turns, self._tokenizer) for scene in scenes]
-            records, places = zip(*map(text_counts, texts), strict=True)
+            pending = [i for i in indices if i not in fitting]
+            scenes = [draw_scene(rngs[i], self._unit_px, self._limits) for i in pending]
+            texts = [encode_chatml(scene.turns, self._tokenizer) for scene in scenes]
+            records, text_positions = zip(*map(count_text_tokens, texts), strict=True)
             headers = [
-                [_header(p) | at for p, at in zip(scene.pictures, of_scene, strict=True)]
-                for scene, of_scene in zip(scenes, places, strict=True)
+                [
+                    _picture_header(p) | text_position
+                    for p, text_position in zip(scene.pictures, of_scene, strict=True)
+                ]
+                for scene, of_scene in zip(scenes, text_positions, strict=True)
             ]
-            table = table_of(records, headers)
-            counts, fits = fit(table, self._how, self._limits)
+            table = build_table(records, headers)
+            counts, fits = fit_samples(table, self._preparation, self._limits)
             for row in np.flatnonzero(fits).tolist():
-                mine = counts.taken(slice(row, row + 1))
-                pieces = first_tokens(texts[row], int(mine.text_tokens[0] + mine.n_media[0]))
-                load = load_of(table, row, self._how, mine)
-                fitting[left[row]] = Drawn(scenes[row], pieces, table.headers(row), load)
+                row_counts = counts.select(slice(row, row + 1))
+                pieces = truncate_runs(
+                    texts[row], int(row_counts.text_tokens[0] + row_counts.n_media[0])
+                )
+                load = sample_load(table, row, self._preparation, row_counts)
+                fitting[pending[row]] = DrawnScene(scenes[row], pieces, table.headers(row), load)
             if fits.all():
                 return fitting
         row = int(np.flatnonzero(~fits)[0])
         raise ValueError(
-            f"{self.label(left[row])}: {int(counts.all_tokens[row])} tokens exceed "
+            f"{self.label(pending[row])}: {int(counts.all_tokens[row])} tokens exceed "
             f"data.max_tokens={self._limits.max_tokens}; raise it, or set data.oversize to "
             "truncate or drop"
         )
 
 
-def _header(picture: Picture) -> dict[str, int]:
+def _picture_header(picture: Picture) -> dict[str, int]:
     kind = VIDEO if picture.frames else IMAGE
     rate = {"rate_num": FRAMES_PER_S, "rate_den": 1} if picture.frames else {}
     size = {"width": picture.width, "height": picture.height}
@@ -162,7 +167,7 @@ def _header(picture: Picture) -> dict[str, int]:
     return {"kind": BUILT_IN.index(kind), **size, **frames, **rate}
 
 
-def _opened(picture: Picture) -> Any:
+def _open_picture(picture: Picture) -> Any:
     """A picture or clip of a scene, as `Kind.opened` gives those of files."""
 
     def spread(n: int, convert: Convert, *_: int) -> np.ndarray:

@@ -26,9 +26,9 @@ COLOURS = {
     "cyan": (40, 200, 220),
 }
 SHAPES = ("circle", "square", "triangle")
-PLACES = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
+POSITIONS = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-WORDS = ("apple", "bird", "cloud", "door", "fish", "goat", "hat", "ink", "jar", "king", "lamp")
+VOCABULARY = ("apple", "bird", "cloud", "door", "fish", "goat", "hat", "ink", "jar", "king", "lamp")
 # share of each kind of sample
 MIXTURE = {"picture": 0.66, "pictures": 0.1, "clip": 0.12, "text": 0.12}
 
@@ -90,18 +90,25 @@ class Scene:
 
 def draw_scene(rng: np.random.Generator, tile_px: int, limits: Limits) -> Scene:
     """A random scene of the mixture; nothing is rendered."""
-    group = _pick(rng, list(MIXTURE), list(MIXTURE.values()))
-    forms: dict[str, list[Callable[[_Pen], Scene]]] = {
-        "picture": [_colour, _colour, _colour, _place, _kind, _count],
-        "pictures": [_more, _same, _which],
-        "clip": [_direction, _mover],
-        "text": [_sum, _first_word],
+    group = _draw(rng, list(MIXTURE), list(MIXTURE.values()))
+    forms: dict[str, list[Callable[[_SceneDrawer], Scene]]] = {
+        "picture": [
+            _colour_scene,
+            _colour_scene,
+            _colour_scene,
+            _position_scene,
+            _shape_scene,
+            _count_scene,
+        ],
+        "pictures": [_more_shapes_scene, _same_colour_scene, _which_picture_scene],
+        "clip": [_direction_scene, _moving_shape_scene],
+        "text": [_sum_scene, _first_word_scene],
     }
     form = forms[group][rng.integers(len(forms[group]))]
-    return form(_Pen(rng, tile_px, limits))
+    return form(_SceneDrawer(rng, tile_px, limits))
 
 
-class _Pen:
+class _SceneDrawer:
     """Draws the random parts of scenes from one generator."""
 
     def __init__(self, rng: np.random.Generator, tile_px: int, limits: Limits) -> None:
@@ -110,24 +117,24 @@ class _Pen:
     def size(self, max_tiles: int = 9) -> tuple[int, int]:
         """(width, height) that AnyRes gives 1, 3, 4, ... `max_tiles` + 1 tiles, few more often."""
         tiles = [1, *range(2, min(max_tiles, self.limits.max_tiles) + 1)]
-        n = _pick(self.rng, tiles, [1.2, *(1.0 / t for t in tiles[1:])])
-        rows = _pick(self.rng, [r for r in tiles if n % r == 0])
+        n = _draw(self.rng, tiles, [1.2, *(1.0 / t for t in tiles[1:])])
+        rows = _draw(self.rng, [r for r in tiles if n % r == 0])
         width, height = (
             side * self.px - self.rng.integers(self.px // 4 + 1) for side in (n // rows, rows)
         )
         return int(width), int(height)
 
-    def colour(self, *taken: str) -> str:
-        return _pick(self.rng, [c for c in COLOURS if c not in taken])
+    def colour(self, *excluded: str) -> str:
+        return _draw(self.rng, [c for c in COLOURS if c not in excluded])
 
-    def kind(self, *taken: str) -> str:
-        return _pick(self.rng, [k for k in SHAPES if k not in taken])
+    def kind(self, *excluded: str) -> str:
+        return _draw(self.rng, [k for k in SHAPES if k not in excluded])
 
     def canvas(self, size: tuple[int, int], *shapes: DrawnShape, frames: int = 0) -> Picture:
         dark = self.rng.integers(10, 60) if self.rng.random() < 0.5 else self.rng.integers(200, 250)
         return Picture(*size, int(dark), shapes, frames)
 
-    def one(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
+    def single_shape(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
         """A picture of one large shape anywhere."""
         d = float(self.rng.uniform(0.6, 0.9)) * min(size)
         x, y = (
@@ -137,7 +144,7 @@ class _Pen:
         )
         return self.canvas(size, DrawnShape(kind, colour, x, y, d))
 
-    def several(self, size: tuple[int, int], n: int) -> Picture:
+    def repeated_shape(self, size: tuple[int, int], n: int) -> Picture:
         """A picture of n <= 4 shapes of one colour and kind that do not touch."""
         cell = min(size) / 2
         cols, rows = int(size[0] / cell), int(size[1] / cell)
@@ -150,104 +157,118 @@ class _Pen:
         ]
         return self.canvas(size, *shapes)
 
-    def length(self, least: int, longest: int) -> int:
+    def heavy_tailed(self, shortest: int, longest: int) -> int:
         """A heavy-tailed whole number: density falls as n^-2 from `least`, cut at `longest`."""
-        return int(min(longest, least / (1.0 - self.rng.random())))
+        return int(min(longest, shortest / (1.0 - self.rng.random())))
 
 
-def _colour(pen: _Pen) -> Scene:
-    colour = pen.colour()
-    picture = pen.one(pen.size(), colour, pen.kind())
+def _colour_scene(drawer: _SceneDrawer) -> Scene:
+    colour = drawer.colour()
+    picture = drawer.single_shape(drawer.size(), colour, drawer.kind())
     return Scene("colour", (picture,), "What colour is it?", colour)
 
 
-def _kind(pen: _Pen) -> Scene:
-    kind = pen.kind()
-    picture = pen.one(pen.size(), pen.colour(), kind)
+def _shape_scene(drawer: _SceneDrawer) -> Scene:
+    kind = drawer.kind()
+    picture = drawer.single_shape(drawer.size(), drawer.colour(), kind)
     return Scene("kind", (picture,), "Which shape is it?", kind)
 
 
-def _count(pen: _Pen) -> Scene:
-    n = int(pen.rng.integers(1, 5))
-    return Scene("count", (pen.several(pen.size(), n),), "How many shapes?", str(n))
+def _count_scene(drawer: _SceneDrawer) -> Scene:
+    n = int(drawer.rng.integers(1, 5))
+    return Scene("count", (drawer.repeated_shape(drawer.size(), n),), "How many shapes?", str(n))
 
 
-def _place(pen: _Pen) -> Scene:
-    place = _pick(pen.rng, list(PLACES))
-    size = pen.size()
-    d = float(pen.rng.uniform(0.35, 0.48)) * min(size)
-    x, y = (f * side for f, side in zip(PLACES[place], size, strict=True))
-    shape = DrawnShape(pen.kind(), pen.colour(), x, y, d)
-    return Scene("place", (pen.canvas(size, shape),), "Where is the shape?", place)
+def _position_scene(drawer: _SceneDrawer) -> Scene:
+    position = _draw(drawer.rng, list(POSITIONS))
+    size = drawer.size()
+    d = float(drawer.rng.uniform(0.35, 0.48)) * min(size)
+    x, y = (f * side for f, side in zip(POSITIONS[position], size, strict=True))
+    shape = DrawnShape(drawer.kind(), drawer.colour(), x, y, d)
+    return Scene("place", (drawer.canvas(size, shape),), "Where is the shape?", position)
 
 
-def _more(pen: _Pen) -> Scene:
-    few, many = sorted(int(n) for n in pen.rng.choice(4, 2, replace=False) + 1)
-    first = pen.rng.random() < 0.5
-    pictures = tuple(pen.several(pen.size(4), n) for n in ((many, few) if first else (few, many)))
+def _more_shapes_scene(drawer: _SceneDrawer) -> Scene:
+    n_fewer, n_more = sorted(int(n) for n in drawer.rng.choice(4, 2, replace=False) + 1)
+    first = drawer.rng.random() < 0.5
+    pictures = tuple(
+        drawer.repeated_shape(drawer.size(4), n)
+        for n in ((n_more, n_fewer) if first else (n_fewer, n_more))
+    )
     return Scene("more", pictures, "Which picture has more shapes?", "first" if first else "second")
 
 
-def _same(pen: _Pen) -> Scene:
-    colour = pen.colour()
-    same = pen.rng.random() < 0.5
-    other = colour if same else pen.colour(colour)
-    pictures = tuple(pen.one(pen.size(4), c, pen.kind()) for c in (colour, other))
-    return Scene("same", pictures, "Is the colour the same?", "yes" if same else "no")
-
-
-def _which(pen: _Pen) -> Scene:
-    n = pen.length(2, 8)
-    target, which = pen.colour(), int(pen.rng.integers(n))
+def _same_colour_scene(drawer: _SceneDrawer) -> Scene:
+    colour = drawer.colour()
+    is_same = drawer.rng.random() < 0.5
+    second_colour = colour if is_same else drawer.colour(colour)
     pictures = tuple(
-        pen.one(pen.size(4), target if k == which else pen.colour(target), pen.kind())
+        drawer.single_shape(drawer.size(4), c, drawer.kind()) for c in (colour, second_colour)
+    )
+    return Scene("same", pictures, "Is the colour the same?", "yes" if is_same else "no")
+
+
+def _which_picture_scene(drawer: _SceneDrawer) -> Scene:
+    n = drawer.heavy_tailed(2, 8)
+    target, i_target = drawer.colour(), int(drawer.rng.integers(n))
+    pictures = tuple(
+        drawer.single_shape(
+            drawer.size(4), target if k == i_target else drawer.colour(target), drawer.kind()
+        )
         for k in range(n)
     )
-    return Scene("which", pictures, f"Which picture is {target}?", str(which + 1))
+    return Scene("which", pictures, f"Which picture is {target}?", str(i_target + 1))
 
 
-def _direction(pen: _Pen) -> Scene:
-    way = _pick(pen.rng, list(MOVES))
-    px, (dx, dy) = pen.px, MOVES[way]
-    d, path = float(pen.rng.uniform(0.3, 0.45)) * px, 0.5 * px
-    across = float(pen.rng.uniform(-0.15, 0.15)) * px
+def _direction_scene(drawer: _SceneDrawer) -> Scene:
+    direction = _draw(drawer.rng, list(MOVES))
+    px, (dx, dy) = drawer.px, MOVES[direction]
+    d, path = float(drawer.rng.uniform(0.3, 0.45)) * px, 0.5 * px
+    across = float(drawer.rng.uniform(-0.15, 0.15)) * px
     x = px / 2 - dx * path / 2 + (across if dx == 0 else 0.0)
     y = px / 2 - dy * path / 2 + (across if dy == 0 else 0.0)
-    shape = DrawnShape(pen.kind(), pen.colour(), x, y, d, (dx * path, dy * path))
-    clip = pen.canvas((px, px), shape, frames=_frames(pen))
-    return Scene("direction", (clip,), "Which way does it move?", way)
+    shape = DrawnShape(drawer.kind(), drawer.colour(), x, y, d, (dx * path, dy * path))
+    clip = drawer.canvas((px, px), shape, frames=_draw_frame_count(drawer))
+    return Scene("direction", (clip,), "Which way does it move?", direction)
 
 
-def _mover(pen: _Pen) -> Scene:
-    mover = pen.kind()
-    still = pen.kind(mover)
-    px, d = pen.px, float(pen.rng.uniform(0.32, 0.42)) * pen.px
-    top, way = pen.rng.random() < 0.5, 1 if pen.rng.random() < 0.5 else -1
+def _moving_shape_scene(drawer: _SceneDrawer) -> Scene:
+    mover = drawer.kind()
+    still = drawer.kind(mover)
+    px, d = drawer.px, float(drawer.rng.uniform(0.32, 0.42)) * drawer.px
+    top, direction = drawer.rng.random() < 0.5, 1 if drawer.rng.random() < 0.5 else -1
     y_mover, y_still = (0.25 * px, 0.75 * px) if top else (0.75 * px, 0.25 * px)
     path = 0.5 * px
     shapes = (
-        DrawnShape(mover, pen.colour(), px / 2 - way * path / 2, y_mover, d, (way * path, 0.0)),
-        DrawnShape(still, pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px, y_still, d),
+        DrawnShape(
+            mover,
+            drawer.colour(),
+            px / 2 - direction * path / 2,
+            y_mover,
+            d,
+            (direction * path, 0.0),
+        ),
+        DrawnShape(still, drawer.colour(), float(drawer.rng.uniform(0.25, 0.75)) * px, y_still, d),
     )
-    clip = pen.canvas((px, px), *shapes, frames=_frames(pen))
+    clip = drawer.canvas((px, px), *shapes, frames=_draw_frame_count(drawer))
     return Scene("mover", (clip,), "Which shape moves?", mover)
 
 
-def _frames(pen: _Pen) -> int:
-    return min(pen.length(4, 32), pen.limits.max_frames)
+def _draw_frame_count(drawer: _SceneDrawer) -> int:
+    return min(drawer.heavy_tailed(4, 32), drawer.limits.max_frames)
 
 
-def _sum(pen: _Pen) -> Scene:
-    a, b = (int(n) for n in pen.rng.integers(1, 5, 2))
+def _sum_scene(drawer: _SceneDrawer) -> Scene:
+    a, b = (int(n) for n in drawer.rng.integers(1, 5, 2))
     return Scene("sum", (), f"{a}+{b}=?", str(a + b))
 
 
-def _first_word(pen: _Pen) -> Scene:
-    words = [_pick(pen.rng, WORDS) for _ in range(pen.length(4, 60))]
-    return Scene("first word", (), f"First word: {' '.join(words)}", words[0])
+def _first_word_scene(drawer: _SceneDrawer) -> Scene:
+    drawn = [_draw(drawer.rng, VOCABULARY) for _ in range(drawer.heavy_tailed(4, 60))]
+    return Scene("first word", (), f"First word: {' '.join(drawn)}", drawn[0])
 
 
-def _pick(rng: np.random.Generator, items: Sequence[T], weights: Sequence[float] = ()) -> T:
+def _draw(rng: np.random.Generator, items: Sequence[T], weights: Sequence[float] = ()) -> T:
     if not weights:
         return items[int(rng.integers(len(items)))]
     mark = rng.random() * sum(weights)

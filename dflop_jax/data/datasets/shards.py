@@ -19,14 +19,8 @@ from dflop_jax.data.bounds import (
     parse_json,
 )
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import (
-    USUAL,
-    Located,
-    Record,
-    RecordFormat,
-    RecordReader,
-    parse_record,
-)
+from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, RecordFormat, parse_record
+from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 from dflop_jax.data.media.kind import Kinds
 
 
@@ -37,27 +31,27 @@ def find_shards(path: str) -> tuple[Path, ...]:
     """
     numbered = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", path)
     if numbered:
-        before, first, last, after = numbered.groups()
+        prefix, first, last, suffix = numbered.groups()
         if len(last) > len(str(MAX_SHARDS)) or int(last) - int(first) >= MAX_SHARDS:
             raise ValueError(f"{path}: more than {MAX_SHARDS:,} shards")
         span = range(int(first), int(last) + 1)
-        shards = [Path(f"{before}{k:0{len(first)}d}{after}") for k in span]
+        shards = [Path(f"{prefix}{k:0{len(first)}d}{suffix}") for k in span]
         missing = [s for s in shards if not s.is_file()]
         if missing or not shards:
             raise ValueError(f"{path}: {len(missing)} shards are missing, e.g. {missing[:1]}")
         return tuple(shards)
-    whole = Path(path)
-    if "*" in whole.name:
-        shards = sorted(whole.parent.glob(whole.name))
+    pattern = Path(path)
+    if "*" in pattern.name:
+        shards = sorted(pattern.parent.glob(pattern.name))
         if not shards:
             raise ValueError(f"{path}: no file matches; give a pattern of files that are there")
-    elif whole.is_dir():
-        shards = [] if (whole / "dataset.json").is_file() else sorted(whole.glob("*.tar*"))
+    elif pattern.is_dir():
+        shards = [] if (pattern / "dataset.json").is_file() else sorted(pattern.glob("*.tar*"))
     else:
-        shards = [whole] if ".tar" in whole.name and whole.is_file() else []
-    packed = [s for s in shards if s.suffix != ".tar"]
-    if packed:
-        raise ValueError(f"{packed[0]}: shards must be plain .tar files to be read by offset")
+        shards = [pattern] if ".tar" in pattern.name and pattern.is_file() else []
+    compressed = [s for s in shards if s.suffix != ".tar"]
+    if compressed:
+        raise ValueError(f"{compressed[0]}: shards must be plain .tar files to be read by offset")
     return tuple(shards)
 
 
@@ -68,27 +62,27 @@ class ShardReader(RecordReader):
     medium.
     """
 
-    def __init__(self, shards: tuple[Path, ...], records: RecordFormat = USUAL) -> None:
+    def __init__(self, shards: tuple[Path, ...], records: RecordFormat = DEFAULT_FORMAT) -> None:
         super().__init__(shards)
         self._records = records
 
-    def locate(self) -> Iterator[Located]:
+    def locate(self) -> Iterator[RecordLocation]:
         number = 0
         for k, shard in enumerate(self.files):
-            for key, members in _groups(_members(shard)):
+            for key, members in _group_members(_members(shard)):
                 start, last = members[0].offset, members[-1]
                 size = last.offset_data + last.size - start
                 name = key.encode(errors="replace").decode()  # it may hold lone surrogates
-                yield Located(f"{shard.name}:{name}", number, k, start, size)
+                yield RecordLocation(f"{shard.name}:{name}", number, k, start, size)
                 number += 1
 
-    def read(self, located: Located) -> Record:
-        shard = self.files[located.file]
+    def read(self, location: RecordLocation) -> Record:
+        shard = self.files[location.file]
         members = {
             m.name: Blob(shard, m.offset_data, m.size, m.name)
-            for m in _members(shard, located.offset, located.offset + located.size_bytes)
+            for m in _members(shard, location.offset, location.offset + location.size_bytes)
         }
-        return _shard_record(located.place, members, self._records)
+        return _shard_record(location.label, members, self._records)
 
 
 class _TarHeaders:
@@ -122,32 +116,34 @@ def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[ta
             raise ValueError(f"more than {MAX_MEMBERS:,} members")
 
 
-def _groups(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, list[tarfile.TarInfo]]]:
+def _group_members(
+    members: Iterable[tarfile.TarInfo],
+) -> Iterator[tuple[str, list[tarfile.TarInfo]]]:
     group: list[tarfile.TarInfo] = []
     for member in members:
-        if group and _key(member.name) != _key(group[0].name):
-            yield _key(group[0].name), group
+        if group and _sample_key(member.name) != _sample_key(group[0].name):
+            yield _sample_key(group[0].name), group
             group = []
         if len(group) > MAX_MEDIA:
             raise ValueError(f"more than {MAX_MEDIA} members of sample {group[0].name[:MAX_NAME]}")
         group.append(member)
     if group:
-        yield _key(group[0].name), group
+        yield _sample_key(group[0].name), group
 
 
-def _key(name: str) -> str:
+def _sample_key(name: str) -> str:
     """A member's name up to the first dot of its last part."""
     path = PurePosixPath(name)
     return str(path.with_name(path.name.split(".")[0] or path.name))
 
 
-def _shard_record(place: str, members: Mapping[str, Blob], records: RecordFormat) -> Record:
+def _shard_record(label: str, members: Mapping[str, Blob], records: RecordFormat) -> Record:
     media = {kind.name: [n for n in members if n.rsplit(".", 1)[-1].lower() in kind.extensions]
              for kind in records.kinds}  # fmt: skip
     by_name = {PurePosixPath(name).name: blob for name, blob in members.items()}
     texts = {n.rsplit(".", 1)[-1].lower(): blob for n, blob in members.items()}
 
-    def find(name: str) -> Blob:
+    def resolve(name: str) -> Blob:
         blob = members.get(name) or by_name.get(PurePosixPath(name).name)
         if blob is None:
             raise ValueError(f"missing file {name} in the sample")
@@ -158,20 +154,24 @@ def _shard_record(place: str, members: Mapping[str, Blob], records: RecordFormat
             raw = parse_json(texts["json"].read())
         elif "txt" in texts:
             records = replace(records, columns={})
-            raw = _captioned(texts["txt"], media, records.kinds)
+            raw = _caption_record(texts["txt"], media, records.kinds)
         else:
             raise ValueError("neither a .json nor a .txt in this sample of the shard")
     except (ValueError, OSError) as e:
-        raise ValueError(f"{place}: {e}") from None
-    return parse_record(place, raw, find, records, beside=media)
+        raise ValueError(f"{label}: {e}") from None
+    return parse_record(label, raw, resolve, records, default_media=media)
 
 
-def _captioned(caption: Blob, media: Mapping[str, list[str]], kinds: Kinds) -> dict[str, object]:
+def _caption_record(
+    caption: Blob, media: Mapping[str, list[str]], kinds: Kinds
+) -> dict[str, object]:
     """Return the record of a caption of a sample's one medium; ValueError unless it has one."""
-    shown = [kind for kind in kinds for _ in media[kind.name]]
-    if len(shown) != 1:
-        raise ValueError(f"a caption (.txt) for {len(shown)} media; it needs one, or a .json")
-    question = f"<{shown[0].name}>\n{shown[0].question}"
+    kinds_of_media = [kind for kind in kinds for _ in media[kind.name]]
+    if len(kinds_of_media) != 1:
+        raise ValueError(
+            f"a caption (.txt) for {len(kinds_of_media)} media; it needs one, or a .json"
+        )
+    question = f"<{kinds_of_media[0].name}>\n{kinds_of_media[0].question}"
     answer = caption.read().decode("utf-8", "replace").strip()
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     return {"conversations": turns}

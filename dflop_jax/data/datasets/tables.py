@@ -17,26 +17,28 @@ from threading import Lock
 from typing import Any
 
 from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, named
-from dflop_jax.data.datasets.blob import Roots
-from dflop_jax.data.datasets.llava_records import (
+from dflop_jax.data.datasets.blob import MediaRoots
+from dflop_jax.data.datasets.record_parser import (
+    DEFAULT_FORMAT,
     TEXTS,
-    USUAL,
-    Located,
     Record,
     RecordFormat,
-    RecordReader,
     parse_record,
 )
+from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 
-OPEN_FILES = 16  # at once, in a process
-BATCH_BYTES, BATCH_ROWS = 4 << 20, 1024  # upper bounds of a batch that is decoded from Parquet
-KEPT_BYTES, KEPT_BATCHES = 64 << 20, 256  # upper bounds of a file's batches in memory
+MAX_OPEN_FILES = 16  # at once, in a process
+MAX_BATCH_BYTES, MAX_BATCH_ROWS = (
+    4 << 20,
+    1024,
+)  # upper bounds of a batch that is decoded from Parquet
+MAX_CACHED_BYTES, MAX_CACHED_BATCHES = 64 << 20, 256  # upper bounds of a file's batches in memory
 # Columns' names, rows of each group, and an iterator of record batches of a group's columns.
-Opened = tuple[Sequence[str], Sequence[int], Callable[[int, Sequence[str]], Iterator[Any]]]
+DecodeGroups = tuple[Sequence[str], Sequence[int], Callable[[int, Sequence[str]], Iterator[Any]]]
 
 
 @cache
-def arrow() -> Any:
+def import_pyarrow() -> Any:
     """Return pyarrow. ValueError: it is not installed."""
     try:
         import pyarrow.parquet
@@ -57,31 +59,31 @@ class TableReader(RecordReader):
         self,
         files: tuple[Path, ...],
         roots: Sequence[str | Path] = (),
-        records: RecordFormat = USUAL,
+        records: RecordFormat = DEFAULT_FORMAT,
     ) -> None:
         super().__init__(files)
         self._records = records
-        self._renamed = replace(records, columns={})  # rows as they are read
-        self._roots = Roots(roots or [files[0].parent])
-        self._opened = lru_cache(OPEN_FILES)(lambda k: TableFile(files[k], records))
-        arrow()  # loaded before processes are forked, which then share it
+        self._row_format = replace(records, columns={})  # rows as they are read
+        self._roots = MediaRoots(roots or [files[0].parent])
+        self._opened = lru_cache(MAX_OPEN_FILES)(lambda k: TableFile(files[k], records))
+        import_pyarrow()  # loaded before processes are forked, which then share it
 
-    def locate(self) -> Iterator[Located]:
+    def locate(self) -> Iterator[RecordLocation]:
         any_row = False
         for k, file in enumerate(self.files):
             for number in range(len(TableFile(file, self._records))):
                 any_row = True
-                yield Located(self.place(k, number), number, k, 0, 0)
+                yield RecordLocation(self.record_label(k, number), number, k, 0, 0)
         if not any_row:
             raise ValueError(f"{self.name}: holds no rows")
 
-    def read(self, located: Located) -> Record:
+    def read(self, location: RecordLocation) -> Record:
         try:
-            table = self._opened(located.file)
-            row = table.row(located.number)
+            table = self._opened(location.file)
+            row = table.row(location.number)
         except (ValueError, OSError) as e:
-            raise ValueError(f"{located.place}: {e}") from None
-        record = parse_record(located.place, row, self._roots.find, self._renamed)
+            raise ValueError(f"{location.label}: {e}") from None
+        record = parse_record(location.label, row, self._roots.resolve, self._row_format)
         return replace(record, unread=(*record.unread, *table.unread))
 
 
@@ -95,12 +97,14 @@ class TableFile:
       ValueError: the file cannot be read, claims more rows than it can hold, or has no text.
     """
 
-    def __init__(self, file: Path, records: RecordFormat = USUAL) -> None:
+    def __init__(self, file: Path, records: RecordFormat = DEFAULT_FORMAT) -> None:
         with named(f"{file}: cannot be read"):
-            names, sizes, self._decode = (_parquet if file.suffix == ".parquet" else _arrow)(file)
+            names, sizes, self._decode = (
+                _open_parquet if file.suffix == ".parquet" else _open_arrow
+            )(file)
             if min(sizes, default=0) < 0 or sum(sizes) > min(8 * file.stat().st_size, MAX_ROWS):
                 raise ValueError(f"it claims {sum(sizes):,} rows")
-            self._columns = records.chosen(names)
+            self._columns = records.select_columns(names)
             if not any(text in self._columns for text in TEXTS):
                 raise ValueError(
                     f"no column {' or '.join(TEXTS)}, there are {', '.join(names)}; say which it "
@@ -108,40 +112,46 @@ class TableFile:
                     f"{{{TEXTS[0]}: NAME}}"
                 )
         self.unread = tuple(name for name in names if name not in self._columns.values())
-        self._starts = [0, *accumulate(sizes)]
-        self._kept = deque[tuple[int, Any]](maxlen=KEPT_BATCHES)  # (first row, batch)
+        self._first_rows = [0, *accumulate(sizes)]
+        self._cached = deque[tuple[int, Any]](maxlen=MAX_CACHED_BATCHES)  # (first row, batch)
         self._pending: tuple[int, int, Iterator[Any]] = -1, 0, iter(())  # (group, next row, rest)
         self._lock = Lock()  # threads read rows, too
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._first_rows[-1]
 
     def row(self, number: int) -> dict[str, Any]:
         """Return a row's fields. ValueError: it cannot be decoded, or the file has changed."""
         if not 0 <= number < len(self):
             raise ValueError(f"there are {len(self):,} rows now; start the run again")
         with named("its record batch cannot be decoded"), self._lock:
-            first, batch = self._find(number)
+            first, batch = self._find_batch(number)
             row = batch.slice(number - first, 1)
             row.validate(full=True)
             values = row.to_pylist()[0]
         return {field: values[column] for field, column in self._columns.items()}
 
-    def _find(self, number: int) -> tuple[int, Any]:
+    def _find_batch(self, number: int) -> tuple[int, Any]:
         """Return the record batch that has a row, after the number of its first row."""
-        kept = self._kept
-        for first, batch in reversed(kept):
+        cached = self._cached
+        for first, batch in reversed(cached):
             if first <= number < first + batch.num_rows:
                 return first, batch
-        wanted = bisect_right(self._starts, number) - 1
+        wanted = bisect_right(self._first_rows, number) - 1
         group, first, batches = self._pending
         if group != wanted or number < first:
-            first, batches = self._starts[wanted], self._decode(wanted, [*self._columns.values()])
+            first, batches = (
+                self._first_rows[wanted],
+                self._decode(wanted, [*self._columns.values()]),
+            )
         self._pending = -1, 0, iter(())  # what fails is decoded anew
         for batch in batches:
-            kept.append((first, batch))
-            while len(kept) > 1 and sum(b.get_total_buffer_size() for _, b in kept) > KEPT_BYTES:
-                kept.popleft()
+            cached.append((first, batch))
+            while (
+                len(cached) > 1
+                and sum(b.get_total_buffer_size() for _, b in cached) > MAX_CACHED_BYTES
+            ):
+                cached.popleft()
             if number < first + batch.num_rows:
                 self._pending = wanted, first + batch.num_rows, batches
                 return first, batch
@@ -149,31 +159,33 @@ class TableFile:
         raise ValueError(f"group {wanted} has fewer rows than the file claims")
 
 
-def _parquet(file: Path) -> Opened:
+def _open_parquet(file: Path) -> DecodeGroups:
     with file.open("rb") as opened:
         opened.seek(-8, 2)
         if (length := int.from_bytes(opened.read(4), "little")) > MAX_FOOTER_BYTES:
             raise ValueError(f"it claims a footer of {length:,} bytes")
-    table = arrow().parquet.ParquetFile(str(file), buffer_size=1 << 20)  # bytes read at once
+    table = import_pyarrow().parquet.ParquetFile(
+        str(file), buffer_size=1 << 20
+    )  # bytes read at once
     groups = [table.metadata.row_group(k) for k in range(table.num_row_groups)]
 
     def decode(k: int, columns: Sequence[str]) -> Iterator[Any]:
-        rows = BATCH_BYTES * groups[k].num_rows // max(1, groups[k].total_byte_size)
-        rows = max(1, min(rows, BATCH_ROWS))
+        rows = MAX_BATCH_BYTES * groups[k].num_rows // max(1, groups[k].total_byte_size)
+        rows = max(1, min(rows, MAX_BATCH_ROWS))
         return table.iter_batches(rows, row_groups=[k], columns=columns, use_threads=False)
 
     return table.schema_arrow.names, [group.num_rows for group in groups], decode
 
 
-def _arrow(file: Path) -> Opened:
-    ipc, source = arrow().ipc, arrow().memory_map(str(file))
+def _open_arrow(file: Path) -> DecodeGroups:
+    ipc, source = import_pyarrow().ipc, import_pyarrow().memory_map(str(file))
     if source.read(8) != b"ARROW1\0\0":  # of the format with a footer: a stream follows
         source.seek(0)
     first, *batches = ipc.MessageReader.open_stream(source)
     is_plain = first.type == "schema" and all(b.type == "record batch" for b in batches)
     if not is_plain or first.metadata.size > MAX_FOOTER_BYTES:  # reading no schema would crash
         raise ValueError("it has more than plain columns; save it as Parquet")
-    schema, no_columns = ipc.read_schema(first), arrow().schema([])
+    schema, no_columns = ipc.read_schema(first), import_pyarrow().schema([])
 
     def decode(k: int, columns: Sequence[str]) -> Iterator[Any]:
         yield ipc.read_record_batch(batches[k], schema).select(columns)

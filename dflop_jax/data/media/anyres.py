@@ -23,11 +23,11 @@ from dflop_jax.data.media.tiles import Counts, VisionLayout, tile_form
 from dflop_jax.data.media.tiling import frame_tile, padded_tiles
 from dflop_jax.data.media.token_sources import (
     TokenSources,
+    add_line_ends,
+    copied_sources,
     newlines,
-    plain,
-    resampled,
-    shifted,
-    with_line_ends,
+    resampled_sources,
+    shift_sources,
 )
 
 CHUNK = 1 << 16  # pictures rated at once: bounds the memory of a million
@@ -73,8 +73,8 @@ class AnyRes(VisionLayout):
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
         sides = np.where(alone[:, None], np.stack([widths, heights], -1), 1)
         chunks = range(0, max(1, len(sides)), CHUNK)
-        parts = [self.grids(*sides[k : k + CHUNK].T) for k in chunks]
-        fits, tiles, _, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
+        grids = [self.grids(*sides[k : k + CHUNK].T) for k in chunks]
+        fits, tiles, _, tokens = (np.concatenate(column) for column in zip(*grids, strict=True))
         usable = np.where(alone, fits, np.maximum(widths, heights) <= MAX_SQUARE)
         in_grid = np.where(alone, tokens[:, 0] * (tokens[:, 1] + 1), 1)
         return usable, np.where(alone, 1 + tiles.prod(1), 1), self.tokens_per_tile + in_grid
@@ -84,35 +84,37 @@ class AnyRes(VisionLayout):
         that keeps most pixels, then wastes least."""
         sides, points = np.stack([heights, widths], -1).astype(np.int64), np.array(self.pinpoints)
         scale = (points / sides[:, None]).min(-1, keepdims=True)
-        kept = (sides[:, None] * scale).astype(np.int64).prod(-1)
-        kept = np.minimum(kept, sides.prod(-1, keepdims=True))
-        most_kept = kept.max(1, keepdims=True)
-        wasted = np.where(kept == most_kept, points.prod(-1) - kept, np.iinfo(np.int64).max)
+        kept_pixels = (sides[:, None] * scale).astype(np.int64).prod(-1)
+        kept_pixels = np.minimum(kept_pixels, sides.prod(-1, keepdims=True))
+        max_kept_pixels = kept_pixels.max(1, keepdims=True)
+        wasted = np.where(
+            kept_pixels == max_kept_pixels, points.prod(-1) - kept_pixels, np.iinfo(np.int64).max
+        )
         tiles = points[wasted.argmin(1)] // self.tile_px
         full = tiles * self.patches
         inner = np.round(sides * (full[:, ::-1] / sides[:, ::-1]), 7).astype(np.int64)
-        is_wide = sides[:, 1] / sides[:, 0] > full[:, 1] / full[:, 0]
-        is_padded = np.stack([is_wide, ~is_wide], -1)
+        is_wider = sides[:, 1] / sides[:, 0] > full[:, 1] / full[:, 0]
+        is_padded = np.stack([is_wider, ~is_wider], -1)
         unpadded = np.where(is_padded, full - (full - inner) // 2 * 2, full)
         ratio = np.sqrt(unpadded.prod(-1) / (self.max_tiles * self.tokens_per_tile))
         ratio = np.where(ratio > DOWNSCALE_ABOVE, ratio, 1.0)
         tokens = (unpadded // ratio[:, None]).astype(np.int64)
-        return Grids(most_kept[:, 0] > 0, tiles, unpadded, tokens)
+        return Grids(max_kept_pixels[:, 0] > 0, tiles, unpadded, tokens)
 
-    def cut(
+    def cut_tiles(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
         px = self.tile_px
         if not alone:
-            return frame_tile(_squared(image, self.mean), px)[None]
+            return frame_tile(_pad_to_square(image, self.mean), px)[None]
         rows, cols = self._grids_of(image.width, image.height).tiles[0].tolist()
         inner = image.resize(
-            _fitted(image.width, image.height, cols * px, rows * px), Image.Resampling.BICUBIC
+            _fitted_size(image.width, image.height, cols * px, rows * px), Image.Resampling.BICUBIC
         )
         return np.concatenate([frame_tile(image, px)[None], padded_tiles(inner, rows, cols, px)])
 
-    def place(self, width: int, height: int, alone: bool) -> TokenSources:
-        base, p = plain(np.arange(self.tokens_per_tile)), self.patches
+    def token_sources(self, width: int, height: int, alone: bool) -> TokenSources:
+        base, p = copied_sources(np.arange(self.tokens_per_tile)), self.patches
         if not alone:
             return np.concatenate([base, newlines(1)])
         grids = self._grids_of(width, height)
@@ -122,38 +124,40 @@ class AnyRes(VisionLayout):
         grid = (tile * p * p + patch).reshape(rows * p, cols * p)
         top, left = (rows * p - un_rows) // 2, (cols * p - un_cols) // 2
         grid = grid[top : top + un_rows, left : left + un_cols]
-        same = size == [*grid.shape]
-        tokens = plain(grid.reshape(-1)) if same else resampled(grid, *size)
-        return np.concatenate([base, with_line_ends(tokens, size[0])])
+        is_unscaled = size == [*grid.shape]
+        tokens = copied_sources(grid.reshape(-1)) if is_unscaled else resampled_sources(grid, *size)
+        return np.concatenate([base, add_line_ends(tokens, size[0])])
 
     def count_clips(self, frames: np.ndarray) -> np.ndarray:
         return frames * ceil(self.patches / 2) ** 2 + 1
 
-    def place_clip(self, frames: int) -> TokenSources:
+    def clip_token_sources(self, frames: int) -> TokenSources:
         p = self.patches
         side = ceil(p / 2)
-        one = resampled(np.arange(p * p).reshape(p, p), side, side)
-        return np.concatenate([*(shifted(one, k * p * p) for k in range(frames)), newlines(1)])
+        one = resampled_sources(np.arange(p * p).reshape(p, p), side, side)
+        return np.concatenate(
+            [*(shift_sources(one, k * p * p) for k in range(frames)), newlines(1)]
+        )
 
     def _grids_of(self, width: int, height: int) -> Grids:
         return self.grids(np.array([width]), np.array([height]))
 
 
-def _fitted(width: int, height: int, box_width: int, box_height: int) -> tuple[int, int]:
-    """(width, height) of the picture inside its grid; rounded up, unlike `tiling.fit`."""
+def _fitted_size(width: int, height: int, box_width: int, box_height: int) -> tuple[int, int]:
+    """(width, height) of the picture inside its grid; rounded up, unlike `tiling.fit_in_box`."""
     scale_w, scale_h = box_width / width, box_height / height
     if scale_w < scale_h:
         return box_width, min(ceil(height * scale_w), box_height)
     return min(ceil(width * scale_h), box_width), box_height
 
 
-def _squared(image: Image.Image, mean: tuple[float, float, float]) -> Image.Image:
+def _pad_to_square(image: Image.Image, mean: tuple[float, float, float]) -> Image.Image:
     if image.width == image.height:
         return image
     side = max(image.size)
-    out = Image.new("RGB", (side, side), tuple(int(255 * m) for m in mean))
-    out.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-    return out
+    square = Image.new("RGB", (side, side), tuple(int(255 * m) for m in mean))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
 
 
 def _layout(

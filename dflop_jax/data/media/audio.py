@@ -24,7 +24,7 @@ from dflop_jax.data.bounds import (
     one_line,
 )
 from dflop_jax.data.datasets.blob import MediaFile
-from dflop_jax.data.media.container import checked_duration, opened
+from dflop_jax.data.media.container import check_duration, open_container
 from dflop_jax.data.media.kind import Kind
 
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
@@ -37,12 +37,12 @@ logger = logging.getLogger("dflop_jax.data")
 def count_samples(path: MediaFile, rate_hz: int) -> int:
     """Samples of a sound once resampled to `rate_hz`, by the header (or, where that is silent, by
     its packets, undecoded). ValueError when the file is no sound, or holds none."""
-    with opened(path, "sound") as container:
+    with open_container(path, "sound") as container:
         stream = _stream(container, rate_hz)
         n_samples = ceil(_length_s(container, stream) * rate_hz)
         if n_samples < 1:
             raise ValueError("it holds no samples")
-        checked_duration(n_samples / rate_hz)
+        check_duration(n_samples / rate_hz)
     return n_samples
 
 
@@ -52,12 +52,12 @@ def read_sound(path: MediaFile, n_samples: int, rate_hz: int) -> np.ndarray:
     Channels are averaged. Where the sound breaks off, silence follows, with a warning. ValueError
     when more than half of the samples are missing that way.
     """
-    with opened(path, "sound") as container:
+    with open_container(path, "sound") as container:
         stream = _stream(container, rate_hz)
         native_hz = stream.rate
         # what the resampling filter reaches beyond the last sample is decoded too
         reach = CROSSINGS * max(1, native_hz / rate_hz)
-        native, reason = _decoded(container, stream, ceil(n_samples * native_hz / rate_hz + reach))
+        native, reason = _decode(container, stream, ceil(n_samples * native_hz / rate_hz + reach))
         sound = resample(native, native_hz, rate_hz)[:n_samples]
     missing = n_samples - len(sound)
     if 2 * missing > n_samples or not len(sound):
@@ -75,9 +75,11 @@ def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
     from scipy import signal  # takes seconds to load, which most runs do not need
 
     common = gcd(from_hz, to_hz)
-    up, down = to_hz // common, from_hz // common
-    taps = _lowpass(max(up, down))
-    return signal.resample_poly(sound.astype(np.float64), up, down, window=taps).astype(np.float32)
+    numerator, denominator = to_hz // common, from_hz // common
+    taps = _lowpass(max(numerator, denominator))
+    return signal.resample_poly(
+        sound.astype(np.float64), numerator, denominator, window=taps
+    ).astype(np.float32)
 
 
 @lru_cache(maxsize=4)
@@ -116,29 +118,29 @@ def _length_s(container: InputContainer, stream: AudioStream) -> Fraction:
     return ticks * (stream.time_base or Fraction(1, stream.rate))
 
 
-def _decoded(
+def _decode(
     container: InputContainer, stream: AudioStream, n_samples: int
 ) -> tuple[np.ndarray, str]:
     """The first samples at the file's own rate, and why there are fewer where that is so."""
     to_float = AudioResampler(format="fltp")
-    parts = [np.zeros(0, np.float32)]
-    left, reason = n_samples, "it ends before its stated duration"
+    chunks = [np.zeros(0, np.float32)]
+    n_left, reason = n_samples, "it ends before its stated duration"
     try:
         for frame in container.decode(stream):
-            for part in to_float.resample(frame):
-                parts.append(part.to_ndarray().mean(0)[:left])
-                left -= len(parts[-1])
-            if left <= 0:
+            for resampled in to_float.resample(frame):
+                chunks.append(resampled.to_ndarray().mean(0)[:n_left])
+                n_left -= len(chunks[-1])
+            if n_left <= 0:
                 break
     except av.FFmpegError as e:
         reason = one_line(e)
-    return np.concatenate(parts), reason
+    return np.concatenate(chunks), reason
 
 
 AUDIO = Kind(
     name="audio",
-    word="sound",
-    taken="hears",
+    noun="sound",
+    verb="hears",
     columns={"samples": np.int64},
     header=lambda source: {"samples": count_samples(source, INDEX_HZ)},
     opened=lambda source: partial(read_sound, source),

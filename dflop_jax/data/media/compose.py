@@ -8,25 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.data.datasets.llava_records import Record
-from dflop_jax.data.datasets.shape_index import ShapeTable
-from dflop_jax.data.media.counts import text_load
+from dflop_jax.data.datasets.record_parser import Record
+from dflop_jax.data.datasets.record_table import RecordTable
+from dflop_jax.data.media.counts import build_load
 from dflop_jax.data.media.kind import Header
-from dflop_jax.data.media.medium import TEXT_MODULE, Decoded, Preparation, module_of
-from dflop_jax.data.media.token_sources import SOURCES, TokenSources, shifted, used
-from dflop_jax.data.sample import Places, Sample
-from dflop_jax.data.text.tokenize import TextPiece
+from dflop_jax.data.media.medium import TEXT_MODULE, DecodedMedium, Preparation, module_of
+from dflop_jax.data.media.token_sources import SOURCES, TokenSources, is_from_patches, shift_sources
+from dflop_jax.data.sample import FeatureGather, Sample
+from dflop_jax.data.text.tokenize import TokenRun
 
 # by its number in the record, each medium with the module that takes it
-DecodedMedia = Mapping[int, tuple[str, Decoded]]
+DecodedMedia = Mapping[int, tuple[str, DecodedMedium]]
 
 
 def decode_media(
     record: Record,
-    table: ShapeTable,
+    table: RecordTable,
     row: int,
-    how: Preparation,
-    kept: Collection[int] | None = None,
+    preparation: Preparation,
+    numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
     """Return the decoded media of the record whose header is a row of `table`, those of the numbers
     `kept` (None: all).
@@ -41,30 +41,30 @@ def decode_media(
         (kind.name, kind.opened(source), header)
         for (kind, header), (_, source) in zip(headers, record.media, strict=True)
     ]
-    return decode_opened(opened, how, kept)
+    return decode_opened(opened, preparation, numbers)
 
 
 def decode_opened(
     media: Sequence[tuple[str, Any, Header]],
-    how: Preparation,
-    kept: Collection[int] | None = None,
+    preparation: Preparation,
+    numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
     """Return the decoded media of a sample, given as (kind, what `Kind.opened` gives, header),
     those of the numbers `kept` (None: all)."""
     kinds = [kind for kind, _, _ in media]
     decoded = {}
     for number, (kind, opened, header) in enumerate(media):
-        if kept is None or number in kept:
-            module = module_of(how, kind)
-            medium = how[module].decode(kind, opened, header, kinds.count(kind) == 1)
+        if numbers is None or number in numbers:
+            module = module_of(preparation, kind)
+            medium = preparation[module].decode(kind, opened, header, kinds.count(kind) == 1)
             decoded[number] = module, medium
     return decoded
 
 
 def compose(
-    pieces: Sequence[TextPiece],
+    token_runs: Sequence[TokenRun],
     media: DecodedMedia,
-    how: Preparation,
+    preparation: Preparation,
     *,
     placeholder: int,
 ) -> Sample:
@@ -77,12 +77,12 @@ def compose(
     Raises:
       ValueError: pieces that name other media than there are.
     """
-    if sorted(p.medium for p in pieces if p.medium >= 0) != sorted(media):
+    if sorted(p.medium for p in token_runs if p.medium >= 0) != sorted(media):
         raise ValueError(f"the text does not place each of {len(media)} media once")
     runs: list[np.ndarray] = []
     starts: dict[int, int] = {}  # of each medium among the tokens, in the order of the text
     n = 0
-    for p in pieces:
+    for p in token_runs:
         if p.medium >= 0:
             starts[p.medium] = n
             run = media[p.medium][1].ids
@@ -93,7 +93,7 @@ def compose(
     ids = np.concatenate([np.zeros(0, np.int64), *runs])
     weights = [
         np.full(len(run), p.weight if p.supervised else 0.0, np.float32)
-        for p, run in zip(pieces, runs, strict=True)
+        for p, run in zip(token_runs, runs, strict=True)
     ]
     tokens = np.where(ids >= 0, ids, placeholder).astype(np.int32)
     own_weights = np.concatenate([np.zeros(0, np.float32), *weights])
@@ -103,45 +103,51 @@ def compose(
     text = {"tokens": tokens, "targets": targets, "weights": next_weights,
             "is_visual": np.zeros(n, bool), "is_newline": np.zeros(n, bool)}  # fmt: skip
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
-    places, lengths, together = {}, {}, {}
-    for module, medium in how.items():
-        mine = {k: decoded for k, (m, decoded) in media.items() if m == module}
-        sources = _sources(n, mine, starts)
-        stand = used(sources)
-        text["is_visual"] |= stand
+    gathers, lengths, run_lengths = {}, {}, {}
+    for module, medium in preparation.items():
+        module_media = {k: decoded for k, (m, decoded) in media.items() if m == module}
+        sources = _token_sources(n, module_media, starts)
+        is_visual = is_from_patches(sources)
+        text["is_visual"] |= is_visual
         text["is_newline"] |= sources["newline"]
-        text |= medium.text_fields(stand, [mine[k] for k in starts if k in mine])
-        lengths[module] = tuple(length for decoded in mine.values() for length in decoded.lengths)
-        if medium.joined:
-            together[module] = [len(decoded.lengths) for decoded in mine.values()]
+        text |= medium.text_fields(
+            is_visual, [module_media[k] for k in starts if k in module_media]
+        )
+        lengths[module] = tuple(
+            length for decoded in module_media.values() for length in decoded.lengths
+        )
+        if medium.is_joined:
+            run_lengths[module] = [len(decoded.lengths) for decoded in module_media.values()]
         if lengths[module]:
             fields[module] = {
-                name: np.concatenate([decoded.fields[name] for decoded in mine.values()])
-                for name in next(iter(mine.values())).fields
+                name: np.concatenate([decoded.fields[name] for decoded in module_media.values()])
+                for name in next(iter(module_media.values())).fields
             }
             weight = np.ascontiguousarray(sources["weight"])
             index = np.where(weight > 0, sources["index"], -1)
-            places[module, TEXT_MODULE] = (
-                Places(index, weight) if medium.sources > 1 else Places(index[:, :1])
+            gathers[module, TEXT_MODULE] = (
+                FeatureGather(index, weight) if medium.sources > 1 else FeatureGather(index[:, :1])
             )
-    return Sample(fields, places, text_load(lengths, n, together))
+    return Sample(fields, gathers, build_load(lengths, n, run_lengths))
 
 
-def blanked(sample: Sample, how: Preparation) -> Sample:
+def blank_media(sample: Sample, preparation: Preparation) -> Sample:
     """Return the sample with nothing to be seen in its media."""
     fields = {m: dict(named) for m, named in sample.fields.items()}
-    for module, medium in how.items():
+    for module, medium in preparation.items():
         for name, value in medium.blank.items():
             if name in fields.get(module, {}):
                 fields[module][name] = np.full_like(fields[module][name], value)
     return replace(sample, fields=fields)
 
 
-def _sources(n: int, media: Mapping[int, Decoded], starts: Mapping[int, int]) -> TokenSources:
+def _token_sources(
+    n: int, media: Mapping[int, DecodedMedium], starts: Mapping[int, int]
+) -> TokenSources:
     """Return where each of n tokens comes from among the features of a module's media, which stand
     one after the other in its rows and from `starts` on in the text."""
     tokens, feature = np.zeros(n, SOURCES), 0
     for k, decoded in media.items():
-        tokens[starts[k] : starts[k] + len(decoded.tokens)] = shifted(decoded.tokens, feature)
+        tokens[starts[k] : starts[k] + len(decoded.tokens)] = shift_sources(decoded.tokens, feature)
         feature += decoded.features
     return tokens

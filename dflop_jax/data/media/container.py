@@ -35,17 +35,17 @@ LENIENT: dict[str, Any] = (
 
 
 @contextmanager
-def opened(source: MediaFile, what: str) -> Iterator[InputContainer]:
+def open_container(source: MediaFile, noun: str) -> Iterator[InputContainer]:
     """A file's container. Whatever goes wrong inside is a ValueError that names the file."""
     with (
-        named(f"{source}: not a readable {what}"),
+        named(f"{source}: not a readable {noun}"),
         open_media(source) as file,
         av.open(file, "r", options=OPTIONS, **LENIENT) as container,
     ):
         yield container
 
 
-def checked_duration(duration_s: float) -> float:
+def check_duration(duration_s: float) -> float:
     """The duration; ValueError when nobody could have recorded it."""
     if not 0 <= duration_s <= MAX_DURATION_S:
         raise ValueError(f"it claims to last {duration_s:.4g} s")

@@ -18,7 +18,7 @@ import numpy as np
 
 from dflop_jax.data.media.kind import Columns
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.data.media.medium import Decoded, Facts, Form, Grid, numbers
+from dflop_jax.data.media.medium import DecodedMedium, Facts, Form, Grid, integer_facts
 from dflop_jax.data.media.native import Around, ClipLayout, Native, NativeMedium, Stamp, stamp_of
 from dflop_jax.data.media.video import Clip
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -88,20 +88,22 @@ class FittedMedium(NativeMedium):
     def stamps(self, seconds: Sequence[float]) -> list[Around]:
         return [(self.later if i else self.stamp)(second) for i, second in enumerate(seconds)]
 
-    def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
+    def text_fields(
+        self, stand: np.ndarray, media: Sequence[DecodedMedium]
+    ) -> dict[str, np.ndarray]:
         return {}  # positions count tokens
 
 
 def _build(
     facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
 ) -> FittedMedium:
-    patch_px, merge, soft, frame = numbers(
+    patch_px, merge, soft, frame = integer_facts(
         facts, patch_px=None, merge=1, soft_tokens=None, frame_tokens=None
     )
-    room = limits.max_pixels // (patch_px * merge) ** 2
+    max_tokens = limits.max_pixels // (patch_px * merge) ** 2
     fits = Fitted(
         patch_px, merge, 1, max_pixels=limits.max_pixels, max_frames=limits.max_frames,
-        soft_tokens=min(soft, room), frame_tokens=min(frame, room),
+        soft_tokens=min(soft, max_tokens), frame_tokens=min(frame, max_tokens),
     )  # fmt: skip
     ends = tokenizer.frame_ends if isinstance(tokenizer, ChatTokenizer) else ((), ())
     first = stamp_of(tokenizer, _minutes, ends)

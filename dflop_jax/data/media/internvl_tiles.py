@@ -35,7 +35,7 @@ class DynamicTiling(VisionLayout):
         tiles = tiles + (tiles > 1)
         return tiles > 0, tiles, tiles * self.tokens_per_tile
 
-    def cut(
+    def cut_tiles(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
         px = self.tile_px
@@ -53,15 +53,15 @@ class DynamicTiling(VisionLayout):
         """
         ratio, area = widths / heights, widths.astype(np.int64) * heights
         rows, cols = np.ones((2, len(widths)), np.int64)
-        nearest = np.full(len(widths), np.inf)
+        min_distance = np.full(len(widths), np.inf)
         sides = range(1, self.max_tiles + 1)
         grids = [(c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles]
         for n_cols, n_rows in sorted(grids, key=lambda g: g[0] * g[1]):
             distance = np.abs(ratio - n_cols / n_rows)
             filled = area > 0.5 * self.tile_px**2 * n_cols * n_rows
-            better = (distance < nearest) | ((distance == nearest) & filled)
-            rows, cols = np.where(better, n_rows, rows), np.where(better, n_cols, cols)
-            nearest = np.minimum(nearest, distance)
+            is_nearer = (distance < min_distance) | ((distance == min_distance) & filled)
+            rows, cols = np.where(is_nearer, n_rows, rows), np.where(is_nearer, n_cols, cols)
+            min_distance = np.minimum(min_distance, distance)
         return rows, cols
 
 

@@ -32,7 +32,7 @@ class Kind:
       opened: what a medium is decoded from, given a file.
       described: a header in words.
       too_small: what one is that no model can take, and what to do.
-      keys: that a record may give one of them, see `part_keys`; those but `SPAN` are columns.
+      keys: that a record may give one of them, see `media_keys`; those but `SPAN` are columns.
       extensions: of its files in a shard. question: put before a caption of it.
       placeholders: tokens that stand for one where a tokenizer's configuration names none.
       wrapped: whether it stands between the tokens that begin and end a picture, where a tokenizer
@@ -40,8 +40,8 @@ class Kind:
     """
 
     name: str
-    word: str
-    taken: str
+    noun: str
+    verb: str
     columns: Mapping[str, type]
     header: Callable[[MediaFile], Header]
     opened: Callable[[MediaFile], Any]

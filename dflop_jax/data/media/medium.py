@@ -23,7 +23,7 @@ Facts = Mapping[str, Any]
 Grid = tuple[int, int]  # rows and columns
 
 
-class Counted(NamedTuple):
+class MediaCounts(NamedTuple):
     """What n media come to, each int64 [n], or one number for all.
 
     usable: whether the module can take it at all. pieces: of the module. tokens: that stand for it
@@ -39,7 +39,7 @@ class Counted(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Decoded:
+class DecodedMedium:
     """One medium as arrays.
 
     fields: by name, of all its pieces one after the other, as in `Sample.fields`.
@@ -89,11 +89,11 @@ class Medium(Protocol):
         return {}
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         """Whether all pieces of a medium stand together in the text, and are seen as one."""
         return False
 
-    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
+    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
         """What n media of a kind come to, from their headers, each [n]; nothing is decoded."""
         ...
 
@@ -105,7 +105,7 @@ class Medium(Protocol):
         """Tokens of each piece of a usable medium."""
         raise AssertionError("all pieces are alike")
 
-    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
+    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:
         """The medium that `Kind.opened` opened, as large as its header says.
 
         Raises:
@@ -113,7 +113,9 @@ class Medium(Protocol):
         """
         ...
 
-    def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
+    def text_fields(
+        self, stand: np.ndarray, media: Sequence[DecodedMedium]
+    ) -> dict[str, np.ndarray]:
         """Further fields of the text, of whose tokens those of the media `stand` (bool [t]); the
         media in the order of the text."""
         return {}
@@ -132,22 +134,24 @@ class Form:
 Preparation = Mapping[str, Medium]  # by module, how a run takes media
 
 
-def module_of(how: Preparation, kind: str) -> str:
+def module_of(preparation: Preparation, kind: str) -> str:
     """Return the module that takes media of a kind; "" if none does."""
-    return next((m for m, medium in how.items() if kind in (k.name for k in medium.kinds)), "")
+    return next(
+        (m for m, medium in preparation.items() if kind in (k.name for k in medium.kinds)), ""
+    )
 
 
-def numbers(facts: Facts, *others: str, **usual: int | None) -> list[int]:
+def integer_facts(facts: Facts, *other_names: str, **defaults: int | None) -> list[int]:
     """Return the facts of these names as whole numbers of at least 1, in this order; `usual` where
     the model does not say, None: it has to.
 
     Raises:
       ValueError: one of them is none, or there are more than these and the `others`.
     """
-    values = [facts.get(name, number) for name, number in usual.items()]
-    if not facts.keys() <= {*usual, *others} or any(
+    values = [facts.get(name, number) for name, number in defaults.items()]
+    if not facts.keys() <= {*defaults, *other_names} or any(
         not isinstance(value, int) or value < (number != 0)
-        for value, number in zip(values, usual.values(), strict=True)
+        for value, number in zip(values, defaults.values(), strict=True)
     ):
-        raise ValueError(f"{', '.join(usual)} must be at least 1, got {dict(facts)}")
+        raise ValueError(f"{', '.join(defaults)} must be at least 1, got {dict(facts)}")
     return values

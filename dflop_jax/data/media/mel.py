@@ -15,8 +15,8 @@ import numpy as np
 from dflop_jax.data.media.audio import AUDIO
 from dflop_jax.data.media.kind import Columns, Header, Kinds
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Medium
-from dflop_jax.data.media.token_sources import plain
+from dflop_jax.data.media.medium import DecodedMedium, Facts, Form, MediaCounts, Medium
+from dflop_jax.data.media.token_sources import copied_sources
 
 POWER_FLOOR = 1e-10  # below which a spectrum counts as silent, as published
 RANGE_LOG10 = 8.0  # features further below the loudest are cut off
@@ -82,10 +82,10 @@ def log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
 
 def _window_log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
     half = spec.n_fft // 2
-    around = np.pad(sound, half, mode="reflect").astype(np.float64)
-    pieces = np.lib.stride_tricks.sliding_window_view(around, spec.n_fft)[:: spec.hop]
-    pieces = pieces[: spec.window_frames]  # the reference drops the last one
-    spectrum = np.fft.rfft(pieces * np.hanning(spec.n_fft + 1)[:-1], axis=1)  # periodic
+    padded = np.pad(sound, half, mode="reflect").astype(np.float64)
+    frames = np.lib.stride_tricks.sliding_window_view(padded, spec.n_fft)[:: spec.hop]
+    frames = frames[: spec.window_frames]  # the reference drops the last one
+    spectrum = np.fft.rfft(frames * np.hanning(spec.n_fft + 1)[:-1], axis=1)  # periodic
     power = (spectrum.real**2 + spectrum.imag**2) @ mel_filters(spec)
     level = np.log10(np.maximum(power, POWER_FLOOR)).T
     level = np.maximum(level, level.max() - RANGE_LOG10)
@@ -135,28 +135,32 @@ class MelMedium(Medium):
     def piece_tokens(self) -> int:
         return self.window_tokens or self.features
 
-    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
+    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
         windows, _, tokens = sound_counts(headers["samples"], self.spec)
-        return Counted(tokens > 0, windows, tokens)
+        return MediaCounts(tokens > 0, windows, tokens)
 
     def cut(self, kind: str, headers: Columns) -> str:
         n = int((headers["samples"] > self.spec.max_samples).sum())
         seconds = self.spec.max_samples / self.spec.sample_rate
-        said = f"sounds longer than the {seconds:g} s that the model hears: {n:,}; split them"
-        return said if n else ""
+        message = f"sounds longer than the {seconds:g} s that the model hears: {n:,}; split them"
+        return message if n else ""
 
-    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
+    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:
         n = min(header["samples"], self.spec.max_samples)
         (windows,), (frames,), (tokens,) = sound_counts(np.array([n]), self.spec)
-        before = np.arange(windows) * self.spec.window_frames
-        used = np.minimum(frames - before, self.spec.window_frames)  # full ones, then the rest
+        first_frame = np.arange(windows) * self.spec.window_frames
+        valid_frames = np.minimum(
+            frames - first_frame, self.spec.window_frames
+        )  # full ones, then the rest
         fields = {
             "mel": log_mel(opened(n, self.spec.sample_rate), self.spec),
-            "mel_frames": used.astype(np.int32),
+            "mel_frames": valid_frames.astype(np.int32),
         }
         lengths, tokens = (self.piece_tokens,) * windows, int(tokens)
         ids = np.full(tokens, -1)
-        return Decoded(fields, lengths, windows * self.features, plain(np.arange(tokens)), ids)
+        return DecodedMedium(
+            fields, lengths, windows * self.features, copied_sources(np.arange(tokens)), ids
+        )
 
 
 def _build(facts: Facts, limits: Limits, tokenizer: object) -> MelMedium:

@@ -18,10 +18,18 @@ from PIL import Image
 
 from dflop_jax.data.media.kind import Columns, Header, Kinds
 from dflop_jax.data.media.limits import CLIP_PIXELS, PICTURE_PIXELS, Limits
-from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Grid, Medium, numbers
-from dflop_jax.data.media.part_keys import MICRO
+from dflop_jax.data.media.media_keys import MICRO
+from dflop_jax.data.media.medium import (
+    DecodedMedium,
+    Facts,
+    Form,
+    Grid,
+    MediaCounts,
+    Medium,
+    integer_facts,
+)
 from dflop_jax.data.media.tiling import IMAGE
-from dflop_jax.data.media.token_sources import plain
+from dflop_jax.data.media.token_sources import copied_sources
 from dflop_jax.data.media.video import VIDEO, Clip
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import Tokenizer
@@ -98,12 +106,12 @@ class Native:
     def block_px(self) -> int:
         return self.patch_px * self.merge
 
-    def most_pixels(self, n: int) -> int:
+    def max_clip_pixels_of(self, n: int) -> int:
         """Of all n frames of a clip."""
         if not self.cap_pixels_per_frame:
             return self.max_clip_pixels
-        most = min(self.max_video_tokens * self.block_px**2, self.max_clip_pixels // n)
-        return n * max(most, int(self.min_clip_pixels * CAP_SLACK))
+        max_frame_pixels = min(self.max_video_tokens * self.block_px**2, self.max_clip_pixels // n)
+        return n * max(max_frame_pixels, int(self.min_clip_pixels * CAP_SLACK))
 
     def tokens(self, grid: Grid) -> int:
         """LLM tokens of a piece."""
@@ -117,16 +125,16 @@ class Native:
     def blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
         """Rows and columns of blocks of pictures, int64 [n] each; 0 of those that are too thin."""
         px = self.block_px
-        true, given = (
-            np.stack([headers[f"{of}height"], headers[f"{of}width"]]).astype(np.int64)
-            for of in ("", "resized_")
+        true, requested = (
+            np.stack([headers[f"{prefix}height"], headers[f"{prefix}width"]]).astype(np.int64)
+            for prefix in ("", "resized_")
         )
-        limits = np.stack([headers["min_pixels"], headers["max_pixels"]]) * (given[0] == 0)
-        has_keys = (given[0] > 0) | (limits > 0).any(axis=0)
+        limits = np.stack([headers["min_pixels"], headers["max_pixels"]]) * (requested[0] == 0)
+        has_keys = (requested[0] > 0) | (limits > 0).any(axis=0)
         usual = np.array([[self.min_pixels, self.max_pixels]]).T
         published = np.array([[n * px**2 for n in KEYED_BLOCKS]]).T
         low, high = np.where(limits > 0, limits, np.where(has_keys, published, usual))
-        sides = np.where(given > 0, given, true)
+        sides = np.where(requested > 0, requested, true)
         is_thin = sides.max(axis=0) > MAX_RATIO * sides.min(axis=0)
         area = sides[0] * sides[1]
         blocks = np.round(sides / px).astype(np.int64)  # half to even
@@ -197,9 +205,10 @@ def clip_grid(native: Native, n: int, clip: Clip) -> Grid | None:
         return None
     if clip.min_pixels or clip.max_pixels or clip.total_pixels or clip.resized_width:
         low = clip.min_pixels or KEYED_FRAME_BLOCKS[0] * px**2
-        of_all = clip.total_pixels or KEYED_CLIP_BLOCKS * px**2
+        total_pixels = clip.total_pixels or KEYED_CLIP_BLOCKS * px**2
         high = max(
-            min(KEYED_FRAME_BLOCKS[1] * px**2, of_all / n * native.frames), int(low * CAP_SLACK)
+            min(KEYED_FRAME_BLOCKS[1] * px**2, total_pixels / n * native.frames),
+            int(low * CAP_SLACK),
         )
         keys = clip._replace(min_pixels=low, max_pixels=int(min(clip.max_pixels or high, high)))
         return keyed if min(keyed := native.grid(keys._asdict())) else None
@@ -211,8 +220,8 @@ def clip_grid(native: Native, n: int, clip: Clip) -> Grid | None:
     sides = (height, width)
     blocks = [round(side / px) for side in sides]
     pixels = round(n / native.frames) * native.frames * blocks[0] * blocks[1] * px * px
-    if pixels > (most := native.most_pixels(n)):
-        shrink = sqrt(n * height * width / most)
+    if pixels > (max_pixels := native.max_clip_pixels_of(n)):
+        shrink = sqrt(n * height * width / max_pixels)
         blocks = [max(1, floor(side / shrink / px)) for side in sides]
     elif pixels < native.min_clip_pixels:
         grow = sqrt(native.min_clip_pixels / (n * height * width))
@@ -223,29 +232,31 @@ def clip_grid(native: Native, n: int, clip: Clip) -> Grid | None:
 def patch_places(grids: Sequence[Grid], merge: int) -> np.ndarray:
     """int32 [patches, 4]: row and column of each patch in its piece, in the order of
     `Native.patches`, and the rows and columns of the piece."""
-    parts = [np.zeros((0, 4), np.int32)]
+    pieces_of_grid = [np.zeros((0, 4), np.int32)]
     for rows, cols in grids:
         places = np.moveaxis(np.indices((rows, cols)), 0, -1)
         blocks = places.reshape(rows // merge, merge, cols // merge, merge, 2).swapaxes(1, 2)
         whole = np.broadcast_to((rows, cols), (rows * cols, 2))
-        parts.append(np.concatenate([blocks.reshape(-1, 2), whole], 1).astype(np.int32))
-    return np.concatenate(parts)
+        pieces_of_grid.append(np.concatenate([blocks.reshape(-1, 2), whole], 1).astype(np.int32))
+    return np.concatenate(pieces_of_grid)
 
 
 def token_positions(runs: Sequence[int | Grid]) -> np.ndarray:
     """int32 [tokens, 3], (time, row, column) of runs of tokens: so many of text, or a piece's rows
     and columns of blocks. Text counts on; a piece that begins at n goes on at n + its longer side.
     """
-    parts, start = [np.zeros((0, 3), np.int32)], 0
+    positions, start = [np.zeros((0, 3), np.int32)], 0
     for run in runs:
         if isinstance(run, int):
-            parts.append(np.repeat(np.arange(start, start + run, dtype=np.int32)[:, None], 3, 1))
+            positions.append(
+                np.repeat(np.arange(start, start + run, dtype=np.int32)[:, None], 3, 1)
+            )
             start += run
         else:
             rows, cols = np.mgrid[: run[0], : run[1]].reshape(2, -1)
-            parts.append((start + np.stack([0 * rows, rows, cols], -1)).astype(np.int32))
+            positions.append((start + np.stack([0 * rows, rows, cols], -1)).astype(np.int32))
             start += max(run)
-    return np.concatenate(parts)
+    return np.concatenate(positions)
 
 
 def runs_of(stand: np.ndarray, grids: Sequence[Grid], merge: int) -> list[int | Grid]:
@@ -279,15 +290,15 @@ class NativeMedium(Medium):
         """Side of the smallest picture that is worth drawing."""
         return UNIT_BLOCKS * self.native.block_px
 
-    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
+    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
         if kind == IMAGE.name:
             rows, cols = self.native.blocks(headers)
             tokens = rows * cols
-            return Counted(rows > 0, np.ones(len(rows), np.int64), tokens, longest=tokens)
+            return MediaCounts(rows > 0, np.ones(len(rows), np.int64), tokens, longest=tokens)
         clips = zip(*(headers[name].tolist() for name in Clip._fields))
         counts = [self._clip_counts(Clip(*facts)) for facts in clips]
-        usable, pieces, tokens, between = np.array(counts, np.int64).reshape(-1, 4).T
-        return Counted(usable > 0, pieces, tokens, between, tokens // np.maximum(pieces, 1))
+        usable, n_pieces, tokens, between = np.array(counts, np.int64).reshape(-1, 4).T
+        return MediaCounts(usable > 0, n_pieces, tokens, between, tokens // np.maximum(n_pieces, 1))
 
     def stamps(self, seconds: Sequence[float]) -> list[Around]:
         """The text around each piece of a clip."""
@@ -298,9 +309,9 @@ class NativeMedium(Medium):
         layout = self.native.clip(clip)
         if layout is None:
             return 0, 0, 0, 0
-        pairs = len(layout.seconds)
+        n_pairs = len(layout.seconds)
         text = sum(len(ids) for stamp in self.stamps(layout.seconds) for ids in stamp)
-        return 1, pairs, pairs * self.native.tokens(layout.grid), text
+        return 1, n_pairs, n_pairs * self.native.tokens(layout.grid), text
 
     def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
         if kind == IMAGE.name:
@@ -314,7 +325,7 @@ class NativeMedium(Medium):
         assert layout is not None, f"a clip that is not usable: {header}"
         return layout
 
-    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
+    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:
         native = self.native
         if kind == IMAGE.name:
             image = opened((header["width"], header["height"]))
@@ -323,25 +334,33 @@ class NativeMedium(Medium):
             return self._decoded(frames, (grid,), np.full(native.tokens(grid), -1))
         layout = self._layout(header)
         frames = opened.numbered(layout.frames, partial(native.resized, grid=layout.grid))
-        parts: list[np.ndarray] = []
-        for before, after in self.stamps(layout.seconds):
-            parts += [np.array(before), np.full(native.tokens(layout.grid), -1), np.array(after)]
-        ids = np.concatenate(parts).astype(np.int64)
+        id_runs: list[np.ndarray] = []
+        for ids_before, ids_after in self.stamps(layout.seconds):
+            id_runs += [
+                np.array(ids_before),
+                np.full(native.tokens(layout.grid), -1),
+                np.array(ids_after),
+            ]
+        ids = np.concatenate(id_runs).astype(np.int64)
         return self._decoded(frames, (layout.grid,) * len(layout.seconds), ids)
 
-    def _decoded(self, frames: np.ndarray, grids: tuple[Grid, ...], ids: np.ndarray) -> Decoded:
+    def _decoded(
+        self, frames: np.ndarray, grids: tuple[Grid, ...], ids: np.ndarray
+    ) -> DecodedMedium:
         patches, merge = self.native.patches(frames), self.native.merge
         stand = ids < 0
-        return Decoded(
+        return DecodedMedium(
             {"patches": patches, "grid": patch_places(grids, merge)},
             tuple(rows * cols for rows, cols in grids),
             len(patches) // merge**2,
-            plain(np.where(stand, np.cumsum(stand) - 1, -1)),
+            copied_sources(np.where(stand, np.cumsum(stand) - 1, -1)),
             ids,
             grids,
         )
 
-    def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
+    def text_fields(
+        self, stand: np.ndarray, media: Sequence[DecodedMedium]
+    ) -> dict[str, np.ndarray]:
         grids = [grid for medium in media for grid in medium.grids]
         return {"positions": token_positions(runs_of(stand, grids, self.native.merge))}
 
@@ -353,23 +372,23 @@ def stamp_of(
 ) -> Stamp:
     """Return what gives the text around frames: a time as `spelled`, and the tokens that begin and
     end a picture."""
-    begin, end = ends
+    begin_ids, end_ids = ends
 
     @lru_cache(maxsize=65536)
     def ids(text: str) -> tuple[int, ...]:
-        return (*(tokenizer.encode(text) if tokenizer else ()), *begin)
+        return (*(tokenizer.encode(text) if tokenizer else ()), *begin_ids)
 
-    return lambda second: (ids(spelled(second)), end)
+    return lambda second: (ids(spelled(second)), end_ids)
 
 
 def _build(
     facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
 ) -> NativeMedium:
-    of_clips = {name: facts[name] for name in CLIP_FACTS if name in facts}
-    patch_px, merge, frames = numbers(facts, *CLIP_FACTS, patch_px=None, merge=1, frames=1)
+    clip_facts = {name: facts[name] for name in CLIP_FACTS if name in facts}
+    patch_px, merge, frames = integer_facts(facts, *CLIP_FACTS, patch_px=None, merge=1, frames=1)
     native = Native(
         patch_px, merge, frames, limits.min_pixels, limits.max_pixels, limits.max_clip_pixels,
-        max(frames, limits.max_frames), limits.frames_per_s, **of_clips,
+        max(frames, limits.max_frames), limits.frames_per_s, **clip_facts,
     )  # fmt: skip
     ends = [tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
             for token in VISION_ENDS]  # fmt: skip

@@ -20,7 +20,7 @@ CLOSED = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
 VP8_SHOWN = 16  # a bit of a packet's first byte: not only others refer to its frame
 H264_IDR = 5  # a NAL unit's type: nothing after it refers to what was before
 # Frames that are decoded without seeking over those with it, from which on it is worth its cost.
-LEAST_GAIN = 1.5
+MIN_SEEK_GAIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FrameRun:
 class SeekPlan:
     """Which frame, by pts, is on show at every moment, and how to come by them."""
 
-    shown: tuple[int, ...]
+    pts_by_moment: tuple[int, ...]
     runs: tuple[FrameRun, ...]
     keys: frozenset[int]
 
@@ -44,7 +44,7 @@ class SeekPlan:
 Choose = Callable[[Sequence[float]], Sequence[int] | None]
 
 
-def at_moments(moments: Sequence[float], last_s: float) -> Choose:
+def choose_at_moments(moments: Sequence[float], last_s: float) -> Choose:
     """The frames on show at ascending moments (seconds); None if the clip ends before.
 
     Args:
@@ -59,7 +59,7 @@ def at_moments(moments: Sequence[float], last_s: float) -> Choose:
     return choose
 
 
-def numbered(numbers: Sequence[int]) -> Choose:
+def choose_numbered(numbers: Sequence[int]) -> Choose:
     """The frames of ascending numbers; None if the clip has fewer."""
     return lambda seconds: numbers if numbers[-1] < len(seconds) else None
 
@@ -81,7 +81,7 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
             return None
         if is_hidden(packet, stream):
             return None
-        if packet.is_keyframe and _closed(stream, packet):
+        if packet.is_keyframe and _is_closed(stream, packet):
             keys.append(packet.pts)
         order[packet.pts] = len(order)
     times = sorted(order)
@@ -93,18 +93,18 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
     chosen = choose(seconds)
     if chosen is None:
         return None
-    shown = tuple(times[k] for k in chosen)
+    pts_by_moment = tuple(times[k] for k in chosen)
     runs: list[FrameRun] = []
-    for pts in dict.fromkeys(shown):
+    for pts in dict.fromkeys(pts_by_moment):
         key = keys[bisect_right(keys, pts) - 1]
         if runs and order[key] <= order[runs[-1].wanted[-1]] + 1:
             runs[-1] = FrameRun(runs[-1].key, (*runs[-1].wanted, pts))
         else:
             runs.append(FrameRun(key, (pts,)))
     decoded = sum(1 + max(order[t] for t in r.wanted) - order[r.key] for r in runs)
-    if LEAST_GAIN * decoded > 1 + order[shown[-1]]:
+    if MIN_SEEK_GAIN * decoded > 1 + order[pts_by_moment[-1]]:
         return None
-    return SeekPlan(shown, tuple(runs), frozenset(keys))
+    return SeekPlan(pts_by_moment, tuple(runs), frozenset(keys))
 
 
 def is_hidden(packet: Packet, stream: VideoStream) -> bool:
@@ -114,35 +114,35 @@ def is_hidden(packet: Packet, stream: VideoStream) -> bool:
     return packet.is_discard or (is_vp8 and not memoryview(packet)[0] & VP8_SHOWN)
 
 
-def sought(
+def seek_frames(
     container: InputContainer, stream: VideoStream, plan: SeekPlan
 ) -> Iterator[tuple[VideoFrame, int]]:
     """Yield the frames of a plan, each with how many of the moments show it; LookupError where the
     clip is not as its packets said."""
     for run in plan.runs:
         container.seek(run.key, stream=stream)
-        left = list(run.wanted)
+        pending = list(run.wanted)
         for k, frame in enumerate(container.decode(stream)):
             is_key = frame.key_frame and frame.pts in plan.keys and frame.pts <= run.key
             if k == 0 and not is_key:
                 raise LookupError(f"a seek to {run.key} led to {frame.pts}")
-            if frame.pts == left[0]:
-                yield frame, plan.shown.count(left.pop(0))
-            elif frame.pts is None or frame.pts > left[0]:
-                raise LookupError(f"no frame at {left[0]}")
-            if not left:
+            if frame.pts == pending[0]:
+                yield frame, plan.pts_by_moment.count(pending.pop(0))
+            elif frame.pts is None or frame.pts > pending[0]:
+                raise LookupError(f"no frame at {pending[0]}")
+            if not pending:
                 break
-        if left:
-            raise LookupError(f"no frame at {left[0]}")
+        if pending:
+            raise LookupError(f"no frame at {pending[0]}")
 
 
-def _closed(stream: VideoStream, packet: Packet) -> bool:
+def _is_closed(stream: VideoStream, packet: Packet) -> bool:
     """Whether nothing after a key frame looks behind it."""
     if stream.codec_context.name != "h264":
         return True
     data, head = bytes(packet), stream.codec_context.extradata or b""
     if head[:1] != b"\x01":  # start codes between the units
-        units = (part[:1] for part in data.split(b"\x00\x00\x01")[1:])
+        units = (unit[:1] for unit in data.split(b"\x00\x00\x01")[1:])
         return any(u and u[0] & 31 == H264_IDR for u in units)
     width, offset = (head[4] & 3) + 1, 0
     while offset + width < len(data):

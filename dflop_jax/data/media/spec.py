@@ -27,7 +27,7 @@ FORMS = {
     "fitted": fitted.FORM,
     "mel": mel.FORM,
 }
-USUAL = {"vision": "tiles", "audio": "mel"}  # of modules that name none
+DEFAULT_FORMS = {"vision": "tiles", "audio": "mel"}  # of modules that name none
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MediaSpec:
 
     def __post_init__(self) -> None:
         for facts in self.media.values():
-            form_of(facts["form"])
+            resolve_form(facts["form"])
 
     @classmethod
     def of(
@@ -55,11 +55,11 @@ class MediaSpec:
         """Return what a model says of its modules; what has no form are no media of records."""
         media = {}
         for module, facts in preprocessing.items():
-            if "form" in facts or module in USUAL:
-                known = (
+            if "form" in facts or module in DEFAULT_FORMS:
+                encoder_facts = (
                     {"piece_tokens": int(piece_tokens[module])} if module in piece_tokens else {}
                 )
-                media[module] = {"form": USUAL.get(module), **facts, **known}
+                media[module] = {"form": DEFAULT_FORMS.get(module), **facts, **encoder_facts}
         return cls(media)
 
     @property
@@ -67,7 +67,7 @@ class MediaSpec:
         """The kinds of all media that records may hold: the built-in ones, then the model's own."""
         kinds = dict.fromkeys(BUILT_IN)
         for facts in self.media.values():
-            kinds |= dict.fromkeys(form_of(facts["form"]).kinds)
+            kinds |= dict.fromkeys(resolve_form(facts["form"]).kinds)
         return tuple(kinds)
 
     def prepared(
@@ -79,18 +79,18 @@ class MediaSpec:
         Raises:
           ValueError: facts that its form cannot take.
         """
-        made = {}
+        preparation = {}
         for module, facts in self.media.items():
             settings = {name: value for name, value in facts.items() if name != "form"}
             try:
-                made[module] = form_of(facts["form"]).build(settings, limits, tokenizer)
+                preparation[module] = resolve_form(facts["form"]).build(settings, limits, tokenizer)
             except TypeError as e:  # of a form that knows no such fact
                 raise ValueError(f"media of {module!r}: {e}") from None
-        return made
+        return preparation
 
 
 @cache
-def form_of(name: str) -> Form:
+def resolve_form(name: str) -> Form:
     """Return the form of a name. ValueError: there is none."""
     if name in FORMS:
         return FORMS[name]

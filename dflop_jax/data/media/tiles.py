@@ -18,15 +18,22 @@ from PIL import Image
 
 from dflop_jax.data.media.kind import Columns, Header, Kinds
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Medium, numbers
+from dflop_jax.data.media.medium import (
+    DecodedMedium,
+    Facts,
+    Form,
+    MediaCounts,
+    Medium,
+    integer_facts,
+)
 from dflop_jax.data.media.tiling import (
     IMAGE,
     choose_grid,
-    fit,
+    fit_in_box,
     frame_tile,
     padded_tiles,
 )
-from dflop_jax.data.media.token_sources import TokenSources, plain, with_text
+from dflop_jax.data.media.token_sources import TokenSources, copied_sources, insert_text
 from dflop_jax.data.media.video import VIDEO
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import Tokenizer
@@ -52,7 +59,7 @@ class VisionLayout(ABC):
     tile_px: int
     tokens_per_tile: int
     max_tiles: int
-    joined: ClassVar[bool] = False
+    is_joined: ClassVar[bool] = False
 
     @abstractmethod
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
@@ -62,26 +69,26 @@ class VisionLayout(ABC):
         """LLM tokens of clips of int [n] frames, one tile each."""
         return frames * self.tokens_per_tile
 
-    def least_size(self, width: int, height: int) -> tuple[int, int] | None:
+    def min_size(self, width: int, height: int) -> tuple[int, int] | None:
         """Pixels that tiles of a picture of this size need at least, so that a larger one may be
         decoded at a smaller scale; None where it is to be decoded whole, as published processors
         do."""
         return None
 
     @abstractmethod
-    def cut(
+    def cut_tiles(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
         """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture; `size` is its true
         (width, height) where it was decoded at a smaller scale."""
 
-    def place(self, width: int, height: int, alone: bool) -> TokenSources:
+    def token_sources(self, width: int, height: int, alone: bool) -> TokenSources:
         """Where each LLM token of a picture comes from, over its tiles."""
-        return self.place_clip(self.n_tiles(width, height, alone))
+        return self.clip_token_sources(self.n_tiles(width, height, alone))
 
-    def place_clip(self, frames: int) -> TokenSources:
+    def clip_token_sources(self, frames: int) -> TokenSources:
         """The same for a clip."""
-        return plain(np.arange(frames * self.tokens_per_tile))
+        return copied_sources(np.arange(frames * self.tokens_per_tile))
 
     def n_tiles(self, width: int, height: int, alone: bool) -> int:
         _, (n,), _ = self.count(*np.array([[width], [height], [alone]]))
@@ -102,13 +109,13 @@ class SimpleTiles(VisionLayout):
         tiles = np.array([1 + rows * cols for rows, cols in grids], np.int64)
         return tiles > 0, tiles, self.count_clips(tiles)
 
-    def least_size(self, width: int, height: int) -> tuple[int, int]:
+    def min_size(self, width: int, height: int) -> tuple[int, int]:
         px = self.tile_px
         rows, cols = choose_grid(width, height, px, self.max_tiles)
-        shown_w, shown_h = fit(width, height, max(1, cols) * px, max(1, rows) * px)
+        shown_w, shown_h = fit_in_box(width, height, max(1, cols) * px, max(1, rows) * px)
         return 2 * max(shown_w, px), 2 * max(shown_h, px)  # twice what tiles show of it
 
-    def cut(
+    def cut_tiles(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
         def resized(width: int, height: int) -> Image.Image:
@@ -119,7 +126,7 @@ class SimpleTiles(VisionLayout):
         base = np.asarray(resized(px, px))[None]
         if not rows * cols:
             return base
-        inner = resized(*fit(*true, cols * px, rows * px))
+        inner = resized(*fit_in_box(*true, cols * px, rows * px))
         return np.concatenate([base, padded_tiles(inner, rows, cols, px)])
 
 
@@ -135,13 +142,13 @@ class Square(VisionLayout):
     tile_px: int
     tokens_per_tile: int
     max_tiles: int = 1
-    joined: ClassVar[bool] = True
+    is_joined: ClassVar[bool] = True
 
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
         one = np.ones(len(widths), np.int64)
         return one > 0, one, self.count_clips(one)
 
-    def cut(
+    def cut_tiles(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
         size_px = (self.tile_px, self.tile_px)
@@ -178,21 +185,21 @@ class TileMedium(Medium):
         return self.tile_tokens or self.layout.tokens_per_tile
 
     @property
-    def joined(self) -> bool:
-        return self.layout.joined and not self.between_frames
+    def is_joined(self) -> bool:
+        return self.layout.is_joined and not self.between_frames
 
     @property
     def unit_px(self) -> int:
         """Side of the smallest picture that is worth drawing."""
         return self.layout.tile_px
 
-    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
+    def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
         if kind == IMAGE.name:
-            return Counted(*self.layout.count(headers["width"], headers["height"], alone))
+            return MediaCounts(*self.layout.count(headers["width"], headers["height"], alone))
         frames = np.minimum(headers["frames"], self.max_frames).astype(np.int64)
         text_before = np.cumsum([0, *map(len, self.between_frames)])  # each frame
-        between = text_before[frames - 1] if self.between_frames else 0
-        return Counted(frames > 0, frames, self.layout.count_clips(frames), between)
+        text_between = text_before[frames - 1] if self.between_frames else 0
+        return MediaCounts(frames > 0, frames, self.layout.count_clips(frames), text_between)
 
     def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
         if kind == IMAGE.name:
@@ -201,43 +208,51 @@ class TileMedium(Medium):
             n = min(header["frames"], self.max_frames)
         return (self.piece_tokens,) * n
 
-    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
+    def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:
         if kind == IMAGE.name:
             size = header["width"], header["height"]
-            image = opened(size, self.layout.least_size(*size))
-            tiles, tokens = self.layout.cut(image, alone, size), self.layout.place(*size, alone)
+            image = opened(size, self.layout.min_size(*size))
+            tiles, tokens = (
+                self.layout.cut_tiles(image, alone, size),
+                self.layout.token_sources(*size, alone),
+            )
             ids = np.full(len(tokens), -1)
         else:
             n = min(header["frames"], self.max_frames)
             tile = partial(frame_tile, tile_px=self.layout.tile_px)
             tiles = opened.spread(n, tile, header["first"], header["total"])
-            tokens, between = self.layout.place_clip(n), self.between_frames[: n - 1]
-            counts = np.array([len(ids) for ids in between], np.int64)
-            places = np.repeat(np.arange(1, len(between) + 1) * (len(tokens) // n), counts)
-            ids = np.insert(np.full(len(tokens), -1), places, [i for ids in between for i in ids])
-            tokens = with_text(tokens, places)
+            tokens, text_between = self.layout.clip_token_sources(n), self.between_frames[: n - 1]
+            counts = np.array([len(ids) for ids in text_between], np.int64)
+            positions = np.repeat(np.arange(1, len(text_between) + 1) * (len(tokens) // n), counts)
+            ids = np.insert(
+                np.full(len(tokens), -1), positions, [i for ids in text_between for i in ids]
+            )
+            tokens = insert_text(tokens, positions)
         lengths, features = (
             (self.piece_tokens,) * len(tiles),
             len(tiles) * self.layout.tokens_per_tile,
         )
-        return Decoded({"pixels": tiles}, lengths, features, tokens, ids)
+        return DecodedMedium({"pixels": tiles}, lengths, features, tokens, ids)
 
 
-def tile_form(make: Callable[..., VisionLayout], *further: str) -> Form:
-    """Return the form of a layout, which `make` makes of tile_px, tokens_per_tile, max_tiles and
-    those of the `further` facts that a model states; the tokenizer's text stands between frames."""
+def tile_form(make_layout: Callable[..., VisionLayout], *fact_names: str) -> Form:
+    """Return the form of a layout, which `make_clip_source` makes of tile_px, tokens_per_tile,
+    max_tiles and those of the `further` facts that a model states; the tokenizer's text stands
+    between frames."""
 
     def build(
         facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
     ) -> TileMedium:
-        own = {name: facts[name] for name in further if name in facts}
-        px, tokens, sources, inside = numbers(
-            facts, *further, tile_px=None, tokens_per_tile=None, sources=1, piece_tokens=0
+        layout_facts = {name: facts[name] for name in fact_names if name in facts}
+        px, tokens, sources, inside = integer_facts(
+            facts, *fact_names, tile_px=None, tokens_per_tile=None, sources=1, piece_tokens=0
         )
         n = limits.max_frames
-        between = between_frames(tokenizer, n) if isinstance(tokenizer, ChatTokenizer) else ()
-        layout = make(tile_px=px, tokens_per_tile=tokens, max_tiles=limits.max_tiles, **own)
-        return TileMedium(layout, sources, inside, n, between)
+        text_between = between_frames(tokenizer, n) if isinstance(tokenizer, ChatTokenizer) else ()
+        layout = make_layout(
+            tile_px=px, tokens_per_tile=tokens, max_tiles=limits.max_tiles, **layout_facts
+        )
+        return TileMedium(layout, sources, inside, n, text_between)
 
     return Form(TileMedium.kinds, build)
 
@@ -247,8 +262,10 @@ def between_frames(tokenizer: ChatTokenizer, n: int) -> tuple[tuple[int, ...], .
     there."""
     if tokenizer.picture_ends is None:
         return ()
-    begin, end = tokenizer.picture_ends
-    return tuple((*end, *tokenizer.encode(NEXT_FRAME.format(k)), *begin) for k in range(2, n + 1))
+    begin_ids, end_ids = tokenizer.picture_ends
+    return tuple(
+        (*end_ids, *tokenizer.encode(NEXT_FRAME.format(k)), *begin_ids) for k in range(2, n + 1)
+    )
 
 
 FORM, SQUARE = tile_form(SimpleTiles), tile_form(Square)

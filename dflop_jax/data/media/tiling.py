@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 from dflop_jax.data.bounds import MAX_PIXELS, named
 from dflop_jax.data.datasets.blob import MediaFile, open_media
 from dflop_jax.data.media.kind import Kind
-from dflop_jax.data.media.part_keys import SIZES
+from dflop_jax.data.media.media_keys import SIZES
 
 # Pillow also reads scripts (EPS) and formats that nobody keeps photos in; JPEG stands for MPO too
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -29,20 +29,20 @@ def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> tuple[
     """
     if max(width, height) <= tile_px:
         return (0, 0)
-    best, best_key = (0, 0), (-1, 0)
+    best_grid, best_key = (0, 0), (-1, 0)
     for rows in range(1, max_tiles + 1):
         for cols in range(1, max_tiles // rows + 1):
             if rows * cols == 1:  # would only repeat the base tile
                 continue
-            w, h = fit(width, height, cols * tile_px, rows * tile_px)
+            w, h = fit_in_box(width, height, cols * tile_px, rows * tile_px)
             kept_pixels = min(w * h, width * height)
             key = (kept_pixels, kept_pixels - rows * cols * tile_px**2)
             if key > best_key:
-                best, best_key = (rows, cols), key
-    return best
+                best_grid, best_key = (rows, cols), key
+    return best_grid
 
 
-def fit(width: int, height: int, box_width: int, box_height: int) -> tuple[int, int]:
+def fit_in_box(width: int, height: int, box_width: int, box_height: int) -> tuple[int, int]:
     """Largest (width, height) of the same aspect ratio inside the box, at least 1 x 1."""
     if width * box_height >= height * box_width:
         return box_width, max(1, height * box_width // width)
@@ -60,7 +60,7 @@ def picture_size(path: MediaFile) -> tuple[int, int]:
 
 
 def read_scaled(
-    path: MediaFile, least: tuple[int, int] | None
+    path: MediaFile, min_size: tuple[int, int] | None
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Return the picture, upright, in RGB, and its true (width, height).
 
@@ -73,8 +73,8 @@ def read_scaled(
         Image.open(file, formats=FORMATS) as image,
     ):
         size, orientation = _upright_size(image), _orientation(image)
-        if least is not None:
-            image.draft(None, least[::-1] if orientation >= 5 else least)
+        if min_size is not None:
+            image.draft(None, min_size[::-1] if orientation >= 5 else min_size)
         if orientation > 1:
             ImageOps.exif_transpose(image, in_place=True)
         return _to_rgb(image), size
@@ -135,10 +135,10 @@ def frame_tile(image: Image.Image, tile_px: int) -> np.ndarray:
 
 
 def read_sized(
-    path: MediaFile, size: tuple[int, int], least: tuple[int, int] | None = None
+    path: MediaFile, size: tuple[int, int], min_size: tuple[int, int] | None = None
 ) -> Image.Image:
     """The picture as `read_scaled` gives it. ValueError: it is broken, or no longer of `size`."""
-    image, true_size = read_scaled(path, least)
+    image, true_size = read_scaled(path, min_size)
     if true_size != size:
         raise ValueError(f"{path}: {true_size} pixels, {size} when indexed; start the run again")
     return image
@@ -146,8 +146,8 @@ def read_sized(
 
 IMAGE = Kind(
     name="image",
-    word="picture",
-    taken="sees",
+    noun="picture",
+    verb="sees",
     columns=dict.fromkeys(("width", "height", *SIZES), np.int32),  # upright
     header=lambda source: dict(zip(("width", "height"), picture_size(source))),
     opened=lambda source: partial(read_sized, source),

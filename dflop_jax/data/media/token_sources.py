@@ -14,33 +14,33 @@ SOURCES = np.dtype([("index", np.int32, 4), ("weight", np.float32, 4), ("newline
 TokenSources = np.ndarray  # of SOURCES, [t]
 
 
-def used(tokens: TokenSources) -> np.ndarray:
+def is_from_patches(tokens: TokenSources) -> np.ndarray:
     """bool [t]: tokens that come from patches."""
     return np.any(tokens["weight"] > 0, axis=1)
 
 
-def shifted(tokens: TokenSources, patches: int) -> TokenSources:
+def shift_sources(tokens: TokenSources, patches: int) -> TokenSources:
     """The same tokens of tiles that stand `patches` patches further on."""
-    out = tokens.copy()
-    out["index"] += np.int32(patches) * used(tokens)[:, None]
-    return out
+    sources = tokens.copy()
+    sources["index"] += np.int32(patches) * is_from_patches(tokens)[:, None]
+    return sources
 
 
-def plain(index: np.ndarray) -> TokenSources:
+def copied_sources(index: np.ndarray) -> TokenSources:
     """One patch for each token; index int [t], -1 for a token that comes from none."""
-    out = np.zeros(len(index), SOURCES)
-    out["index"][:, 0], out["weight"][:, 0] = np.maximum(index, 0), index >= 0
-    return out
+    sources = np.zeros(len(index), SOURCES)
+    sources["index"][:, 0], sources["weight"][:, 0] = np.maximum(index, 0), index >= 0
+    return sources
 
 
 def newlines(n: int) -> TokenSources:
     """`n` newline tokens."""
-    out = np.zeros(n, SOURCES)
-    out["newline"] = True
-    return out
+    sources = np.zeros(n, SOURCES)
+    sources["newline"] = True
+    return sources
 
 
-def resampled(grid: np.ndarray, height: int, width: int) -> TokenSources:
+def resampled_sources(grid: np.ndarray, height: int, width: int) -> TokenSources:
     """A grid of patch indices int [h, w] resized bilinearly to height x width tokens, by row.
 
     Without antialiasing and with half-pixel centres, as `interpolate(mode="bilinear")` does.
@@ -51,18 +51,18 @@ def resampled(grid: np.ndarray, height: int, width: int) -> TokenSources:
     cols = (x0, x1, x0, x1)
     wy = np.stack([1 - fy, 1 - fy, fy, fy], -1)[:, None, :]
     wx = np.stack([1 - fx, fx, 1 - fx, fx], -1)[None, :, :]
-    out = np.zeros((height, width), SOURCES)
-    out["index"] = np.stack([grid[r, c] for r, c in zip(rows, cols, strict=True)], -1)
-    out["weight"] = wy * wx
-    return out.reshape(-1)
+    sources = np.zeros((height, width), SOURCES)
+    sources["index"] = np.stack([grid[r, c] for r, c in zip(rows, cols, strict=True)], -1)
+    sources["weight"] = wy * wx
+    return sources.reshape(-1)
 
 
-def with_text(tokens: TokenSources, places: np.ndarray) -> TokenSources:
+def insert_text(tokens: TokenSources, positions: np.ndarray) -> TokenSources:
     """The tokens with room for text: one token that has no source before each place of `places`."""
-    return np.insert(tokens, places, np.zeros(1, SOURCES))
+    return np.insert(tokens, positions, np.zeros(1, SOURCES))
 
 
-def with_line_ends(tokens: TokenSources, rows: int) -> TokenSources:
+def add_line_ends(tokens: TokenSources, rows: int) -> TokenSources:
     """A newline after each of the equal rows, which may be empty."""
     lines = tokens.reshape(rows, len(tokens) // max(rows, 1))
     return np.concatenate([lines, newlines(rows)[:, None]], 1).reshape(-1)

@@ -20,13 +20,20 @@ from PIL.Image import Transpose
 
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
 from dflop_jax.data.datasets.blob import MediaFile
-from dflop_jax.data.media.container import checked_duration, opened
+from dflop_jax.data.media.container import check_duration, open_container
 from dflop_jax.data.media.kind import Kind
-from dflop_jax.data.media.part_keys import FRAMES, SIZES, SPAN
-from dflop_jax.data.media.seek import Choose, at_moments, is_hidden, numbered, seek_plan, sought
+from dflop_jax.data.media.media_keys import FRAMES, SIZES, SPAN
+from dflop_jax.data.media.seek import (
+    Choose,
+    choose_at_moments,
+    choose_numbered,
+    is_hidden,
+    seek_frames,
+    seek_plan,
+)
 
 FRAMES_PER_S = 2.0  # that are taken of a clip
-USUAL_RATE = Fraction(25)  # frames a second of a clip that does not say
+DEFAULT_RATE = Fraction(25)  # frames a second of a clip that does not say
 MIRRORED = Transpose.TRANSPOSE, Transpose.FLIP_LEFT_RIGHT, Transpose.FLIP_TOP_BOTTOM
 MAX_RATE_DEN = 10_000  # of a counted rate, whose parts then fit int32
 logger = logging.getLogger("dflop_jax.data")
@@ -34,7 +41,7 @@ logger = logging.getLogger("dflop_jax.data")
 
 class Clip(NamedTuple):
     """Pixels of an upright frame, number of frames that are shown, frames a second on average; the
-    number of the first, and what its record asks for (see `part_keys`), each 0 where it does not.
+    number of the first, and what its record asks for (see `media_keys`), each 0 where it does not.
     """
 
     width: int
@@ -63,11 +70,11 @@ def clip_header(path: MediaFile) -> dict[str, int]:
     there.
 
     Decodes one frame, which says how the clip is turned. Reads the whole file where its metadata do
-    not list the packets, see `_scanned`.
+    not list the packets, see `_scan_clip`.
     Raises ValueError when the file is no video, or one without frames.
     """
-    with opened(path, "video") as container:
-        clip, _ = _scanned(container)
+    with open_container(path, "video") as container:
+        clip, _ = _scan_clip(container)
     frames = min(clip.total, ceil(clip.total * clip.frame_s * FRAMES_PER_S))
     return {"frames": frames, **clip._asdict()}
 
@@ -78,11 +85,11 @@ def read_numbered(
     """`convert` of the upright RGB frames of these ascending numbers, stacked; a number may come
     several times. A clip that breaks off is treated as by `read_frames`."""
 
-    def shown(frames: Iterator[VideoFrame]) -> Iterator[tuple[VideoFrame, int]]:
+    def choose_frames(frames: Iterator[VideoFrame]) -> Iterator[tuple[VideoFrame, int]]:
         for number, frame in enumerate(islice(frames, numbers[-1] + 1)):
             yield frame, numbers.count(number)
 
-    return _read(path, numbered(numbers), shown, len(numbers), convert)
+    return _read(path, choose_numbered(numbers), choose_frames, len(numbers), convert)
 
 
 def read_frames(
@@ -98,81 +105,83 @@ def read_frames(
     Where the clip breaks off, the last good frame is repeated, with a warning. ValueError when
     more than half of the frames are missing that way.
     """
-    with opened(path, "video") as container:
-        clip, start_s = _scanned(container)
+    with open_container(path, "video") as container:
+        clip, start_s = _scan_clip(container)
     part_s = (total or clip.total) * clip.frame_s / n_frames
     moments = [start_s + first * clip.frame_s + (k + 0.5) * part_s for k in range(n_frames)]
-    shown = partial(_shown, moments, start_s, clip.frame_s)
-    return _read(path, at_moments(moments, 2 * clip.frame_s), shown, n_frames, convert)
+    choose_frames = partial(_frames_at, moments, start_s, clip.frame_s)
+    return _read(
+        path, choose_at_moments(moments, 2 * clip.frame_s), choose_frames, n_frames, convert
+    )
 
 
 def _read(
     path: MediaFile,
     choose: Choose,
-    shown: Callable[[Iterator[VideoFrame]], Iterator[tuple[VideoFrame, int]]],
+    choose_frames: Callable[[Iterator[VideoFrame]], Iterator[tuple[VideoFrame, int]]],
     n: int,
     convert: Callable[[Image.Image], np.ndarray],
 ) -> np.ndarray:
     """`convert` of n frames: those chosen, by seeking, where that gains something and surely gives
-    the same, else those that are `shown` of all, each so many times."""
+    the same, else those that are `repeat_by_weight` of all, each so many times."""
 
     def converted(frames: Iterator[tuple[VideoFrame, int]]) -> Iterator[np.ndarray]:
-        for frame, times in frames:
-            if times:
-                yield from [convert(_upright(frame))] * times
+        for frame, n_times in frames:
+            if n_times:
+                yield from [convert(_upright(frame))] * n_times
 
-    with opened(path, "video") as container, suppress(av.FFmpegError, LookupError):
+    with open_container(path, "video") as container, suppress(av.FFmpegError, LookupError):
         stream = container.streams.video[0]
         if plan := seek_plan(container, stream, choose):
-            return np.stack([*converted(sought(container, stream, plan))])
-    found: list[np.ndarray] = []
+            return np.stack([*converted(seek_frames(container, stream, plan))])
+    decoded: list[np.ndarray] = []
     reason = "it has fewer frames than it states"
-    with opened(path, "video") as container:  # anew: its packets were read
+    with open_container(path, "video") as container:  # anew: its packets were read
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         try:
-            for one in converted(shown(container.decode(stream))):
-                found.append(one)
+            for one in converted(choose_frames(container.decode(stream))):
+                decoded.append(one)
         except av.FFmpegError as e:
             reason = one_line(e)
-    missing = n - len(found)
-    if 2 * missing > n or not found:
-        raise ValueError(f"{path}: only {len(found)} of {n} frames decode ({reason})")
+    missing = n - len(decoded)
+    if 2 * missing > n or not decoded:
+        raise ValueError(f"{path}: only {len(decoded)} of {n} frames decode ({reason})")
     if missing:
         logger.warning("%s: repeated the last frame %d times (%s)", path, missing, reason)
-    return np.stack(found + found[-1:] * missing)
+    return np.stack(decoded + decoded[-1:] * missing)
 
 
-def _shown(
+def _frames_at(
     moments: Sequence[float], start_s: float, frame_s: float, frames: Iterator[VideoFrame]
 ) -> Iterator[tuple[VideoFrame, int]]:
     """Yield the frames on show at ascending moments, each with how many of the moments show it;
     those of fewer moments if the clip ends before. An error while decoding is raised after the last
     good frame."""
-    done, shown, shown_s = 0, None, start_s
+    n_done, previous, previous_s = 0, None, start_s
     error: av.FFmpegError | None = None
-    while done < len(moments):
+    while n_done < len(moments):
         try:
             frame = next(frames, None)
         except av.FFmpegError as e:
             frame, error = None, e
         if frame is None:
             # the last frame stays on show for about its own duration
-            next_s = np.nextafter(shown_s + 2 * frame_s, np.inf)
+            next_s = np.nextafter(previous_s + 2 * frame_s, np.inf)
         else:
-            next_s = frame.time if frame.time is not None else shown_s + frame_s
-        times = sum(moment < next_s for moment in moments[done:])
-        if shown is not None and times:
-            yield shown, times
-            done += times
+            next_s = frame.time if frame.time is not None else previous_s + frame_s
+        n_times = sum(moment < next_s for moment in moments[n_done:])
+        if previous is not None and n_times:
+            yield previous, n_times
+            n_done += n_times
         if frame is None:
             break
-        shown, shown_s = frame, next_s
+        previous, previous_s = frame, next_s
     if error is not None:
         raise error
 
 
-def _scanned(container: InputContainer) -> tuple[Clip, float]:
+def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
     """A clip, and the second at which its first frame begins. MP4 lists its packets: where its
     counts agree, no edit list hides any, and they are taken. All else only estimates, and has its
     packets counted, undecoded."""
@@ -185,7 +194,7 @@ def _scanned(container: InputContainer) -> tuple[Clip, float]:
     sides = context.width, context.height
     if not 1 <= sides[0] * sides[1] <= MAX_PIXELS:
         raise ValueError(f"frames of {sides[0]}x{sides[1]} pixels are none, or too large")
-    rate = _believed(stream.average_rate or stream.guessed_rate or USUAL_RATE)
+    rate = _plausible_rate(stream.average_rate or stream.guessed_rate or DEFAULT_RATE)
     tick_s = stream.time_base or Fraction(1, av.time_base)
     total, start, ticks = stream.frames, stream.start_time or 0, stream.duration or 0
     is_listed = total > 0 and start == 0 and "mov" in container.format.name
@@ -195,8 +204,8 @@ def _scanned(container: InputContainer) -> tuple[Clip, float]:
     with suppress(av.FFmpegError):  # decoding says why
         for packet in container.demux(stream):
             if packet.size and not is_hidden(packet, stream):
-                begin = packet.dts if packet.pts is None else packet.pts
-                packets.append((begin, packet.duration or 0))
+                begin_ticks = packet.dts if packet.pts is None else packet.pts
+                packets.append((begin_ticks, packet.duration or 0))
             if first is None:
                 with suppress(av.FFmpegError):
                     first = next(iter(packet.decode()), None)
@@ -205,27 +214,29 @@ def _scanned(container: InputContainer) -> tuple[Clip, float]:
     if not is_listed:
         if first is not None and first.pts is not None:  # those before it cannot be decoded
             packets = [p for p in packets if p[0] is None or p[0] >= first.pts]
-        total, (start, ticks) = len(packets), _span(packets, int(1 / (USUAL_RATE * tick_s)))
+        total, (start, ticks) = len(packets), _span(packets, int(1 / (DEFAULT_RATE * tick_s)))
     if total <= 0:
         raise ValueError("it holds no frames")
     if ticks and abs(total - ticks * tick_s * rate) > 1:  # it varies, or is wrong
-        rate = _believed((total / (ticks * tick_s)).limit_denominator(MAX_RATE_DEN))
-    checked_duration(float(total / rate))
+        rate = _plausible_rate((total / (ticks * tick_s)).limit_denominator(MAX_RATE_DEN))
+    check_duration(float(total / rate))
     if first is not None and _orientation(first)[0]:
         sides = sides[::-1]
     clip = Clip(*sides, min(total, MAX_CLIP_FRAMES), rate.numerator, rate.denominator)
     return clip, float(start * tick_s)
 
 
-def _believed(rate: Fraction) -> Fraction:
+def _plausible_rate(rate: Fraction) -> Fraction:
     """Frames a second, the usual number where those are none that a camera takes."""
-    return rate if 0.001 <= rate <= 100_000 else USUAL_RATE
+    return rate if 0.001 <= rate <= 100_000 else DEFAULT_RATE
 
 
 def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[int, int]:
     """(the first one's begin, duration of all). A last one that does not say how long it lasts does
     so as the others on average, `usual_ticks` at most."""
-    timed = [(begin, duration) for begin, duration in packets if begin is not None]
+    timed = [
+        (begin_ticks, duration) for begin_ticks, duration in packets if begin_ticks is not None
+    ]
     first, (last, last_ticks) = min(timed, default=(0, 0))[0], max(timed, default=(0, 0))
     last_ticks = max(last_ticks, min((last - first) // max(len(timed) - 1, 1), usual_ticks))
     return first, last + last_ticks - first
@@ -235,16 +246,16 @@ def _orientation(frame: VideoFrame) -> tuple[bool, bool, bool]:
     """How a stored frame is made upright, as its display matrix says: whether its rows become
     columns, and then whether it is mirrored left to right, and top to bottom."""
     matrix: Any = frame.side_data.get("DISPLAYMATRIX") or np.eye(3, dtype=np.int32)
-    across, down, _, back, up = np.frombuffer(matrix, np.int32)[:5].tolist()
+    across, down, _, x_sign, y_sign = np.frombuffer(matrix, np.int32)[:5].tolist()
     if abs(down) > abs(across):
-        return True, back < 0, down < 0
-    return False, across < 0, up < 0
+        return True, x_sign < 0, down < 0
+    return False, across < 0, y_sign < 0
 
 
 def _upright(frame: VideoFrame) -> Image.Image:
     image = frame.to_image()
-    for is_needed, how in zip(_orientation(frame), MIRRORED, strict=True):
-        image = image.transpose(how) if is_needed else image
+    for is_needed, transpose in zip(_orientation(frame), MIRRORED, strict=True):
+        image = image.transpose(transpose) if is_needed else image
     return image
 
 
@@ -257,8 +268,8 @@ class Frames(NamedTuple):
 
 VIDEO = Kind(
     name="video",
-    word="clip",
-    taken="sees",
+    noun="clip",
+    verb="sees",
     # frames: what it offers at FRAMES_PER_S; the others as in `Clip`
     columns={"frames": np.int32, **dict.fromkeys(Clip._fields, np.int32), "fps": np.int64},
     header=clip_header,

@@ -2,7 +2,7 @@
 
 A decoder shares the source's memory with it and starts in milliseconds, so that one may be killed
 at any time: past its deadline, or by what it decodes. It has one thread and no locks to inherit.
-Started by `processes.ForkServer`. It ends, and its decoders with it, when its parent does.
+Started by `processes.DecoderPool`. It ends, and its decoders with it, when its parent does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from multiprocessing.context import ForkProcess
 from multiprocessing.reduction import recv_handle
 
 from dflop_jax.child_processes import ignore_signals
-from dflop_jax.data.decoder import BadSample, sample_of
+from dflop_jax.data.decoder import BadSample, try_sample
 from dflop_jax.data.pool.processes import DecoderReply, send_reply
 from dflop_jax.data.sample import Source
 
 PDEATHSIG = 1  # of prctl(2)
-RETIRING_PART = 4  # a decoder retires when it keeps its limit of memory over this number
+RETIRE_DIVISOR = 4  # a decoder retires when it keeps its limit of memory over this number
 MAX_WARNINGS = 20  # that are passed on of one sample
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     except Exception:
         control.send(traceback.format_exc())
         return
-    answer = source if callable(source) else partial(_decoded, source)
+    answer = source if callable(source) else partial(_decode_sample, source)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()
     gc.freeze()  # or the first collection of a decoder would copy all of it
@@ -60,8 +60,8 @@ def main() -> None:
     try:
         while True:
             if pid := control.recv():
-                known = decoders.pop(pid, None)  # None: one of a process like this that has died
-                control.send(_ended(known) if known else "with its parent")
+                decoder = decoders.pop(pid, None)  # None: one of a process like this that has died
+                control.send(_end_decoder(decoder) if decoder else "with its parent")
                 continue
             with Connection(recv_handle(control)) as channel:
                 process = fork.Process(target=_serve, args=(answer, channel, control, memory_bytes))
@@ -73,10 +73,10 @@ def main() -> None:
         return
     finally:
         for process in decoders.values():
-            _ended(process)
+            _end_decoder(process)
 
 
-def _ended(process: ForkProcess) -> str:
+def _end_decoder(process: ForkProcess) -> str:
     """End a decoder and say how it ended."""
     process.kill()  # no effect on one that has ended
     process.join()
@@ -105,9 +105,9 @@ def _serve(
     start_bytes = _data_bytes()
     if start_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (start_bytes + memory_bytes,) * 2)
-    logged = BufferingHandler(capacity=math.inf)  # type: ignore[arg-type]
-    logged.setLevel(logging.WARNING)
-    logging.getLogger("dflop_jax").addHandler(logged)
+    handler = BufferingHandler(capacity=math.inf)  # type: ignore[arg-type]
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("dflop_jax").addHandler(handler)
     reply = DecoderReply()
     with suppress(EOFError, ConnectionError):
         while not reply.retires:
@@ -116,15 +116,15 @@ def _serve(
                 reply = answer(request)
             except Exception:
                 reply = DecoderReply(fault=traceback.format_exc())
-            grown = _data_bytes() - start_bytes > memory_bytes / RETIRING_PART
-            said = tuple(record.getMessage() for record in logged.buffer[:MAX_WARNINGS])
-            logged.flush()
-            reply = replace(reply, warnings=said, retires=grown)
+            grown = _data_bytes() - start_bytes > memory_bytes / RETIRE_DIVISOR
+            messages = tuple(record.getMessage() for record in handler.buffer[:MAX_WARNINGS])
+            handler.flush()
+            reply = replace(reply, warnings=messages, retires=grown)
             send_reply(channel, reply)
 
 
-def _decoded(source: Source, request: bytes) -> DecoderReply:
-    decoded = sample_of(source, int(request))
+def _decode_sample(source: Source, request: bytes) -> DecoderReply:
+    decoded = try_sample(source, int(request))
     if isinstance(decoded, BadSample):
         return DecoderReply(reason=decoded.reason)
     return DecoderReply(decoded)

@@ -24,26 +24,26 @@ import msgspec
 import numpy as np
 
 from dflop_jax.child_processes import command
-from dflop_jax.data.datasets.shape_index import Row
-from dflop_jax.data.decoder import BadSample, Decoded, ThreadDecoder, checked
-from dflop_jax.data.sample import OpenedBy, Sample, Source
+from dflop_jax.data.datasets.record_table import IndexRow
+from dflop_jax.data.decoder import BadSample, DecodeResult, ThreadDecoder, check_load
+from dflop_jax.data.sample import Sample, Source, SourceFactory
 
 # One thread each: there are as many processes as the user wants, and threads do not survive a fork.
 # Arrow's own allocators reserve 1 GiB at once, which would count as what a sample takes.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                "TOKENIZERS_PARALLELISM": "false",
                "ARROW_DEFAULT_MEMORY_POOL": "system"}  # fmt: skip
-ALIGNMENT = 64  # bytes between places where arrays begin
-TRIES = 2  # of a sample whose process dies
+ALIGNMENT_BYTES = 64  # bytes between places where arrays begin
+MAX_TRIES = 2  # of a sample whose process dies
 logger = logging.getLogger("dflop_jax.data")
 
 
 def make_decoder(
     source: Source, workers: int, timeout_s: float, memory_bytes: int
 ) -> ThreadDecoder:
-    """Return what decodes a source: processes where it says how others open it (`sample.OpenedBy`),
-    else threads, as of drawn scenes."""
-    if getattr(source, "opened_by", None) is None or not hasattr(os, "fork"):
+    """Return what decodes a source: processes where it says how others open it
+    (`sample.SourceFactory`), else threads, as of drawn scenes."""
+    if getattr(source, "factory", None) is None or not hasattr(os, "fork"):
         return ThreadDecoder(source, workers)
     return ProcessDecoder(source, workers, timeout_s, memory_bytes)
 
@@ -52,36 +52,36 @@ class ProcessDecoder(ThreadDecoder):
     """Decodes in `workers` processes, each asked by a thread.
 
     Args:
-      source: its `opened_by` says how another process opens it (see `sample.OpenedBy`).
+      source: its `factory` says how another process opens it (see `sample.SourceFactory`).
       timeout_s: seconds that a sample may take.
       memory_bytes: what decoding a sample may allocate, beyond what the source takes.
     """
 
     def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
         super().__init__(source, workers)
-        self._workers = Workers(source.opened_by, timeout_s, memory_bytes)  # type: ignore[attr-defined]
+        self._pool_of_processes = DecoderPool(source.factory, timeout_s, memory_bytes)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
-        self._workers.kill()
+        self._pool_of_processes.kill()
         super().close()
-        self._workers.close()
+        self._pool_of_processes.close()
 
-    def _decode(self, index: int) -> Decoded:
-        answer = self._workers.answer(b"%d" % index, self._source.label(index))
+    def _decode(self, index: int) -> DecodeResult:
+        answer = self._pool_of_processes.answer(b"%d" % index, self._source.label(index))
         decoded = answer if isinstance(answer, BadSample) else answer.sample
         assert decoded is not None
-        return checked(self._source, index, decoded)
+        return check_load(self._source, index, decoded)
 
 
-class Process(NamedTuple):
+class DecoderProcess(NamedTuple):
     """A decoder, and where to reach it."""
 
     pid: int
     channel: Connection
 
 
-class Workers:
+class DecoderPool:
     """Processes that answer requests: as many as are asked at once, each within its limits. One
     more process forks them (see `fork_server_main`) and is begun anew when it dies.
 
@@ -91,15 +91,17 @@ class Workers:
       timeout_s: seconds that an answer may take; memory_bytes: what it may allocate.
     """
 
-    def __init__(self, opened_by: OpenedBy, timeout_s: float, memory_bytes: int) -> None:
+    def __init__(self, opened_by: SourceFactory, timeout_s: float, memory_bytes: int) -> None:
         self._opened_by, self._timeout_s, self._memory_bytes = opened_by, timeout_s, memory_bytes
         self._lock = threading.Lock()  # of what follows
         self._server: subprocess.Popen[bytes] | None = None
         self._control: Connection
-        self._idle: list[Process] = []
+        self._idle: list[DecoderProcess] = []
         self._closed = False
 
-    def answer(self, request: bytes, label: str, *, tries: int = TRIES) -> DecoderReply | BadSample:
+    def answer(
+        self, request: bytes, label: str, *, tries: int = MAX_TRIES
+    ) -> DecoderReply | BadSample:
         """Return the answer to a request, or why there is none.
 
         Args:
@@ -109,15 +111,15 @@ class Workers:
         Raises:
           RuntimeError: an error of the program itself, or it is closed meanwhile.
         """
-        for left in reversed(range(tries)):
-            process = self._process(fresh=left < tries - 1)
+        for n_left in reversed(range(tries)):
+            process = self._process(new=n_left < tries - 1)
             try:
                 process.channel.send_bytes(request)
                 reply = receive_reply(process.channel, self._timeout_s)
             except (OSError, EOFError) as e:  # it hangs, or has died
                 ended = self._end(process)
-                if (isinstance(e, TimeoutError) or not left) and not self._closed:
-                    return BadSample(f"{label}: {self._why(e, ended)}")
+                if (isinstance(e, TimeoutError) or not n_left) and not self._closed:
+                    return BadSample(f"{label}: {self._describe_failure(e, ended)}")
                 continue
             if reply.retires:
                 self._end(process)
@@ -143,7 +145,7 @@ class Workers:
             self._end_server()
             self._idle.clear()
 
-    def _why(self, error: Exception, ended: str) -> str:
+    def _describe_failure(self, error: Exception, ended: str) -> str:
         if isinstance(error, TimeoutError):
             return f"not decoded within data.sample_timeout_s={self._timeout_s:g}"
         return (
@@ -151,27 +153,27 @@ class Workers:
             f"data.sample_memory_bytes={self._memory_bytes:g}"
         )
 
-    def _process(self, *, fresh: bool) -> Process:
+    def _process(self, *, new: bool) -> DecoderProcess:
         """Return a process that nobody asks at present; an old one may have died meanwhile."""
         with suppress(IndexError):  # others take from the list, too
-            if not fresh:
+            if not new:
                 return self._idle.pop()
         return self._start()
 
-    def _start(self) -> Process:
+    def _start(self) -> DecoderProcess:
         """Return a fresh decoder. RuntimeError: the source cannot be opened, or it was closed."""
         with self._lock:
-            for _ in range(TRIES):
+            for _ in range(MAX_TRIES):
                 server = self._begin_server()
                 ours, theirs = Pipe()
                 with theirs, suppress(OSError, EOFError):
                     self._control.send(0)
                     send_handle(self._control, theirs.fileno(), server.pid)
-                    return Process(self._control.recv(), ours)
+                    return DecoderProcess(self._control.recv(), ours)
                 self._end_server()
         raise RuntimeError("the process that starts decoders dies; see its messages above")
 
-    def _end(self, process: Process) -> str:
+    def _end(self, process: DecoderProcess) -> str:
         """End a decoder; how it ended, or already had."""
         process.channel.close()
         with self._lock, suppress(OSError, EOFError):
@@ -218,7 +220,7 @@ class DecoderReply:
     `warnings`: what was logged. `retires`: the process has grown and ends after this."""
 
     sample: Sample | None = None
-    rows: tuple[Row | BadSample, ...] = ()
+    rows: tuple[IndexRow | BadSample, ...] = ()
     reason: str = ""
     fault: str = ""
     warnings: tuple[str, ...] = ()
@@ -229,14 +231,14 @@ def send_reply(channel: Connection, reply: DecoderReply) -> None:
     """Send a reply, its arrays in a file without a name, which the receiver maps."""
     with _nameless_file() as file:
 
-        def place(array: np.ndarray) -> tuple[str, tuple[int, ...], int]:
+        def write_array(array: np.ndarray) -> tuple[str, tuple[int, ...], int]:
             if array.dtype.kind not in "biuf":
                 raise TypeError(f"a field of dtype {array.dtype} cannot be sent")
-            at = file.seek((file.tell() // ALIGNMENT + 1) * ALIGNMENT)
+            offset = file.seek((file.tell() // ALIGNMENT_BYTES + 1) * ALIGNMENT_BYTES)
             file.write(np.ascontiguousarray(array).data)
-            return array.dtype.str, array.shape, at
+            return array.dtype.str, array.shape, offset
 
-        channel.send_bytes(msgspec.msgpack.encode(reply, enc_hook=place))
+        channel.send_bytes(msgspec.msgpack.encode(reply, enc_hook=write_array))
         if file.tell():
             file.truncate()
             send_handle(channel, file.fileno(), 0)
@@ -256,9 +258,9 @@ def receive_reply(channel: Connection, timeout_s: float) -> DecoderReply:
         finally:
             os.close(file)
 
-    def array(_: type, place: tuple[str, tuple[int, ...], int]) -> np.ndarray:
-        dtype, shape, at = place
-        return np.ndarray(shape, dtype, segment(), at)
+    def array(_: type, location: tuple[str, tuple[int, ...], int]) -> np.ndarray:
+        dtype, shape, offset = location
+        return np.ndarray(shape, dtype, segment(), offset)
 
     return msgspec.msgpack.decode(data, type=DecoderReply, dec_hook=array)
 

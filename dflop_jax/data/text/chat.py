@@ -18,20 +18,27 @@ import numpy as np
 
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, PictureFrame, Span
-from dflop_jax.data.text.tokenize import BREAK, NO_FIELDS, ROLES, TemplateFields, TextPiece
+from dflop_jax.data.text.chat_template import (
+    BEGIN_MARK,
+    END_MARK,
+    ChatTemplate,
+    Message,
+    PictureFrame,
+    Span,
+)
+from dflop_jax.data.text.tokenize import BREAK, NO_FIELDS, ROLES, TemplateFields, TokenRun
 from dflop_jax.data.text.tokenizer_files import (
     FileEncoding,
     FolderTokenizer,
     check_embedding,
-    encoded,
+    encode_text,
     parse_tokenizer,
     resolve_tokenizer,
 )
 
 log = logging.getLogger(__name__)
 
-MARKS = re.compile(f"[{BEGIN}{END}]")
+MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
 UNANSWERED = -2  # of text that is no answer
 LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 
@@ -67,8 +74,8 @@ class ChatTokenizer(FileEncoding):
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
         self.template = source
         self._template = ChatTemplate(source, named, str(self.folder))
-        self._has_said = False
-        self._frame = PictureFrame.of(named, source)
+        self._has_warned = False
+        self._picture_frame = PictureFrame.from_config(named, source)
         self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
         begin, end, *frame = (
             (self._id(named[name]),) if name in named else ()
@@ -116,9 +123,9 @@ class ChatTokenizer(FileEncoding):
         self._check_texts(messages, text)
         if spans:
             n_answers = sum(message["role"] == "assistant" for message in messages)
-            told_apart = len(spans) == n_answers
-            ended = self._with_ends(text, spans)
-            numbered = [(k if told_apart else -1, span) for k, span in enumerate(ended)]
+            are_told_apart = len(spans) == n_answers
+            ended = self._add_end_tokens(text, spans)
+            numbered = [(k if are_told_apart else -1, span) for k, span in enumerate(ended)]
         else:
             numbered = self._answer_spans(messages, variables, text)
         begins, ends = characters.T
@@ -129,9 +136,9 @@ class ChatTokenizer(FileEncoding):
                 answers[inside[0] : inside[-1] + 1] = number
         return ids, answers
 
-    def pieces(
+    def encode_turns(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields = NO_FIELDS
-    ) -> tuple[TextPiece, ...]:
+    ) -> tuple[TokenRun, ...]:
         """Pieces of LLaVA-format turns (human, gpt, system, tool) with what else the record gives
         the template; the k-th tag of all becomes medium k, wherever the template puts it.
         ValueError when the template leaves out a medium."""
@@ -139,7 +146,7 @@ class ChatTokenizer(FileEncoding):
         messages, variables = self.messages(turns, fields)
         return self._split(kinds, *self.encode_chat(messages, variables))
 
-    def question_pieces(self, question: str) -> tuple[TextPiece, ...]:
+    def encode_question(self, question: str) -> tuple[TokenRun, ...]:
         """Pieces of a user's turn, up to where the template has the answer begin."""
         messages, variables = self.messages([("human", question)], NO_FIELDS)
         text, _ = self._render(messages, variables, add_generation_prompt=True)
@@ -150,39 +157,39 @@ class ChatTokenizer(FileEncoding):
         """The template's text, as it stands before pictures are framed."""
         return self._template.render(messages, variables)[0]
 
-    def shows(self, name: str) -> bool:
+    def reads_variable(self, name: str) -> bool:
         """Whether the template asks for a field of messages, or a variable, of this name."""
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     def _split(
         self, kinds: Sequence[str], ids: np.ndarray, answers: np.ndarray
-    ) -> tuple[TextPiece, ...]:
+    ) -> tuple[TokenRun, ...]:
         """Pieces of a rendered conversation with media of these kinds."""
-        places: dict[int, list[int]] = {}
+        media_by_token: dict[int, list[int]] = {}
         for k, kind in enumerate(kinds):
-            places.setdefault(self.media_id(kind), []).append(k)
-        queues = {i: iter(ks) for i, ks in places.items()}
-        pieces: list[TextPiece] = []
+            media_by_token.setdefault(self.media_id(kind), []).append(k)
+        queues = {i: iter(ks) for i, ks in media_by_token.items()}
+        runs: list[TokenRun] = []
         start = 0
-        for place in [*np.flatnonzero(np.isin(ids, list(places))).tolist(), len(ids)]:
-            pieces += _runs(ids[start:place], answers[start:place])
-            start = place + 1
-            if place < len(ids):
-                medium = next(queues[int(ids[place])], -1)
+        for position in [*np.flatnonzero(np.isin(ids, list(media_by_token))).tolist(), len(ids)]:
+            runs += _split_by_answer(ids[start:position], answers[start:position])
+            start = position + 1
+            if position < len(ids):
+                medium = next(queues[int(ids[position])], -1)
                 if medium < 0:
                     raise ValueError(f"{self.folder}: chat template repeats a medium")
-                stands = TextPiece(medium=medium)
+                medium_run = TokenRun(medium=medium)
                 if self.picture_ends and self._kinds[kinds[medium]].wrapped:
                     begin, end = self.picture_ends
-                    pieces += [TextPiece(begin), stands, TextPiece(end)]
+                    runs += [TokenRun(begin), medium_run, TokenRun(end)]
                 else:
-                    pieces.append(stands)
-        if sum(p.medium >= 0 for p in pieces) != len(kinds):
+                    runs.append(medium_run)
+        if sum(p.medium >= 0 for p in runs) != len(kinds):
             raise ValueError(
                 f"{self.folder}: chat template leaves out media; use the chat_template.jinja "
                 "of the multimodal model"
             )
-        return tuple(pieces)
+        return tuple(runs)
 
     def messages(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields
@@ -190,35 +197,41 @@ class ChatTokenizer(FileEncoding):
         """The turns as templates take them, and the variables."""
         further = fields.messages or ({},) * len(turns)
         messages: list[Message] = [
-            {**self._plain(f), **self._message(*t)} for t, f in zip(turns, further)
+            {**self._escape_special(f), **self._message(*t)} for t, f in zip(turns, further)
         ]
-        variables: Message = self._plain(fields.variables)
+        variables: Message = self._escape_special(fields.variables)
         return messages, variables
 
-    def _plain(self, value: Any) -> Any:
+    def _escape_special(self, value: Any) -> Any:
         """A value of a record whose texts spell no special token."""
         if isinstance(value, str):
             return self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], value)
         if isinstance(value, Mapping):
-            return {name: self._plain(v) for name, v in value.items()}
-        return [self._plain(v) for v in value] if isinstance(value, list | tuple) else value
+            return {name: self._escape_special(v) for name, v in value.items()}
+        return (
+            [self._escape_special(v) for v in value] if isinstance(value, list | tuple) else value
+        )
 
     def _message(self, role: str, text: str) -> Message:
         if MARKS.search(text):
             raise ValueError("text holds U+FDD0 or U+FDD1, which are no characters")
-        parts: list[dict[str, str]] = []
-        for k, part in enumerate(self._tag.split(text)):
+        content_parts: list[dict[str, str]] = []
+        for k, text_or_kind in enumerate(self._tag.split(text)):
             if k % 2:
-                if self.picture_ends and self._kinds[part].preface:
-                    parts.append({"type": "text", "text": self._kinds[part].preface})
-                parts.append({"type": part})
-            elif part:
-                parts.append({"type": "text", "text": self._plain(part)})
-        needs_parts = any(p["type"] != "text" for p in parts) or not self._template.takes_texts
+                if self.picture_ends and self._kinds[text_or_kind].preface:
+                    content_parts.append(
+                        {"type": "text", "text": self._kinds[text_or_kind].preface}
+                    )
+                content_parts.append({"type": text_or_kind})
+            elif text_or_kind:
+                content_parts.append({"type": "text", "text": self._escape_special(text_or_kind)})
+        needs_parts = (
+            any(p["type"] != "text" for p in content_parts) or not self._template.takes_texts
+        )
         if self._template.takes_parts and needs_parts:
-            return {"role": ROLES[role], "content": parts}
-        words = [p.get("text") or self._tokens[p["type"]] or "" for p in parts]
-        return {"role": ROLES[role], "content": "".join(words)}
+            return {"role": ROLES[role], "content": content_parts}
+        texts = [p.get("text") or self._tokens[p["type"]] or "" for p in content_parts]
+        return {"role": ROLES[role], "content": "".join(texts)}
 
     def _render(
         self,
@@ -231,15 +244,15 @@ class ChatTokenizer(FileEncoding):
         rendered = self._template.render(
             messages, variables, add_generation_prompt=add_generation_prompt
         )
-        return self._frame.around(*rendered)
+        return self._picture_frame.apply(*rendered)
 
     def _check_texts(self, messages: Sequence[Message], rendered: str) -> None:
         """ValueError: the template leaves out the text of a message. Templates of models that think
         may leave out the thoughts."""
         for message in messages:
             content = message["content"]
-            parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
-            text = self._placeholders.sub(" ", " ".join(parts))
+            texts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
+            text = self._placeholders.sub(" ", " ".join(texts))
             if text in rendered or "</think>" in text:
                 continue
             if any(word not in rendered for word in set(re.findall(r"\w+", text))):
@@ -248,7 +261,7 @@ class ChatTokenizer(FileEncoding):
                     f"{text.strip()[:40]!r}; use the chat_template.jinja of this model"
                 )
 
-    def _with_ends(self, text: str, spans: Sequence[Span]) -> list[Span]:
+    def _add_end_tokens(self, text: str, spans: Sequence[Span]) -> list[Span]:
         """The template's own spans of answers, each with the token that ends it: the special token
         behind the last answer of the text, where it follows an answer at once."""
         last = self._special.match(text, spans[-1][1])
@@ -273,7 +286,7 @@ class ChatTokenizer(FileEncoding):
             begin = self._answer_start(messages[:k], variables, through)
             is_appended = text.startswith(through)
             if not is_appended and begin is not None and k < answers[-1]:
-                self._say_that_answers_change()
+                self._warn_about_changed_answers()
                 continue
             if not is_appended or begin is None:
                 raise ValueError(
@@ -296,9 +309,9 @@ class ChatTokenizer(FileEncoding):
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, through)))
         return shared if shared > len(self._render(messages, variables)[0]) else None
 
-    def _say_that_answers_change(self) -> None:
-        if not self._has_said:
-            self._has_said = True
+    def _warn_about_changed_answers(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "%s: the chat template shows answers otherwise once another question follows (it "
                 "drops their thinking): of such a chat only the last answer is trained on; mark "
@@ -323,7 +336,7 @@ class ChatTokenizer(FileEncoding):
             staying: Sequence[int] = range(start, start + len(segment))
             if BREAK in segment:
                 staying = [k for k, c in zip(staying, segment, strict=True) if c != BREAK]
-            encoding = encoded(self._tokenizer, segment.replace(BREAK, ""))
+            encoding = encode_text(self._tokenizer, segment.replace(BREAK, ""))
             ids += encoding.ids
             characters += [
                 (staying[b], staying[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets
@@ -365,12 +378,12 @@ class ChatTokenizer(FileEncoding):
         return number
 
 
-def _runs(ids: np.ndarray, answers: np.ndarray) -> list[TextPiece]:
+def _split_by_answer(ids: np.ndarray, answers: np.ndarray) -> list[TokenRun]:
     """Pieces of consecutive tokens that are of one answer, or of none."""
     cuts = np.flatnonzero(np.diff(answers)) + 1
-    parts = zip(np.split(ids, cuts), np.split(answers, cuts), strict=True)
+    answer_runs = zip(np.split(ids, cuts), np.split(answers, cuts), strict=True)
     return [
-        TextPiece(tuple(i.tolist()), a[0] > UNANSWERED, answer=max(-1, int(a[0])))
-        for i, a in parts
+        TokenRun(tuple(i.tolist()), a[0] > UNANSWERED, answer=max(-1, int(a[0])))
+        for i, a in answer_runs
         if len(i)
     ]

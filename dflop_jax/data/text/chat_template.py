@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dflop_jax.data import bounds
 
-BEGIN, END = "\ufdd0", "\ufdd1"
+BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 # Templates may ask for the day (Llama 3.1): the same tokens every day make runs repeatable.
 TODAY = date(2024, 7, 26)
 
@@ -66,7 +66,7 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
             )
-        return _take_marks(text)
+        return _strip_marks(text)
 
     def _shows(self, content: Any) -> bool:
         """Whether the text of a message with this content, a text or parts, is rendered."""
@@ -88,7 +88,7 @@ class _Generation(jinja2.ext.Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Callable[[], str]) -> str:
-        return f"{BEGIN}{caller()}{END}"
+        return f"{BEGIN_MARK}{caller()}{END_MARK}"
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -107,12 +107,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _take_marks(text: str) -> tuple[str, tuple[Span, ...]]:
+def _strip_marks(text: str) -> tuple[str, tuple[Span, ...]]:
     plain: list[str] = []
     ends: list[int] = []  # where marks stood: begin, end, begin, ...
-    for part in text.replace(END, BEGIN).split(BEGIN):
-        plain.append(part)
-        ends.append((ends[-1] if ends else 0) + len(part))
+    for text_part in text.replace(END_MARK, BEGIN_MARK).split(BEGIN_MARK):
+        plain.append(text_part)
+        ends.append((ends[-1] if ends else 0) + len(text_part))
     return "".join(plain), tuple(zip(ends[0::2], ends[1::2], strict=False))
 
 
@@ -125,7 +125,7 @@ class PictureFrame:
     framed: str = ""
 
     @classmethod
-    def of(cls, named: Mapping[str, str], template: str) -> PictureFrame:
+    def from_config(cls, named: Mapping[str, str], template: str) -> PictureFrame:
         """Return that of a tokenizer whose configuration names the tokens that begin and end a
         picture: Gemma 3's templates write the former alone, Gemma 4's the picture's own token."""
         begin, picture, end = (named.get(f"{name}_token") for name in ("boi", "image", "eoi"))
@@ -135,15 +135,15 @@ class PictureFrame:
             return cls(picture, f"{begin}{picture}{end}")
         return cls(begin, f"\n\n{begin}{picture}{end}\n\n")
 
-    def around(self, text: str, spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
+    def apply(self, text: str, spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
         """A rendered text with its pictures framed, and the places of its spans there."""
         if not self.written:
             return text, tuple(spans)
-        starts = [found.start() for found in re.finditer(re.escape(self.written), text)]
+        starts = [match.start() for match in re.finditer(re.escape(self.written), text)]
         longer = len(self.framed) - len(self.written)
 
-        def moved(place: int) -> int:
-            return place + longer * bisect_left(starts, place)
+        def shift(position: int) -> int:
+            return position + longer * bisect_left(starts, position)
 
         framed = text.replace(self.written, self.framed)
-        return framed, tuple((moved(begin), moved(end)) for begin, end in spans)
+        return framed, tuple((shift(begin), shift(end)) for begin, end in spans)

@@ -18,10 +18,10 @@ from dflop_jax.data.text.tokenizer_files import FileEncoding, load_tokenizer
 ANSWER_TOKENS = 32  # of its first answer that a cut conversation keeps, or all of a shorter one
 TAG = tag_of(BUILT_IN)
 BREAK = "\ufdd2"  # inside what spells a tag or a special token and is text; encoding leaves it out
-BYTES = "bytes"  # the tokenizer that needs no file
-WEIGHT = "weight"  # the field of a turn, and of a record
-SWITCHES = ("loss", "train")  # fields of a turn: off means weight 0
-_ON, _OFF = (None, True, "true"), (False, "false")  # 1 equals True, 0 False
+BYTE_TOKENIZER = "bytes"  # the tokenizer that needs no file
+WEIGHT_FIELD = "weight"  # the field of a turn, and of a record
+LOSS_SWITCHES = ("loss", "train")  # fields of a turn: off means weight 0
+_ON_VALUES, _OFF_VALUES = (None, True, "true"), (False, "false")  # 1 equals True, 0 False
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 # what the template needs of a tokenizer.json, and the names it may have there
 SPECIAL_TOKENS = {
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
         """Text of the ids, special tokens left out."""
         ...
 
-    def spelled(self, ids: Iterable[int]) -> str:
+    def decode_with_special(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens by their names."""
         ...
 
@@ -66,7 +66,7 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
-    def spelled(self, ids: Iterable[int]) -> str:
+    def decode_with_special(self, ids: Iterable[int]) -> str:
         names = {self.pad_id: b"<|pad|>", self.im_start_id: b"<|im_start|>",
                  self.im_end_id: b"<|im_end|>", self.placeholder_id: b"<|media|>"}  # fmt: skip
         return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
@@ -86,8 +86,8 @@ class FileTokenizer(FileEncoding):
         super().__init__(load_tokenizer(path))
         ids = {}
         for name, names in SPECIAL_TOKENS.items():
-            known = (self._tokenizer.token_to_id(n) for n in names)
-            ids[name] = next((i for i in known if i is not None), -1)
+            token_ids = (self._tokenizer.token_to_id(n) for n in names)
+            ids[name] = next((i for i in token_ids if i is not None), -1)
             if ids[name] < 0:
                 raise ValueError(
                     f"{path}: lacks {' or '.join(names)}; add it to added_tokens as a special one"
@@ -114,7 +114,7 @@ NO_FIELDS = TemplateFields()
 
 
 @dataclass(frozen=True)
-class TextPiece:
+class TokenRun:
     """A run of text tokens, or (medium >= 0) the place of a medium's tokens. `weight` is that of
     each token's loss, where they are supervised, and `answer` counts the record's answers up to the
     one that they are of; -1: that is not known."""
@@ -126,114 +126,119 @@ class TextPiece:
     answer: int = -1
 
 
-def chat_pieces(
+def encode_chatml(
     turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, tag: re.Pattern[str] = TAG
-) -> tuple[TextPiece, ...]:
+) -> tuple[TokenRun, ...]:
     """ChatML of (role, text) turns; answers and their end-of-turn token are supervised.
 
     Roles are those of `ROLES`. The k-th match of `tag` (see `kind.tag_of`) becomes medium k.
     """
-    pieces: list[TextPiece] = []
+    runs: list[TokenRun] = []
     n_media = n_answers = 0
     newline = tuple(tokenizer.encode("\n"))
     for t, (role, text) in enumerate(turns):
         answer = role == "gpt"
         number = n_answers if answer else -1
         head = (tokenizer.im_start_id, *tokenizer.encode(ROLES[role] + "\n"))
-        pieces.append(TextPiece((newline if t else ()) + head))
-        for k, part in enumerate(tag.split(text)[::2]):
+        runs.append(TokenRun((newline if t else ()) + head))
+        for k, text_between in enumerate(tag.split(text)[::2]):
             if k:
-                pieces.append(TextPiece(medium=n_media))
+                runs.append(TokenRun(medium=n_media))
                 n_media += 1
-            if part:
-                ids = tuple(tokenizer.encode(part.replace(BREAK, "")))
-                pieces.append(TextPiece(ids, answer, answer=number))
-        pieces.append(TextPiece((tokenizer.im_end_id,), answer, answer=number))
+            if text_between:
+                ids = tuple(tokenizer.encode(text_between.replace(BREAK, "")))
+                runs.append(TokenRun(ids, answer, answer=number))
+        runs.append(TokenRun((tokenizer.im_end_id,), answer, answer=number))
         n_answers += answer
-    return tuple(pieces)
+    return tuple(runs)
 
 
-def as_text(text: str, kinds: Iterable[str]) -> str:
+def escape_tags(text: str, kinds: Iterable[str]) -> str:
     """The text with the tags of these kinds as plain text, which stand for no media."""
     for kind in kinds:
         text = text.replace(f"<{kind}>", f"<{BREAK}{kind}>")
     return text
 
 
-def text_counts(pieces: Sequence[TextPiece]) -> tuple[dict[str, int], list[dict[str, int]]]:
+def count_text_tokens(runs: Sequence[TokenRun]) -> tuple[dict[str, int], list[dict[str, int]]]:
     """Return what an index holds of a conversation and of the place of each medium, in their order.
 
     `text_tokens` are all of the text; `needed_tokens` those up to ANSWER_TOKENS of the first answer
     or its end, which a cut conversation keeps; `tokens_before` a medium those of the text and the
     media, each of them one.
     """
-    first = next((k for k, p in enumerate(pieces) if p.supervised), len(pieces))
-    answer = takewhile(lambda p: p.supervised or p.medium >= 0, pieces[first:])
-    needed = sum(len(p.ids) for p in pieces[:first])
+    first = next((k for k, p in enumerate(runs) if p.supervised), len(runs))
+    answer = takewhile(lambda p: p.supervised or p.medium >= 0, runs[first:])
+    needed = sum(len(p.ids) for p in runs[:first])
     needed += min(sum(len(p.ids) for p in answer), ANSWER_TOKENS)
-    starts = accumulate((len(p.ids) + (p.medium >= 0) for p in pieces), initial=0)
-    places = sorted((p.medium, n) for p, n in zip(pieces, starts) if p.medium >= 0)
-    text = {"text_tokens": sum(len(p.ids) for p in pieces), "needed_tokens": needed}
-    return text, [{"tokens_before": n} for _, n in places]
+    starts = accumulate((len(p.ids) + (p.medium >= 0) for p in runs), initial=0)
+    media_positions = sorted((p.medium, n) for p, n in zip(runs, starts) if p.medium >= 0)
+    text = {"text_tokens": sum(len(p.ids) for p in runs), "needed_tokens": needed}
+    return text, [{"tokens_before": n} for _, n in media_positions]
 
 
-def first_tokens(pieces: Iterable[TextPiece], n: int) -> list[TextPiece]:
+def truncate_runs(runs: Iterable[TokenRun], n: int) -> list[TokenRun]:
     """Return the first n tokens of a conversation, each medium being one."""
-    first = []
-    for p in pieces:
+    kept_runs = []
+    for p in runs:
         if n > 0:
-            first.append(replace(p, ids=p.ids[:n]))
+            kept_runs.append(replace(p, ids=p.ids[:n]))
         n -= len(p.ids) + (p.medium >= 0)
-    return first
+    return kept_runs
 
 
-def answer_weights(turns: Sequence[Any], roles: Sequence[str], of_all: Any) -> tuple[float, ...]:
+def answer_weights(
+    turns: Sequence[Any], roles: Sequence[str], record_weight: Any
+) -> tuple[float, ...]:
     """The weight of every answer of a record: its turn's times the record's own, 1 where none is
     given, 0 where `loss` or `train` of the turn is false, 0 or "false"; () where all are 1.
 
     Args:
-      turns: mappings, of which those of answers may have a weight, or one of `SWITCHES`.
+      turns: mappings, of which those of answers may have a weight, or one of `LOSS_SWITCHES`.
       roles: human, gpt or system, of each.
 
     Raises:
       ValueError: a weight or switch that is none, or a weight of a turn that is no answer.
     """
-    whole = _weight(of_all, "the record")
+    common_weight = _weight(record_weight, "the record")
     weights = []
     for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):
         fields = turn if isinstance(turn, Mapping) else {}
-        given, switches = fields.get(WEIGHT), {name: fields.get(name) for name in SWITCHES}
+        turn_weight, switches = (
+            fields.get(WEIGHT_FIELD),
+            {name: fields.get(name) for name in LOSS_SWITCHES},
+        )
         for name, value in switches.items():
-            if value not in _ON + _OFF:
+            if value not in _ON_VALUES + _OFF_VALUES:
                 raise ValueError(f"{name} of turn {k} is {value!r:.50}; give true or false")
         if role == "gpt":
-            is_trained = not any(value in _OFF for value in switches.values())
-            weights.append(whole * _weight(given, f"turn {k}") * is_trained)
-        elif given is not None:
+            is_trained = not any(value in _OFF_VALUES for value in switches.values())
+            weights.append(common_weight * _weight(turn_weight, f"turn {k}") * is_trained)
+        elif turn_weight is not None:
             raise ValueError(f"turn {k} has a weight and is no answer")
     return () if all(w == 1.0 for w in weights) else tuple(weights)
 
 
-def _weight(given: Any, whose: str) -> float:
-    if given is None:
+def _weight(value: Any, owner: str) -> float:
+    if value is None:
         return 1.0
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not (math.isfinite(given) and given >= 0):
-        raise ValueError(f"the weight of {whose} is {given!r:.50}, not a number, 0 or above")
-    return float(given)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"the weight of {owner} is {value!r:.50}, not a number, 0 or above")
+    return float(value)
 
 
-def trained_on(
-    pieces: Sequence[TextPiece], weights: Sequence[float], *, prompts: bool
-) -> tuple[TextPiece, ...]:
+def weight_runs(
+    runs: Sequence[TokenRun], weights: Sequence[float], *, prompts: bool
+) -> tuple[TokenRun, ...]:
     """The pieces of a conversation with the weights of its answers (none: 1 each), and all other
     text supervised, too, if `prompts`.
 
     Raises:
       ValueError: weights where the template does not tell the answers apart.
     """
-    out = []
-    for p in pieces:
+    weighted = []
+    for p in runs:
         if weights and p.supervised:
             if p.answer < 0:
                 raise ValueError(
@@ -243,5 +248,5 @@ def trained_on(
             p = replace(p, weight=weights[p.answer])
         elif prompts and p.medium < 0:
             p = replace(p, supervised=True)
-        out.append(p)
-    return tuple(out)
+        weighted.append(p)
+    return tuple(weighted)

@@ -16,7 +16,7 @@ import tokenizers
 from dflop_jax.data.bounds import MAX_TOKENIZER_BYTES, named, parse_json, read_bounded
 
 TOKENIZER = "tokenizer.json"
-SPARE_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
+MAX_PADDING_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ def resolve_tokenizer(folder: Path) -> FolderTokenizer:
     if not file.is_file():
         raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
     changed = tuple(sorted((f.name, f.stat().st_mtime_ns) for f in folder.glob("*.j*")))
-    return _resolved(folder, changed)
+    return _resolve_folder(folder, changed)
 
 
 @lru_cache(8)
-def _resolved(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderTokenizer:
+def _resolve_folder(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderTokenizer:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say that torch is missing
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -69,9 +69,11 @@ def _resolved(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderTokenizer:
             f"{folder}: no chat template; put the model's chat_template.jinja beside {TOKENIZER}"
         )
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    here = (folder / TOKENIZER).read_text(encoding="utf-8")
+    tokenizer_text = (folder / TOKENIZER).read_text(encoding="utf-8")
     for token in [*tokens.values(), *map(str, tokenizer.all_special_tokens)]:
-        if not any(json.dumps(token, ensure_ascii=ascii) in here for ascii in (False, True)):
+        if not any(
+            json.dumps(token, ensure_ascii=ascii) in tokenizer_text for ascii in (False, True)
+        ):
             raise ValueError(
                 f"{folder}: tokenizer_config.json names {token!r}, which {TOKENIZER} lacks; take "
                 "both files from one model"
@@ -99,33 +101,33 @@ def parse_tokenizer(text: bytes) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+def encode_text(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     """A text's tokens; ValueError where the tokenizer fails on it."""
     with named("the tokenizer fails"):
         return tokenizer.encode(text, add_special_tokens=False)
 
 
 class FileEncoding:
-    """What a tokenizer of a file has beside its special tokens, see `pieces.Tokenizer`."""
+    """What a tokenizer of a file has beside its special tokens, see `tokenize.Tokenizer`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        return encoded(self._tokenizer, text).ids
+        return encode_text(self._tokenizer, text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def spelled(self, ids: Iterable[int]) -> str:
+    def decode_with_special(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:
     """ValueError unless a tokenizer of `vocab_size` ids fits an embedding of so many rows."""
-    spare = max(SPARE_ROWS, embedding_size // 64)
-    if vocab_size > embedding_size or vocab_size + spare < embedding_size:
+    n_padding_rows = max(MAX_PADDING_ROWS, embedding_size // 64)
+    if vocab_size > embedding_size or vocab_size + n_padding_rows < embedding_size:
         raise ValueError(
             f"{name}: the tokenizer has {vocab_size} ids, the model's embedding {embedding_size} "
             "rows; take the tokenizer of this model"

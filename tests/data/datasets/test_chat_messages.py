@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.blob import Roots
-from dflop_jax.data.datasets.llava_records import RecordFormat, parse_record
+from dflop_jax.data.datasets.blob import MediaRoots
 from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.datasets.record_parser import RecordFormat, parse_record
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import chat_pieces
+from dflop_jax.data.text.tokenize import encode_chatml
 from tests.data.media_cases import talk
 from tests.data.text.test_chat import CHATML, write
 
@@ -76,7 +76,7 @@ SAME = {
 
 
 def record(raw, folder, **options):
-    return parse_record("d.json[3]", raw, Roots([folder]).find, RecordFormat(**options))
+    return parse_record("d.json[3]", raw, MediaRoots([folder]).resolve, RecordFormat(**options))
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_messages_give_the_tokens_of_the_conversation(folder, form):
     assert one == other
     write(folder / "t", CHATML)
     for pieces in (
-        ChatTokenizer(folder / "t").pieces,
-        partial(chat_pieces, tokenizer=ByteTokenizer()),
+        ChatTokenizer(folder / "t").encode_turns,
+        partial(encode_chatml, tokenizer=ByteTokenizer()),
     ):
         assert pieces(one.turns) == pieces(other.turns)
 
@@ -188,7 +188,7 @@ def test_tags_for_which_no_medium_is_left_are_text(folder, question, answer, med
     n_media = len(media)
     found = record({"messages": answered(question, answer), **media}, folder)
     assert len(found.media) == n_media
-    pieces = chat_pieces(found.turns, ByteTokenizer())
+    pieces = encode_chatml(found.turns, ByteTokenizer())
     assert sum(p.medium >= 0 for p in pieces) == n_media
     spelled = "".join(ByteTokenizer().decode(p.ids) for p in pieces)
     assert re.search("<video>|<audio>|An <image>", spelled)
@@ -210,7 +210,7 @@ def test_a_system_prompt_may_stand_beside_the_conversation(folder):
     found = record(raw, folder)
     assert [role for role, _ in found.turns] == ["system", "human", "gpt"]
     assert found.media == ()
-    ids = [i for p in chat_pieces(found.turns, ByteTokenizer()) for i in p.ids]
+    ids = [i for p in encode_chatml(found.turns, ByteTokenizer()) for i in p.ids]
     assert "No <image>, be a pirate." in ByteTokenizer().decode(ids)
     with pytest.raises(ValueError, match="a system field and a system turn"):
         record({"messages": messages("Be brief.", *TEXTS), "system": "Be long."}, folder)

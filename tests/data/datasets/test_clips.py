@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from dflop_jax.config import DataConfig
 from dflop_jax.data import Loader
 from dflop_jax.data.datasets import clips
-from dflop_jax.data.datasets.clips import ClipForm, form_of
+from dflop_jax.data.datasets.clips import ClipFormat, clip_format_of
 from dflop_jax.data.datasets.moving_scenes import MovingScenes, frames_of, latents_of
 from dflop_jax.data.decoder import BadSample, decode
 from models import wan
@@ -20,7 +20,7 @@ GENERATOR = ("llm", "generator")
 
 
 def test_patches_are_latents_in_order_of_time_row_column_channel():
-    form = ClipForm(5, (2, 1, 3), 5.0, 7, 8, 9)
+    form = ClipFormat(5, (2, 1, 3), 5.0, 7, 8, 9)
     latents = np.random.default_rng(0).normal(size=(5, 4, 2, 6)).astype(np.float32)
     patches = form.patches(latents)
     assert patches.shape == (2 * 2 * 2, 2 * 1 * 3 * 5)
@@ -39,7 +39,7 @@ def test_pixels_come_back_from_latents():
 
 
 def scenes(split="train", **changed):
-    return clips.make(DataConfig(n_samples=6, **changed), TINY, split)
+    return clips.make_clip_source(DataConfig(n_samples=6, **changed), TINY, split)
 
 
 def test_a_sample_is_the_flow_between_its_clip_and_noise():
@@ -48,7 +48,7 @@ def test_a_sample_is_the_flow_between_its_clip_and_noise():
     fields = sample.fields["generator"]
     clip = fields["role"] == CLIP
     s = fields["time"][0] / 1000
-    clean = form_of(TINY).patches(MovingScenes(6, 0, "train", 48).latents(2))
+    clean = clip_format_of(TINY).patches(MovingScenes(6, 0, "train", 48).latents(2))
     noise = fields["target"][clip] + clean
     np.testing.assert_allclose(fields["latents"][clip], (1 - s) * clean + s * noise, atol=1e-5)
     assert abs(noise.mean()) < 0.05
@@ -58,7 +58,7 @@ def test_a_sample_is_the_flow_between_its_clip_and_noise():
     assert fields["weights"].sum() == clip.sum() == len(clean)
     assert not fields["latents"][~clip].any()
     np.testing.assert_array_equal(fields["role"][:TIME_TOKENS], np.arange(1, TIME_TOKENS + 1))
-    heard = sample.places[GENERATOR].index[:, 0]
+    heard = sample.gathers[GENERATOR].index[:, 0]
     np.testing.assert_array_equal(
         heard[fields["role"] == TEXT], np.arange(sample.load.tokens("llm"))
     )
@@ -106,7 +106,9 @@ def test_held_out_pairs_are_not_trained_on_and_shuffled_captions_are_others():
 
 def listed(tmp_path, records, **changed):
     (tmp_path / "list.json").write_text(json.dumps(records))
-    return clips.make(DataConfig(path=str(tmp_path / "list.json"), **changed), NANO, "train")
+    return clips.make_clip_source(
+        DataConfig(path=str(tmp_path / "list.json"), **changed), NANO, "train"
+    )
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def test_latents_are_read_from_both_kinds_of_files(tmp_path, latents):
         fields = sample.fields["generator"]
         clip, s = fields["role"] == CLIP, fields["time"][0] / 1000
         clean = fields["latents"][clip] - s * fields["target"][clip]
-        np.testing.assert_allclose(clean, form_of(NANO).patches(latents), atol=1e-5)
+        np.testing.assert_allclose(clean, clip_format_of(NANO).patches(latents), atol=1e-5)
         assert sample.load.pieces == {"llm": (4,), "generator": (7 + 4 + 2 * 2 * 3,)}
 
 
@@ -176,12 +178,12 @@ def test_what_is_no_list_and_models_that_make_no_clips_are_refused(tmp_path):
 
     (tmp_path / "list.json").write_text("{")
     with pytest.raises(ValueError, match=r"list.json.*data.path names a JSON list of clips"):
-        clips.make(DataConfig(path=str(tmp_path / "list.json")), NANO, "train")
+        clips.make_clip_source(DataConfig(path=str(tmp_path / "list.json")), NANO, "train")
     with pytest.raises(ValueError, match="names a JSON list of clips"):
-        clips.make(DataConfig(path=str(tmp_path / "gone.json")), NANO, "train")
+        clips.make_clip_source(DataConfig(path=str(tmp_path / "gone.json")), NANO, "train")
     with pytest.raises(ValueError, match="have 3 k k channels"):
-        clips.make(DataConfig(), NANO, "train")
+        clips.make_clip_source(DataConfig(), NANO, "train")
     with pytest.raises(ValueError, match="generates no clips"):
-        clips.make(DataConfig(), llava.build("nano"), "train")
+        clips.make_clip_source(DataConfig(), llava.build("nano"), "train")
     with pytest.raises(ValueError, match="captions are shuffled"):
         clips.make_shuffled(DataConfig(path="x.json"), TINY, "train")

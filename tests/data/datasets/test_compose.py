@@ -8,8 +8,8 @@ import pytest
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.media.token_sources import plain
-from dflop_jax.data.text.tokenize import TextPiece
+from dflop_jax.data.media.token_sources import copied_sources
+from dflop_jax.data.text.tokenize import TokenRun
 from dflop_jax.records import Load
 from tests.data import views
 from tests.data.views import (
@@ -32,7 +32,9 @@ OPTIONS = {"placeholder": 77}
 
 def pictures(n, first):
     """A medium of n tiles, its tokens the patches in order."""
-    return views.pictures(np.full((n, 28, 28, 3), first, np.uint8), plain(np.arange(4 * n)), 4)
+    return views.pictures(
+        np.full((n, 28, 28, 3), first, np.uint8), copied_sources(np.arange(4 * n)), 4
+    )
 
 
 def sound(windows, tokens, frames):
@@ -43,8 +45,8 @@ def sound(windows, tokens, frames):
 def test_media_stand_in_their_own_order():
     """The text places medium 2 first; tiles and windows keep the order of the media."""
     media = dict(enumerate((pictures(2, 5), sound(1, 10, 40), pictures(1, 9), sound(2, 30, 120))))
-    pieces = (TextPiece((1, 2)), TextPiece(medium=2), TextPiece(medium=3), TextPiece((3,), True),
-              TextPiece(medium=0), TextPiece(medium=1), TextPiece((4, 5, 6), True))  # fmt: skip
+    pieces = (TokenRun((1, 2)), TokenRun(medium=2), TokenRun(medium=3), TokenRun((3,), True),
+              TokenRun(medium=0), TokenRun(medium=1), TokenRun((4, 5, 6), True))  # fmt: skip
     got = compose(pieces, media, MEDIA, **OPTIONS)
     text = [1, 2, *[77] * 34, 3, *[77] * 18, 4, 5, 6]
     assert tokens(got).tolist() == text
@@ -52,7 +54,7 @@ def test_media_stand_in_their_own_order():
     assert tiles(got)[:, 0, 0, 0].tolist() == [5, 5, 9]
     assert mel(got)[:, 0, 0].tolist() == [1, 2, 2]
     assert mel_frames(got).tolist() == [40, 100, 20]
-    used = got.places["vision", "llm"].weight[:, 0] == 1
+    used = got.gathers["vision", "llm"].weight[:, 0] == 1
     assert np.flatnonzero(used).tolist() == [*range(2, 6), *range(37, 45)]
     assert seen(got)[used].tolist() == [[k, -1, -1, -1] for k in (*range(8, 12), *range(8))]
     assert heard(got)[heard(got) >= 0].tolist() == [*range(WINDOW, WINDOW + 30), *range(10)]
@@ -65,7 +67,7 @@ def test_media_stand_in_their_own_order():
 def test_nothing_at_all():
     got = compose((), {}, MEDIA, **OPTIONS)
     assert (len(tokens(got)), len(tiles(got)), len(mel(got)), got.load) == (0, 0, 0, Load({}))
-    for pieces, media in [((TextPiece(medium=0),), {}), ((), {0: sound(1, 2, 9)}),
-                          ((TextPiece(medium=0),) * 2, {0: sound(1, 2, 9)})]:  # fmt: skip
+    for pieces, media in [((TokenRun(medium=0),), {}), ((), {0: sound(1, 2, 9)}),
+                          ((TokenRun(medium=0),) * 2, {0: sound(1, 2, 9)})]:  # fmt: skip
         with pytest.raises(ValueError, match=r"each of \d media once"):
             compose(pieces, media, MEDIA, **OPTIONS)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.shape_index import table_of
-from dflop_jax.data.media.counts import fit, load_of, most_demanding
+from dflop_jax.data.datasets.record_table import build_table
+from dflop_jax.data.media.counts import fit_samples, largest_rows, sample_load
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.tiles import SimpleTiles
-from dflop_jax.data.text.tokenize import ANSWER_TOKENS, TextPiece, first_tokens, text_counts
+from dflop_jax.data.text.tokenize import ANSWER_TOKENS, TokenRun, count_text_tokens, truncate_runs
 from tests.data.views import prepared
 
 MAX_TOKENS = 100
@@ -19,10 +19,10 @@ def conversation(rng):
     """Text of a prompt and what follows it, with clips and sounds anywhere, in any order; the
     headers of these."""
     lengths = rng.integers(0, 60, rng.integers(2, 8))
-    pieces = [TextPiece((5,) * n, bool(k % 2)) for k, n in enumerate(lengths.tolist())]
+    pieces = [TokenRun((5,) * n, bool(k % 2)) for k, n in enumerate(lengths.tolist())]
     n_media = rng.integers(0, 5)
     for k in rng.permutation(n_media).tolist():
-        pieces.insert(rng.integers(len(pieces) + 1), TextPiece(medium=k))
+        pieces.insert(rng.integers(len(pieces) + 1), TokenRun(medium=k))
     headers = [
         {"kind": 1, "frames": int(rng.integers(1, 9))}
         if rng.random() < 0.7
@@ -66,11 +66,11 @@ def walked(pieces, sizes):
 def test_a_cut_sample_is_its_first_tokens(n, oversize):
     rng = np.random.default_rng(n)
     made = [conversation(rng) for _ in range(n)]
-    columns = [text_counts(pieces) for pieces, _ in made]
+    columns = [count_text_tokens(pieces) for pieces, _ in made]
     headers = [[h | place for h, place in zip(of, places, strict=True)]
                for (_, of), (_, places) in zip(made, columns, strict=True)]  # fmt: skip
-    table = table_of([record for record, _ in columns], headers)
-    counts, fits = fit(table, HOW, Limits(max_tokens=MAX_TOKENS, oversize=oversize))
+    table = build_table([record for record, _ in columns], headers)
+    counts, fits = fit_samples(table, HOW, Limits(max_tokens=MAX_TOKENS, oversize=oversize))
     assert len(counts) == len(fits) == n
     n_cut = 0
     for i, (pieces, of) in enumerate(made):
@@ -82,10 +82,10 @@ def test_a_cut_sample_is_its_first_tokens(n, oversize):
         text, media, enough = walked(pieces, sizes)
         assert (counts.text_tokens[i], counts.n_media[i]) == (text, len(media))
         assert fits[i] == enough
-        first = first_tokens(pieces, text + len(media))
+        first = truncate_runs(pieces, text + len(media))
         assert [p.medium for p in first if p.medium >= 0] == media
         assert sum(len(p.ids) for p in first) == text
-        load = load_of(table, i, HOW, counts.taken(slice(i, i + 1)))
+        load = sample_load(table, i, HOW, counts.select(slice(i, i + 1)))
         assert load.tokens("llm") == text + sum(sizes[k] for k in media) <= MAX_TOKENS
         frames = sum(of[k]["frames"] for k in media if of[k]["kind"] == 1)
         assert len(load.lengths("vision")) == frames
@@ -98,10 +98,10 @@ def test_a_cut_sample_is_its_first_tokens(n, oversize):
 )
 def test_so_much_of_the_first_answer_is_needed(answer, needed):
     """Up to its end; a medium within it (-1) does not end it."""
-    inside = [TextPiece((1,) * n, True) if n > 0 else TextPiece(medium=1) for n in answer]
-    pieces = [TextPiece((1,) * 7), TextPiece(medium=0), *inside]
-    pieces += [TextPiece((1,) * 50), TextPiece((1,) * 50, True)] if answer else []
-    record, places = text_counts(pieces)
+    inside = [TokenRun((1,) * n, True) if n > 0 else TokenRun(medium=1) for n in answer]
+    pieces = [TokenRun((1,) * 7), TokenRun(medium=0), *inside]
+    pieces += [TokenRun((1,) * 50), TokenRun((1,) * 50, True)] if answer else []
+    record, places = count_text_tokens(pieces)
     assert record["needed_tokens"] == 7 + needed
     assert places == [{"tokens_before": 7}, {"tokens_before": 11}][: 1 + (-1 in answer)]
 
@@ -110,9 +110,9 @@ def test_the_most_demanding_ask_for_all_that_any_does():
     rng = np.random.default_rng(0)
     for n in (0, 1, 2, 30, 200):
         asks = rng.integers(0, 6, (n, 3)) * rng.integers(0, 2, (n, 3))
-        chosen = most_demanding(asks, 1000)
+        chosen = largest_rows(asks, 1000)
         for row in asks:
             assert any((asks[k] >= row).all() for k in chosen)
         for k in chosen:  # none for nothing
             assert not any((asks[j] >= asks[k]).all() for j in chosen if j != k)
-        assert most_demanding(asks, 2) == chosen[:2]
+        assert largest_rows(asks, 2) == chosen[:2]

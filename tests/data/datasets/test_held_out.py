@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.mixture import held_out
+from dflop_jax.data.datasets.mixture import select_held_out
 
 
 def lots(rng, sizes):
@@ -27,18 +27,18 @@ def lots(rng, sizes):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_part_gives_its_share(sizes, n, counts, seed):
     numbers = lots(np.random.default_rng(seed), sizes)
-    masks = held_out(numbers, n, seed)
+    masks = select_held_out(numbers, n, seed)
     assert [int(m.sum()) for m in masks] == counts
     assert [len(m) for m in masks] == sizes
     # Whatever the order: each process and each run draws the same ids.
-    again = held_out([part[::-1] for part in numbers], n, seed)
+    again = select_held_out([part[::-1] for part in numbers], n, seed)
     assert all((m == a[::-1]).all() for m, a in zip(masks, again, strict=True))
 
 
 @pytest.mark.parametrize("n, total", [(1, 1), (2, 2), (5, 4), (100, 10)])
 def test_something_is_left_to_train_on(n, total):
     with pytest.raises(ValueError, match=f"{n} held-out samples of {total} records; lower train"):
-        held_out(lots(np.random.default_rng(0), [total]), n, 0)
+        select_held_out(lots(np.random.default_rng(0), [total]), n, 0)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -46,21 +46,21 @@ def test_a_share_is_drawn_by_each_id_alone(seed):
     """Of data that grow or change their order the same records are held out, of a larger share
     these and more, and records of one id in all parts alike."""
     (ids,) = lots(np.random.default_rng(seed), [20_000])
-    (tenth,) = held_out([ids], 0.1, seed)
+    (tenth,) = select_held_out([ids], 0.1, seed)
     assert abs(int(tenth.sum()) - 2000) < 4 * np.sqrt(20_000 * 0.1 * 0.9)
     order = np.random.default_rng(1).permutation(len(ids))[:12_345]
-    parts = held_out([ids[order], ids[:77], ids[:0]], 0.1, seed)
+    parts = select_held_out([ids[order], ids[:77], ids[:0]], 0.1, seed)
     assert [m.tolist() for m in parts] == [tenth[order].tolist(), tenth[:77].tolist(), []]
-    (fifth,) = held_out([ids], 0.2, seed)
+    (fifth,) = select_held_out([ids], 0.2, seed)
     assert not (tenth & ~fifth).any()
-    (other,) = held_out([ids], 0.1, seed + 2)
+    (other,) = select_held_out([ids], 0.1, seed + 2)
     assert abs(int((tenth & other).sum()) - 200) < 4 * np.sqrt(200)
 
 
 @pytest.mark.parametrize("share, which", [(1e-9, "no"), (1 - 1e-12, "every")])
 def test_a_share_leaves_something_on_both_sides(share, which):
     with pytest.raises(ValueError, match=f"of 5 records holds out {which} record; give another"):
-        held_out(lots(np.random.default_rng(0), [3, 2]), share, 0)
+        select_held_out(lots(np.random.default_rng(0), [3, 2]), share, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,7 +72,7 @@ def test_equal_ids_are_held_out_together_and_all_count(seed):
     n = int(rng.integers(5, 12))
     total = Counter(np.concatenate(numbers).tolist())
     try:
-        masks = held_out(numbers, n, seed)
+        masks = select_held_out(numbers, n, seed)
     except ValueError:
         assert total.total() < n + len(numbers) * max(total.values())
         return

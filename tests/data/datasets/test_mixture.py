@@ -11,21 +11,21 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.index_build import IndexRules
 from dflop_jax.data.datasets.mixture import (
-    MixturePart,
-    chosen,
+    MixtureEntry,
     load_mixture,
-    shown,
+    repeat_by_weight,
+    select_subset,
     subset_size,
 )
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
-from dflop_jax.data.datasets.shape_index import table_of
+from dflop_jax.data.datasets.record_table import build_table
+from dflop_jax.data.datasets.row_reader import LocalRowReader
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.text.tokenize import chat_pieces
+from dflop_jax.data.text.tokenize import encode_chatml
 from tests.data.media_cases import made_dataset, make_shards, talk
 from tests.data.views import prepared
 
@@ -33,12 +33,12 @@ SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (
 
 
 def pieces(turns, _=None):
-    return chat_pieces(turns, ByteTokenizer())
+    return encode_chatml(turns, ByteTokenizer())
 
 
 def source(mixture, tmp_path, how=None, **options):
     how = prepared(SMALL, MelSpec(), 3) if how is None else how
-    here = partial(RowsHere, open_readers(mixture), pieces)
+    here = partial(LocalRowReader, open_readers(mixture), pieces)
     rules = IndexRules(tmp_path / "index.npz", "bytes", here)
     config = DataConfig("mixture", max_tokens=10**6, seed=options.pop("seed", 0))
     return MixtureSource(mixture, how, pieces, rules, config, **options)
@@ -51,29 +51,29 @@ def source(mixture, tmp_path, how=None, **options):
      ("end:0%", 7, []), ("first:100%", 7, range(7)), ("all", 0, []), ("random:4", 0, [])],
 )  # fmt: skip
 def test_subset_rules(rule, n, expected):
-    assert chosen(MixturePart("a", subset=rule), n, 0).tolist() == list(expected)
+    assert select_subset(MixtureEntry("a", subset=rule), n, 0).tolist() == list(expected)
 
 
 def test_random_subsets_are_drawn_by_the_seed_and_the_part():
-    part = MixturePart("a", subset="random:10%")
-    rows = chosen(part, 1000, 3)
+    part = MixtureEntry("a", subset="random:10%")
+    rows = select_subset(part, 1000, 3)
     assert len(rows) == len(set(rows.tolist())) == 100
     assert (np.diff(rows) > 0).all()
-    assert rows.tolist() == chosen(part, 1000, 3).tolist()
-    assert rows.tolist() != chosen(part, 1000, 4).tolist()
-    assert rows.tolist() != chosen(MixturePart("b", subset="random:10%"), 1000, 3).tolist()
+    assert rows.tolist() == select_subset(part, 1000, 3).tolist()
+    assert rows.tolist() != select_subset(part, 1000, 4).tolist()
+    assert rows.tolist() != select_subset(MixtureEntry("b", subset="random:10%"), 1000, 3).tolist()
     assert subset_size("random:1000", 50) == 50
 
 
 @pytest.mark.parametrize("weight, times", [(1, 1.0), (3, 3.0), (0.25, 0.25), (2.5, 2.5)])
 def test_weights_repeat_and_thin_out(weight, times):
     rows = np.arange(10, 50)
-    found = shown(MixturePart("a", weight=weight), rows, 0)
+    found = repeat_by_weight(MixtureEntry("a", weight=weight), rows, 0)
     assert len(found) == times * 40
     counts = np.bincount(found, minlength=50)[10:]
     assert counts.min() >= int(times)
     assert counts.max() <= np.ceil(times)
-    assert len(shown(MixturePart("a", weight=weight), rows[:0], 0)) == 0
+    assert len(repeat_by_weight(MixtureEntry("a", weight=weight), rows[:0], 0)) == 0
 
 
 BAD_PARTS = [
@@ -87,7 +87,7 @@ BAD_PARTS = [
 @pytest.mark.parametrize("fields, why", BAD_PARTS)
 def test_a_bad_part_is_a_value_error(fields, why):
     with pytest.raises(ValueError, match=why):
-        MixturePart(**{"path": "a", **fields})
+        MixtureEntry(**{"path": "a", **fields})
 
 
 def test_yaml(tmp_path):
@@ -100,12 +100,12 @@ parts:
   - /abs/s-{000..003}.tar
 """)
     first, second = load_mixture(tmp_path / "m.yaml")
-    assert first == MixturePart(f"{tmp_path}/a.json", 2.0, "first:30%", (f"{tmp_path}/photos",))
-    assert second == MixturePart("/abs/s-{000..003}.tar")
+    assert first == MixtureEntry(f"{tmp_path}/a.json", 2.0, "first:30%", (f"{tmp_path}/photos",))
+    assert second == MixtureEntry("/abs/s-{000..003}.tar")
     (tmp_path / "n.yaml").write_text(
         "datasets:\n  - {json_path: /x/b.json, sampling_strategy: 'end:5%'}\n"
     )
-    assert load_mixture(tmp_path / "n.yaml") == (MixturePart("/x/b.json", subset="end:5%"),)
+    assert load_mixture(tmp_path / "n.yaml") == (MixtureEntry("/x/b.json", subset="end:5%"),)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_a_bad_yaml_is_one_line(tmp_path, text, why):
 def test_a_mixture_of_files_and_shards(tmp_path):
     file = made_dataset(tmp_path / "a")
     make_shards(file, tmp_path / "s")
-    parts = (MixturePart(f"{file}", subset="first:5"), MixturePart(f"{tmp_path}/s", 2.0, "end:2"),
-             MixturePart(f"{file}", subset="end:1"))  # fmt: skip
+    parts = (MixtureEntry(f"{file}", subset="first:5"), MixtureEntry(f"{tmp_path}/s", 2.0, "end:2"),
+             MixtureEntry(f"{file}", subset="end:1"))  # fmt: skip
     found = source(parts, tmp_path)
     names = [found.record(i).name.split("id=")[1] for i in range(len(found))]
     assert names == ["r0", "r1", "r2", "r3", "r4", "r10", "r11", "r10", "r11", "r11"]
@@ -136,12 +136,12 @@ def test_a_mixture_of_files_and_shards(tmp_path):
     assert [again.record(i).name.split("id=")[1] for i in (0, 1)] == ["r11", "r10"]
     assert found.label(0).startswith(f"{file}[0]")
     with pytest.raises(ValueError, match="no sample"):
-        source((MixturePart(f"{file}", subset="first:0"),), tmp_path)
+        source((MixtureEntry(f"{file}", subset="first:0"),), tmp_path)
 
 
 def test_what_is_held_out_is_as_asked_for(tmp_path):
     file = made_dataset(tmp_path / "a", 60)
-    parts = (MixturePart(f"{file}", 2.0),)
+    parts = (MixtureEntry(f"{file}", 2.0),)
 
     def ids(split, n, **options):
         found = source(parts, tmp_path, split=split, n_held_out=n, **options)
@@ -173,12 +173,12 @@ def test_thin_pictures_and_short_sounds_are_left_out():
     made = [record(width=1, height=9000), record(width=9000, height=200),
             record(kind=2, samples=320), record(kind=2, samples=321),
             record(kind=1, frames=99)]  # fmt: skip
-    table = table_of([r for r, _ in made], [m for _, m in made])
+    table = build_table([r for r, _ in made], [m for _, m in made])
     counts, usable = sample_counts(table, prepared(SMALL, MelSpec(), 8))
     assert usable.tolist() == [False, True, False, True, True]
     assert counts.media[1, :, 1].tolist() == [0, 1, 0]
-    assert counts.pieces[2].tolist() == [8, 0]
-    none, _ = sample_counts(table_of([], []), prepared(SMALL, MelSpec()))
+    assert counts.n_pieces[2].tolist() == [8, 0]
+    none, _ = sample_counts(build_table([], []), prepared(SMALL, MelSpec()))
     assert len(none) == 0
 
 
@@ -193,9 +193,9 @@ def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path, changed):
 
     def digest(records, **part):
         other.write_text("\n".join(map(json.dumps, records)))
-        return source((MixturePart(str(other), **part),), tmp_path).digest
+        return source((MixtureEntry(str(other), **part),), tmp_path).digest
 
-    same = source((MixturePart(str(file)),), tmp_path).digest
+    same = source((MixtureEntry(str(file)),), tmp_path).digest
     assert digest([{**record, "id": 7} for record in records]) == same
     others = [digest(records[::-1]), digest(records, subset="first:4"), digest(records, weight=2)]
     others.append(digest([records[0], {**records[1], **changed}, *records[2:]]))
@@ -206,7 +206,7 @@ def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path, changed):
 
 def test_a_picture_that_changed_since(tmp_path):
     file = made_dataset(tmp_path / "a", 2)
-    found = source((MixturePart(str(file)),), tmp_path)
+    found = source((MixtureEntry(str(file)),), tmp_path)
     (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
     with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*start the run again"):
         found.sample(1)

@@ -54,7 +54,7 @@ def test_every_sample_is_as_its_load_says(form, dataset, tmp_path):
         assert supervised(sample).any()
         assert seen(sample).max(initial=-1) < max(4 * n_tiles(load), 1)
         assert (n_tiles(load) > 0) == from_pictures(sample).any()
-    tail, modules = [found.load(i) for i in found.tail()], ("vision", "audio", "llm")
+    tail, modules = [found.load(i) for i in found.largest_samples()], ("vision", "audio", "llm")
     for load in (found.load(i) for i in range(len(found))):
         assert any(all(t.tokens(m) >= load.tokens(m) for m in modules) for t in tail)
     assert kinds == set(spec.media)
@@ -142,8 +142,8 @@ def test_a_cut_sample_is_the_first_tokens_of_the_whole(form, dataset, tmp_path, 
                 for name, values in sample.fields.get(module, {}).items():
                     expected = all_.fields[module][name][: len(values)]
                     np.testing.assert_array_equal(values, expected)
-            for pair, places in sample.places.items():
-                np.testing.assert_array_equal(places.index, all_.places[pair].index[:n])
+            for pair, places in sample.gathers.items():
+                np.testing.assert_array_equal(places.index, all_.gathers[pair].index[:n])
             lost += len(load.lengths("vision")) < len(all_.load.lengths("vision"))
         assert (f" {lost} of " in caplog.text and "before some of" in caplog.text) or not lost
         n_cut += lost

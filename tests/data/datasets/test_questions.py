@@ -5,9 +5,9 @@ import io
 import pytest
 from PIL import Image
 
-from dflop_jax.data.datasets.llava_records import RecordFormat
 from dflop_jax.data.datasets.questions import BY_LETTER
 from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.datasets.record_parser import RecordFormat
 from tests.data.datasets.test_tables import save_arrow, save_parquet
 from tests.data.media_cases import noise
 
@@ -80,8 +80,11 @@ def test_a_question_without_a_field_of_answers_says_which_are_read(tmp_path):
 def test_a_conversation_goes_before_a_question_beside_it(tmp_path):
     talk = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]
     row = {"conversations": talk, "question": "Other?", "answer": "x"}
-    assert RecordFormat().chosen(row) == {"conversations": "conversations"}
-    assert RecordFormat({"question": "question"}).chosen(row).keys() == {"question", "answers"}
+    assert RecordFormat().select_columns(row) == {"conversations": "conversations"}
+    assert RecordFormat({"question": "question"}).select_columns(row).keys() == {
+        "question",
+        "answers",
+    }
     (record,) = records([row], tmp_path)
     assert record.turns[1][1] == "Ho."
 

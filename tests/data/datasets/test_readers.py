@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from dflop_jax.data.datasets.blob import Blob, open_media
-from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.datasets.record_parser import Record
 from dflop_jax.data.datasets.shards import find_shards
 from dflop_jax.data.media.tiling import picture_size
 from tests.data.media_cases import add_bytes, made_dataset, make_shards, read_upright, talk

@@ -17,7 +17,7 @@ from dflop_jax.data.datasets import tables
 from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.pool.processes import Workers
+from dflop_jax.data.pool.processes import DecoderPool
 from tests.data.media_cases import made_dataset, talk
 from tests.data.views import media_spec
 
@@ -77,7 +77,7 @@ def made(tmp_path_factory):
 
 def sources(config, spec, folder):
     """The source with its index made here."""
-    return make_source(config, spec, index_dir=folder, vocab_size=512, apart=False)
+    return make_source(config, spec, index_dir=folder, vocab_size=512, in_processes=False)
 
 
 LAYOUTS = {
@@ -94,8 +94,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkeypatch):
-    monkeypatch.setattr(tables, "BATCH_ROWS", 2)
-    monkeypatch.setattr(tables, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(tables, "MAX_BATCH_ROWS", 2)
+    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 100_000)
     file, rows = made
     LAYOUTS[layout](rows, tmp_path / "d")
     options = {"max_tokens": 4096, "max_frames": 4, "max_tiles": 4, "max_bad_fraction": 0.0}
@@ -115,16 +115,16 @@ def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkey
 
 def test_rows_are_read_in_processes_of_their_own(made, tmp_path, monkeypatch):
     """As few of them as ask at once: none retires for what a library reserves."""
-    monkeypatch.setattr("dflop_jax.data.datasets.index_build.CHUNK", 3)
-    start, started = Workers._start, []
-    monkeypatch.setattr(Workers, "_start", lambda self: started.append(1) or start(self))
+    monkeypatch.setattr("dflop_jax.data.datasets.index_build.CHUNK_RECORDS", 3)
+    start, started = DecoderPool._start, []
+    monkeypatch.setattr(DecoderPool, "_start", lambda self: started.append(1) or start(self))
     bad = [{**made[1][0], "conversations": []}, {**made[1][1], "images": [{"bytes": b"x"}]}]
     save_parquet([*made[1], *bad], tmp_path / "d" / "a.parquet", row_group_size=7)
     config = DataConfig(path=str(tmp_path / "d"), max_tokens=4096, max_bad_fraction=0.2)
     indexes = []
     for apart in (False, True):
         folder = tmp_path / str(apart)
-        source = make_source(config, SPEC, index_dir=folder, vocab_size=512, apart=apart)
+        source = make_source(config, SPEC, index_dir=folder, vocab_size=512, in_processes=apart)
         assert source.counts["unusable"] == 2
         indexes.append([file.read_bytes() for file in folder.iterdir()])
     assert indexes[0] == indexes[1]
@@ -146,7 +146,7 @@ def test_media_below_the_roots_and_columns_of_other_names(made, tmp_path, save):
     for one, other in zip(reader.locate(), plain.locate(), strict=False):
         found, expected = reader.read(one), plain.read(other)
         assert (found.turns, found.media) == (expected.turns, expected.media)
-        assert found.name.removeprefix(one.place) == expected.name.removeprefix(other.place)
+        assert found.name.removeprefix(one.label) == expected.name.removeprefix(other.label)
     outside = open_reader(table, (), names)
     with pytest.raises(ValueError, match=r"a\.(parquet|arrow)\[1\] id=r1: missing file"):
         outside.read(list(outside.locate())[1])
@@ -220,10 +220,10 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
 def test_without_the_library_one_line_says_what_to_install(made, tmp_path, monkeypatch):
     file = save_parquet(made[1][:1], tmp_path / "a.parquet")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    tables.arrow.cache_clear()
+    tables.import_pyarrow.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'dflop_jax\[parquet\]'"):
         open_reader(file)
-    tables.arrow.cache_clear()
+    tables.import_pyarrow.cache_clear()
 
 
 def every_record(path):
@@ -253,9 +253,9 @@ def asked(n):
 
 
 def test_rows_that_the_pages_lack_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "BATCH_ROWS", 20)
+    monkeypatch.setattr(tables, "MAX_BATCH_ROWS", 20)
     read = tables.TableFile(save_parquet(asked(45), tmp_path / "a.parquet"))
-    read._starts = [0, 50]  # as a footer that lies has it
+    read._first_rows = [0, 50]  # as a footer that lies has it
     for number in (39, 44):
         assert read.row(number) == asked(45)[number]
     for number in (45, 49):
@@ -268,15 +268,15 @@ def test_rows_that_the_pages_lack_are_an_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kept_bytes", [1, 1200, 1 << 20])
 def test_threads_read_one_file_together(tmp_path, monkeypatch, kept_bytes):
-    monkeypatch.setattr(tables, "BATCH_ROWS", 3)
-    monkeypatch.setattr(tables, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(tables, "MAX_BATCH_ROWS", 3)
+    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", kept_bytes)
     n = 120
     read = tables.TableFile(save_parquet(asked(n), tmp_path / "a.parquet", row_group_size=40))
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(n), 5)).tolist()
     with ThreadPoolExecutor(8) as threads:
         assert [*threads.map(read.row, order)] == [asked(n)[k] for k in order]
-    kept = sum(batch.get_total_buffer_size() for _, batch in read._kept)
-    assert kept <= kept_bytes or len(read._kept) == 1
+    kept = sum(batch.get_total_buffer_size() for _, batch in read._cached)
+    assert kept <= kept_bytes or len(read._cached) == 1
 
 
 def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):

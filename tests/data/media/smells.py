@@ -9,8 +9,8 @@ import numpy as np
 
 from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.media.kind import Kind
-from dflop_jax.data.media.medium import Counted, Decoded, Form, Medium, numbers
-from dflop_jax.data.media.token_sources import plain
+from dflop_jax.data.media.medium import DecodedMedium, Form, MediaCounts, Medium, integer_facts
+from dflop_jax.data.media.token_sources import copied_sources
 
 
 def read(source):
@@ -20,8 +20,8 @@ def read(source):
 
 SMELL = Kind(
     name="smell",
-    word="smell",
-    taken="smells",
+    noun="smell",
+    verb="smells",
     columns={"grains": np.int32},
     header=lambda source: {"grains": len(read(source))},
     opened=lambda source: source,
@@ -47,7 +47,7 @@ class Smells(Medium):
 
     def count(self, kind, headers, alone):
         n = np.minimum(headers["grains"], self.max_grains)
-        return Counted(n > 1, -(-n // self.grains), n)
+        return MediaCounts(n > 1, -(-n // self.grains), n)
 
     def decode(self, kind, opened, header, alone):
         n = min(header["grains"], self.max_grains)
@@ -55,11 +55,13 @@ class Smells(Medium):
         values = np.zeros((whiffs, self.grains), np.float32)
         values.reshape(-1)[:n] = read(opened)[:n]
         lengths, ids = (self.grains,) * whiffs, np.full(n, -1)
-        return Decoded({"values": values}, lengths, values.size, plain(np.arange(n)), ids)
+        return DecodedMedium(
+            {"values": values}, lengths, values.size, copied_sources(np.arange(n)), ids
+        )
 
 
 def build(facts, limits, tokenizer):
-    return Smells(*numbers(facts, piece_tokens=None))
+    return Smells(*integer_facts(facts, piece_tokens=None))
 
 
 FORM = Form(Smells.kinds, build)

@@ -77,7 +77,7 @@ def test_any_size_under_any_settings_counts_as_it_is_placed(reference):
         if fits:
             usable += 1
             case = spec.tile_px, spec.patches, spec.max_tiles, len(spec.pinpoints), width, height
-            assert tokens == len(spec.place(width, height, alone=True)), case
+            assert tokens == len(spec.token_sources(width, height, alone=True)), case
             assert tokens == reference.tokens(width, height, spec), case
     assert usable > 300
 
@@ -86,7 +86,7 @@ def test_a_grid_that_keeps_no_column(reference):
     import torch
 
     spec = AnyRes(10, 2, 9, tuple((10 * r, 10 * c) for r in range(1, 4) for c in range(1, 4)))
-    sources = spec.place(12, 89, alone=True)
+    sources = spec.token_sources(12, 89, alone=True)
     _, (tiles,), (tokens,) = spec.count(*np.array([[12], [89]]), np.array([True]))
     assert tokens == len(sources) == reference.tokens(12, 89, spec) == 4 + 6
     features = np.random.default_rng(0).standard_normal((tiles, 4, 3)).astype(np.float32)
@@ -115,7 +115,7 @@ def test_sources_pack_features_as_the_model_does(reference, size):
     (expected,), _ = reference.model().pack_image_features(
         [torch.from_numpy(features)], [list(size[::-1])], torch.from_numpy(newline)
     )
-    sources = SPEC.place(*size, alone=True)
+    sources = SPEC.token_sources(*size, alone=True)
     got = gather(features.reshape(-1, 5), sources, newline)
     assert len(sources) == tokens == len(expected)
     np.testing.assert_allclose(got, expected.numpy(), atol=2e-5)
@@ -129,7 +129,7 @@ def test_clips_are_pooled_as_the_model_does(reference, frames):
 
     features = np.random.default_rng(1).standard_normal((frames, 729, 5)).astype(np.float32)
     newline = np.full(5, 7, np.float32)
-    sources = SPEC.place_clip(frames)
+    sources = SPEC.clip_token_sources(frames)
     assert len(sources) == SPEC.count_clips(frames) == 196 * frames + 1
     got = gather(features.reshape(-1, 5), sources, newline)
     np.testing.assert_array_equal(got[-1], newline)
@@ -143,9 +143,9 @@ def test_several_pictures_are_squares(reference, tmp_path):
     expected, sizes = reference.pixels([[upright(p) for p in paths]])
     _, *counts = SPEC.count(sizes[:, 1], sizes[:, 0], np.zeros(len(sizes), bool))
     assert {tuple(c.tolist()) for c in np.stack(counts, 1)} == {(1, 730)}
-    assert len(SPEC.place(5, 9, alone=False)) == 730
+    assert len(SPEC.token_sources(5, 9, alone=False)) == 730
     for path, pixels in zip(paths, expected, strict=True):
-        tile = SPEC.cut(read_upright(path), alone=False)
+        tile = SPEC.cut_tiles(read_upright(path), alone=False)
         assert np.array_equal(tile, pixels), path
 
 
@@ -157,7 +157,7 @@ def test_no_picture_and_bad_settings():
     usable, tiles, tokens = SPEC.count(*sizes.T, np.ones(len(sizes), bool))
     np.testing.assert_array_equal(usable, expected)
     assert tiles[1] == 7  # a column of six tiles and the whole
-    assert tokens[1] == len(SPEC.place(1, 2304, alone=True))
+    assert tokens[1] == len(SPEC.token_sources(1, 2304, alone=True))
     with pytest.raises(ValueError, match="no multiples of tile_px=384"):
         AnyRes(pinpoints=((384, 400),))
     with pytest.raises(ValueError, match="missing"):

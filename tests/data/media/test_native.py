@@ -197,7 +197,7 @@ def dataset(folder, records, **options):
         path=str(folder), min_pixels=1024, max_pixels=40_000, max_clip_pixels=60_000,
         max_tokens=4096, max_frames=6, **options,
     )  # fmt: skip
-    return make_source(config, SPEC, index_dir=folder / "index", vocab_size=512, apart=False)
+    return make_source(config, SPEC, index_dir=folder / "index", vocab_size=512, in_processes=False)
 
 
 def mixed(folder):

@@ -42,7 +42,7 @@ def test_every_kind_of_picture_is_cut_as_published(reference, processor, tmp_pat
         sides = np.array([[image.width], [image.height]])
 
         expected, _ = reference.pixels([given])
-        tiles = AnyRes().cut(image, True)
+        tiles = AnyRes().cut_tiles(image, True)
         _, (n,), (n_tokens,) = AnyRes().count(*sides, ALONE)
         assert len(tiles) == len(expected[0]) == n
         assert n_tokens == reference.tokens(*image.size)
@@ -50,7 +50,7 @@ def test_every_kind_of_picture_is_cut_as_published(reference, processor, tmp_pat
 
         full = k % 10 == 0  # normalising is slow, and the same for all
         out = processor([given], return_tensors="np", do_rescale=full, do_normalize=full)
-        tiles = DynamicTiling().cut(image, True)
+        tiles = DynamicTiling().cut_tiles(image, True)
         (n,) = out["num_patches"]
         _, (found,), (n_tokens,) = DynamicTiling().count(*sides, ALONE)
         assert (len(tiles), n_tokens) == (found, 256 * found) == (n, 256 * n)

@@ -62,11 +62,11 @@ def test_the_same_frames(tmp_path, monkeypatch, name, codec, options, seeks):
 def test_a_clip_that_is_not_as_its_packets_say_is_decoded_from_its_start(tmp_path, monkeypatch):
     path = write_long(tmp_path / "a.mp4", "mpeg4")
     whole = read_frames(path, 4, np.asarray)
-    sought = video.sought
+    sought = video.seek_frames
 
     def broken(*args):
         yield next(sought(*args))
         raise LookupError("no frame")
 
-    monkeypatch.setattr(video, "sought", broken)
+    monkeypatch.setattr(video, "seek_frames", broken)
     np.testing.assert_array_equal(read_frames(path, 4, np.asarray), whole)

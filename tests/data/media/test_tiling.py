@@ -7,18 +7,18 @@ import pytest
 from PIL import Image, ImageOps
 
 from dflop_jax.data.media.tiles import SimpleTiles
-from dflop_jax.data.media.tiling import choose_grid, fit, picture_size, read_scaled
+from dflop_jax.data.media.tiling import choose_grid, fit_in_box, picture_size, read_scaled
 
 
 def picture_tiles(image, tile_px, max_tiles):
-    return SimpleTiles(tile_px, 1, max_tiles).cut(image, True)
+    return SimpleTiles(tile_px, 1, max_tiles).cut_tiles(image, True)
 
 
 def read_picture(path, tile_px, max_tiles):
     """Tiles of a file by the way of all pictures of the plain layout."""
     layout = SimpleTiles(tile_px, 1, max_tiles)
-    image, size = read_scaled(path, layout.least_size(*picture_size(path)))
-    return layout.cut(image, True, size)
+    image, size = read_scaled(path, layout.min_size(*picture_size(path)))
+    return layout.cut_tiles(image, True, size)
 
 
 def exact_grid(width, height, px, max_tiles):
@@ -49,7 +49,7 @@ def test_grid_is_the_best_of_all(max_tiles):
 
 def test_fit_keeps_the_aspect_ratio_inside_the_box():
     for w, h in [(10, 10), (1, 1000), (1000, 1), (640, 480)]:
-        a, b = fit(w, h, 96, 48)
+        a, b = fit_in_box(w, h, 96, 48)
         assert 1 <= a <= 96
         assert 1 <= b <= 48
         assert a == 96 or b == 48

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from dflop_jax.data import BadSample, ByteTokenizer
-from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.datasets.row_reader import LocalRowReader
 from dflop_jax.data.pool.processes import DecoderReply
-from dflop_jax.data.sample import OpenedBy, Places, Sample
-from dflop_jax.data.text.tokenize import chat_pieces
+from dflop_jax.data.sample import FeatureGather, Sample, SourceFactory
+from dflop_jax.data.text.tokenize import encode_chatml
 from dflop_jax.records import Load
 
 
@@ -48,7 +48,9 @@ class Hostile:
 
     def __init__(self, n: int, harm: Mapping[str, str], size: int = 3) -> None:
         self._n, self._harm, self._size = n, harm, size
-        self.opened_by = OpenedBy(f"{__name__}:open_hostile", {"n": n, "harm": harm, "size": size})
+        self.factory = SourceFactory(
+            f"{__name__}:open_hostile", {"n": n, "harm": harm, "size": size}
+        )
 
     def __len__(self) -> int:
         return self._n
@@ -74,8 +76,8 @@ class Hostile:
         a = np.full((self._size, 2), index, np.float32)
         fields = {"a": {"x": a, "flag": np.array([index % 2 == 0])}, "b": {"y": np.arange(2)}}
         weight = np.full((2, 2), 0.5, np.float32)
-        places = {("a", "b"): Places(np.full((2, 2), index, np.int32), weight),
-                  ("b", "a"): Places(np.zeros((self._size, 1), np.int32))}  # fmt: skip
+        places = {("a", "b"): FeatureGather(np.full((2, 2), index, np.int32), weight),
+                  ("b", "a"): FeatureGather(np.zeros((self._size, 1), np.int32))}  # fmt: skip
         return Sample(fields, places, self.load(index))
 
 
@@ -84,9 +86,9 @@ def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
 
 
 def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
-    """As `data.build.open_rows`, of a dataset file; records of `harm` do what it says."""
+    """As `data.build.open_row_reader`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
-    here = RowsHere({"a": reader}, lambda turns, _: chat_pieces(turns, ByteTokenizer()))
+    here = LocalRowReader({"a": reader}, lambda turns, _: encode_chatml(turns, ByteTokenizer()))
 
     def answer(request: bytes) -> DecoderReply:
         rows = list(here.answer(request).rows)
@@ -95,7 +97,7 @@ def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes], Decoder
             try:
                 hurt(at["number"], harm, argument)
             except ValueError as e:
-                rows[k] = BadSample(f"{at['place']}: {e}")
+                rows[k] = BadSample(f"{at['label']}: {e}")
             if harm == "warn":
                 logging.getLogger("dflop_jax.data").warning("odd")
         return DecoderReply(rows=tuple(rows))

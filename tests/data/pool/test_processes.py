@@ -16,7 +16,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data import BadSample, Loader, make_source
 from dflop_jax.data.decoder import ThreadDecoder, decode
 from dflop_jax.data.pool.processes import ProcessDecoder, make_decoder
-from dflop_jax.data.sample import OpenedBy
+from dflop_jax.data.sample import SourceFactory
 from tests.data.media_cases import made_dataset
 from tests.data.pool.hostile_source import Hostile
 from tests.data.views import media_spec
@@ -34,13 +34,13 @@ def same(a, b):
     """Whether two samples hold the same bytes under the same names."""
     assert a.load == b.load
     assert {m: set(f) for m, f in a.fields.items()} == {m: set(f) for m, f in b.fields.items()}
-    assert a.places.keys() == b.places.keys()
+    assert a.gathers.keys() == b.gathers.keys()
     pairs = [(a.fields[m][n], b.fields[m][n]) for m in a.fields for n in a.fields[m]]
-    for pair in a.places:
-        pairs.append((a.places[pair].index, b.places[pair].index))
-        assert (a.places[pair].weight is None) == (b.places[pair].weight is None)
-        if a.places[pair].weight is not None:
-            pairs.append((a.places[pair].weight, b.places[pair].weight))
+    for pair in a.gathers:
+        pairs.append((a.gathers[pair].index, b.gathers[pair].index))
+        assert (a.gathers[pair].weight is None) == (b.gathers[pair].weight is None)
+        if a.gathers[pair].weight is not None:
+            pairs.append((a.gathers[pair].weight, b.gathers[pair].weight))
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
@@ -73,14 +73,14 @@ def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
     assert decoded[11].fields["a"]["x"][0, 0] != os.getpid()
     assert [r.getMessage() for r in caplog.records][:1] == ["number 7 is odd"]
     with pytest.raises(RuntimeError, match="closed"):
-        decoder._workers._start()
+        decoder._pool_of_processes._start()
 
 
 @pytest.mark.slow
 def test_a_hang_ends_at_its_deadline():
     with opened(Hostile(3, {"1": "hang"}), timeout_s=10) as decoder:
         assert decoder.submit(0).result().load
-        (process,) = decoder._workers._idle
+        (process,) = decoder._pool_of_processes._idle
         assert decoder.submit(1).result() == BadSample(
             "number 1: not decoded within data.sample_timeout_s=10"
         )
@@ -91,7 +91,7 @@ def test_a_hang_ends_at_its_deadline():
 def test_closing_ends_a_hanging_process():
     decoder = ProcessDecoder(Hostile(3, {"1": "hang"}), 1, LONG_S, MEMORY)
     assert decoder.submit(0).result().load
-    (process,) = decoder._workers._idle
+    (process,) = decoder._pool_of_processes._idle
     hanging = decoder.submit(1)
     time.sleep(0.5)
     decoder.close()
@@ -103,7 +103,7 @@ def test_closing_ends_a_hanging_process():
 def test_the_forking_process_may_die():
     with opened(Hostile(3, {})) as decoder:
         assert decoder.submit(0).result().load
-        workers = decoder._workers
+        workers = decoder._pool_of_processes
         workers._idle += [workers._start() for _ in range(2)]
         workers._server.send_signal(signal.SIGKILL)
         workers._server.wait()
@@ -117,7 +117,7 @@ def test_errors_of_the_program_reach_the_consumer():
             decoder.submit(1).result()
         assert decoder.submit(0).result().load
     nowhere = Hostile(2, {})
-    nowhere.opened_by = OpenedBy("tests.data.pool.hostile_source:none", {})
+    nowhere.factory = SourceFactory("tests.data.pool.hostile_source:none", {})
     with opened(nowhere) as decoder, pytest.raises(RuntimeError, match="cannot open the data"):
         decoder.submit(0).result()
 

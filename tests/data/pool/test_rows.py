@@ -12,12 +12,12 @@ import pytest
 from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer, make_source
 from dflop_jax.data.build import open_source
-from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere
 from dflop_jax.data.datasets.index_build import IndexRules, update_index
 from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.data.datasets.row_reader import LocalRowReader, ProcessRowReader
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.sample import OpenedBy
-from dflop_jax.data.text.tokenize import chat_pieces
+from dflop_jax.data.sample import SourceFactory
+from dflop_jax.data.text.tokenize import encode_chatml
 from tests.data.media_cases import add_bytes, made_dataset, make_shards
 from tests.data.views import media_spec
 
@@ -26,13 +26,13 @@ MEMORY = 256 << 20
 
 
 def here(reader):
-    return RowsHere({"a": reader}, lambda turns, _: chat_pieces(turns, ByteTokenizer()))
+    return LocalRowReader({"a": reader}, lambda turns, _: encode_chatml(turns, ByteTokenizer()))
 
 
 def hostile(path, harm):
     opens = "tests.data.pool.hostile_source:open_hostile_rows"
-    opened_by = OpenedBy(opens, {"path": str(path), "harm": harm})
-    return partial(RowsApart, opened_by, TIMEOUT_S, MEMORY)
+    opened_by = SourceFactory(opens, {"path": str(path), "harm": harm})
+    return partial(ProcessRowReader, opened_by, TIMEOUT_S, MEMORY)
 
 
 def listed(table):
@@ -65,7 +65,7 @@ def test_the_same_index_as_made_here(tmp_path, shards):
             media_spec(32, 4, sound=MelSpec()),
             index_dir=folder,
             vocab_size=512,
-            apart=apart,
+            in_processes=apart,
         )
         (file,) = folder.iterdir()
         indexes.append((source.counts, file.name, file.read_bytes()))
@@ -77,11 +77,11 @@ def test_processes_that_decode_take_the_index_as_it_is(tmp_path):
     """Whoever made the source has looked for media that changed; others could come to another."""
     path = made_dataset(tmp_path / "d", 5)
     config, spec = DataConfig(path=str(path), max_tokens=4096), media_spec(32, 4, sound=MelSpec())
-    made = make_source(config, spec, index_dir=tmp_path / "i", vocab_size=512, apart=False)
+    made = make_source(config, spec, index_dir=tmp_path / "i", vocab_size=512, in_processes=False)
     (file,) = (tmp_path / "i").iterdir()
     before = file.read_bytes()
     (tmp_path / "d" / "a.wav").write_bytes(b"")
-    assert len(open_source(made.opened_by.arguments)) == 5
+    assert len(open_source(made.factory.arguments)) == 5
     assert file.read_bytes() == before
 
 

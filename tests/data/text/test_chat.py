@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from dflop_jax.data.text.chat import UNANSWERED, ChatTokenizer
-from dflop_jax.data.text.tokenize import trained_on
+from dflop_jax.data.text.tokenize import weight_runs
 from dflop_jax.data.text.tokenizer_files import check_embedding
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}
@@ -105,20 +105,20 @@ def test_ids_are_those_of_transformers(tmp_path, published, template, turns):
     if marked:
         assert supervised.astype(int).tolist() == out["assistant_masks"]
     chat = ChatTokenizer(folder)
-    pieces = chat.pieces(turns)
+    pieces = chat.encode_turns(turns)
     assert [i for p in pieces for i in p.ids] == ids.tolist()
     answers = [text for role, text in turns if role == "gpt"]
-    said = [chat.spelled(p.ids) for p in pieces if p.supervised]
+    said = [chat.decode_with_special(p.ids) for p in pieces if p.supervised]
     assert marked or said == [f"{text}<|im_end|>" for text in answers]
 
 
 def test_media_go_where_the_template_puts_them(tmp_path):
     turns = [("human", "See <video> and <image>, <image>!"), ("gpt", "ok"),
              ("human", "<image>?"), ("gpt", "yes")]  # fmt: skip
-    in_place = ChatTokenizer(write(tmp_path / "a")).pieces(turns)
+    in_place = ChatTokenizer(write(tmp_path / "a")).encode_turns(turns)
     assert [p.medium for p in in_place if p.medium >= 0] == [0, 1, 2, 3]
     chat = ChatTokenizer(write(tmp_path / "b", PARTS))
-    first = chat.pieces(turns)
+    first = chat.encode_turns(turns)
     assert [p.medium for p in first if p.medium >= 0] == [1, 2, 0, 3]
     last = first[[p.medium for p in first].index(3) :]
     assert "".join(chat.decode(p.ids) for p in last) == "\n?assistant yes"
@@ -143,14 +143,16 @@ def test_pictures_of_gemma_are_framed(tmp_path, written, framed):
     template = GEMMA.replace("PICTURE", written)
     folder = write(tmp_path, template, config=names, special=[*SPECIAL, *names.values()])
     chat = ChatTokenizer(folder)
-    pieces = chat.pieces([("human", "<image>What?"), ("gpt", "It."), ("human", "<image>"),
+    pieces = chat.encode_turns([("human", "<image>What?"), ("gpt", "It."), ("human", "<image>"),
                           ("gpt", "That.")])  # fmt: skip
-    spelled = "".join("<soft>" if p.medium >= 0 else chat.spelled(p.ids) for p in pieces)
+    spelled = "".join(
+        "<soft>" if p.medium >= 0 else chat.decode_with_special(p.ids) for p in pieces
+    )
     assert spelled.count(framed) == 2
     assert [p.medium for p in pieces if p.medium >= 0] == [0, 1]
-    answers = [chat.spelled(p.ids) for p in pieces if p.supervised]
+    answers = [chat.decode_with_special(p.ids) for p in pieces if p.supervised]
     assert answers == ["It.<|im_end|>", "That.<|im_end|>"]
-    text = chat.pieces([("human", "a <start> b"), ("gpt", "c")])  # spelled, no picture
+    text = chat.encode_turns([("human", "a <start> b"), ("gpt", "c")])  # spelled, no picture
     assert chat.ids_of("<start>")[0] not in [i for p in text for i in p.ids]
 
 
@@ -158,7 +160,7 @@ def test_pictures_of_gemma_are_framed(tmp_path, written, framed):
 @pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_start|>system\n", "<|AUDIO|>", "<|x|>"])
 def test_text_cannot_spell_a_special_token(tmp_path, template, text):
     chat = ChatTokenizer(write(tmp_path, template))
-    plain, other = (chat.pieces([("human", "<image>" + t), ("gpt", t)]) for t in ("q", text))
+    plain, other = (chat.encode_turns([("human", "<image>" + t), ("gpt", t)]) for t in ("q", text))
     special = {chat._tokenizer.token_to_id(t) for t in SPECIAL}
     assert [[i for i in p.ids if i in special] for p in plain] == (
         [[i for i in p.ids if i in special] for p in other]
@@ -214,18 +216,18 @@ def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
     turns = [("human", "q1"), ("gpt", "<think>t1</think>a1"), ("human", "q2")]
     turns.append(("gpt", "<think>t2</think>a2"))
     for _ in range(2):
-        pieces = chat.pieces(turns)
-        text = chat.spelled(i for p in pieces for i in p.ids)
+        pieces = chat.encode_turns(turns)
+        text = chat.decode_with_special(i for p in pieces for i in p.ids)
         assert "t1" not in text
         assert "a1" in text
         (answer,) = (p for p in pieces if p.supervised)
-        assert chat.spelled(answer.ids) == "t2\n</think>\na2<|im_end|>"
-        (weighted,) = (p for p in trained_on(pieces, (0.5, 0.25), prompts=False) if p.supervised)
+        assert chat.decode_with_special(answer.ids) == "t2\n</think>\na2<|im_end|>"
+        (weighted,) = (p for p in weight_runs(pieces, (0.5, 0.25), prompts=False) if p.supervised)
         assert weighted.weight == 0.25  # of the second answer
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "only the last answer" in caplog.text
-    (alone,) = (p for p in chat.pieces(turns[:2]) if p.supervised)
-    assert chat.spelled(alone.ids) == "t1\n</think>\na1<|im_end|>"
+    (alone,) = (p for p in chat.encode_turns(turns[:2]) if p.supervised)
+    assert chat.decode_with_special(alone.ids) == "t1\n</think>\na1<|im_end|>"
 
 
 ANSWERS_ALONE = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
@@ -247,17 +249,17 @@ def test_a_bad_template_is_one_line(tmp_path, reason):
     chat = ChatTokenizer(write(tmp_path, REFUSED[reason]))
     turns = [("human", "<image>" if "medi" in reason else "q"), ("gpt", "a")]
     with pytest.raises(ValueError, match=reason.replace("|", r"\|")) as caught:
-        chat.pieces(turns)
+        chat.encode_turns(turns)
     assert "\n" not in str(caught.value)
 
 
 def test_a_medium_without_a_token(tmp_path):
     chat = ChatTokenizer(write(tmp_path, special=SPECIAL[:3]))
-    assert chat.pieces([("human", "q"), ("gpt", "a")])
+    assert chat.encode_turns([("human", "q"), ("gpt", "a")])
     with pytest.raises(ValueError, match="no token stands for video"):
-        chat.pieces([("human", "<video>"), ("gpt", "a")])
+        chat.encode_turns([("human", "<video>"), ("gpt", "a")])
     with pytest.raises(ValueError, match="U\\+FDD0"):
-        chat.pieces([("human", "\ufdd0"), ("gpt", "a")])
+        chat.encode_turns([("human", "\ufdd0"), ("gpt", "a")])
 
 
 def test_embedding_sizes(tmp_path):
@@ -277,8 +279,13 @@ def test_answers_need_not_begin_with_the_thought_of_their_prompt(tmp_path):
     template = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}")
     assert template != CHATML
     chat = ChatTokenizer(write(tmp_path, template))
-    pieces = chat.pieces([("human", "2+2?"), ("gpt", "4"), ("human", "Sure?"), ("gpt", "Yes")])
-    assert [chat.spelled(p.ids) for p in pieces if p.supervised] == ["4<|im_end|>", "Yes<|im_end|>"]
+    pieces = chat.encode_turns(
+        [("human", "2+2?"), ("gpt", "4"), ("human", "Sure?"), ("gpt", "Yes")]
+    )
+    assert [chat.decode_with_special(p.ids) for p in pieces if p.supervised] == [
+        "4<|im_end|>",
+        "Yes<|im_end|>",
+    ]
 
 
 def test_the_processors_template_goes_before_the_tokenizers(tmp_path):

@@ -11,9 +11,9 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.datasets.llava_records import parse_record
+from dflop_jax.data.datasets.record_parser import parse_record
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import trained_on
+from dflop_jax.data.text.tokenize import weight_runs
 from tests.data.text.test_chat import published as theirs  # noqa: F401 (a fixture)
 from tests.data.text.test_chat import write
 
@@ -120,12 +120,16 @@ def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
     expected = theirs(folder).apply_chat_template(
         messages_for(template, raw), tools=tools, tokenize=False, **options
     )
-    pieces = trained_on(chat.pieces(record.turns, record.fields), record.weights, prompts=False)
-    said = "".join("#" if p.medium >= 0 else chat.spelled(p.ids) for p in pieces)
+    pieces = weight_runs(
+        chat.encode_turns(record.turns, record.fields), record.weights, prompts=False
+    )
+    said = "".join("#" if p.medium >= 0 else chat.decode_with_special(p.ids) for p in pieces)
     if shape != "html":
         expected = re.sub("<image>|<video>", "#", expected)
     assert said == expected
-    supervised = "".join(chat.spelled(p.ids) for p in pieces if p.supervised and p.weight)
+    supervised = "".join(
+        chat.decode_with_special(p.ids) for p in pieces if p.supervised and p.weight
+    )
     last = raw["messages"][-1]["content"]
     last = last if isinstance(last, str) else last[0]["text"]
     assert supervised.rstrip("\n").endswith("<|im_end|>")
@@ -140,14 +144,14 @@ def test_processes_that_read_records_do_not_import_transformers(tmp_path):
     (tmp_path / "d.json").write_text(json.dumps([SHAPES["tools"]]))
     config = DataConfig(path=str(tmp_path / "d.json"), tokenizer=str(folder))
     spec = MediaSpec.of({}, {})
-    source = make_source(config, spec, index_dir=tmp_path, apart=False)
+    source = make_source(config, spec, index_dir=tmp_path, in_processes=False)
     program = (
-        "import json, sys\nfrom dflop_jax.data.build import open_rows, open_source\n"
-        "arguments = json.load(sys.stdin)\nopen_rows(arguments)\n"
+        "import json, sys\nfrom dflop_jax.data.build import open_row_reader, open_source\n"
+        "arguments = json.load(sys.stdin)\nopen_row_reader(arguments)\n"
         "print(open_source(arguments).sample(0).fields['llm']['tokens'].tolist())\n"
         "assert 'transformers' not in sys.modules"
     )
-    arguments = json.dumps(source.opened_by.arguments)
+    arguments = json.dumps(source.factory.arguments)
     run = subprocess.run(
         [sys.executable, "-c", program], input=arguments, capture_output=True, text=True
     )

@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from dflop_jax.data.build import any_tokenizer
-from dflop_jax.data.text.tokenize import ByteTokenizer, FileTokenizer, chat_pieces
+from dflop_jax.data.build import open_tokenizer
+from dflop_jax.data.text.tokenize import ByteTokenizer, FileTokenizer, encode_chatml
 
 TEXTS = ["", "a", "What colour?", "héé 漢字 🙂", "<|im_start|>user", "<|im_end|>", "a\nb"]
 
@@ -28,7 +28,7 @@ SPECIALS = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>")
 @pytest.fixture(params=["byte", "file"])
 def tokenizer(request, tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", SPECIALS)
-    return any_tokenizer("" if request.param == "byte" else str(path), 512)
+    return open_tokenizer("" if request.param == "byte" else str(path), 512)
 
 
 def test_round_trip_and_no_special_token_from_plain_text(tokenizer):
@@ -51,7 +51,7 @@ def test_template(tokenizer):
     turns = [("system", "S"), ("human", "<image>\nA <video> b"), ("gpt", "yes"), ("human", "c"),
              ("gpt", "no")]  # fmt: skip
     spelled, supervised = "", ""
-    for p in chat_pieces(turns, tokenizer):
+    for p in encode_chatml(turns, tokenizer):
         if p.medium >= 0:
             spelled += f"[{p.medium}]"
             continue
@@ -68,14 +68,14 @@ def test_template(tokenizer):
 
 def test_unusable_tokenizers(tmp_path):
     with pytest.raises(ValueError, match="no such tokenizer"):
-        any_tokenizer(str(tmp_path / "none.json"), None)
+        open_tokenizer(str(tmp_path / "none.json"), None)
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match="not a tokenizer"):
-        any_tokenizer(str(tmp_path / "bad.json"), None)
+        open_tokenizer(str(tmp_path / "bad.json"), None)
     for missing in SPECIALS:
         path = write_tokenizer(tmp_path / "t.json", [s for s in SPECIALS if s != missing])
         with pytest.raises(ValueError, match=r"lacks .*added_tokens"):
             FileTokenizer(path)
     with pytest.raises(ValueError, match="vocabulary 100"):
-        any_tokenizer("", 100)
+        open_tokenizer("", 100)
     assert ByteTokenizer.vocab_size <= 512

@@ -13,33 +13,33 @@ SIZES = ("min_pixels", "max_pixels", "resized_width", "resized_height")
 FRAMES = ("nframes", "fps", "min_frames", "max_frames")
 SPAN = ("video_start", "video_end")  # seconds of a clip
 MICRO = 1_000_000  # an index holds fps in millionths
-MAX_VALUE = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
-def with_keys(header: Header, given: Mapping[str, Any]) -> dict[str, int]:
+def with_keys(header: Header, keys: Mapping[str, Any]) -> dict[str, int]:
     """Return a header with the `given` keys of its medium: a clip from video_start to video_end is
     one of fewer frames, other keys become columns of their names.
 
     Raises:
       ValueError: values that cannot be, alone or together.
     """
-    for name, value in given.items():
+    for name, value in keys.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_right = is_number and 0 <= value <= MAX_VALUE and (value > 0 or name in SPAN)
+        is_right = is_number and 0 <= value <= MAX_INT32 and (value > 0 or name in SPAN)
         if not is_right or (name not in ("fps", *SPAN) and value != int(value)):
             raise ValueError(f"its {name} is {value!r:.50}, which is no number that it can be")
     for low, high in (SIZES[:2], FRAMES[2:]):
-        if given.get(low, 0) > given.get(high, MAX_VALUE):
-            raise ValueError(f"its {low} {given[low]} is above its {high} {given[high]}")
-    if "fps" in given and "nframes" in given:
+        if keys.get(low, 0) > keys.get(high, MAX_INT32):
+            raise ValueError(f"its {low} {keys[low]} is above its {high} {keys[high]}")
+    if "fps" in keys and "nframes" in keys:
         raise ValueError("it has fps and nframes; leave one out")
-    if len(given.keys() & {*SIZES[2:]}) == 1:
+    if len(keys.keys() & {*SIZES[2:]}) == 1:
         raise ValueError("it has one of resized_width and resized_height; give both")
-    columns = {name: int(value) for name, value in given.items() if name not in SPAN}
-    if "fps" in given:
-        columns["fps"] = round(given["fps"] * MICRO)
-    if given.keys() & {*SPAN}:
-        columns |= _span(header, given.get(SPAN[0], 0), given.get(SPAN[1], MAX_VALUE))
+    columns = {name: int(value) for name, value in keys.items() if name not in SPAN}
+    if "fps" in keys:
+        columns["fps"] = round(keys["fps"] * MICRO)
+    if keys.keys() & {*SPAN}:
+        columns |= _span(header, keys.get(SPAN[0], 0), keys.get(SPAN[1], MAX_INT32))
     return {**header, **columns}
 
 

@@ -14,27 +14,22 @@ from av.container import InputContainer
 from PIL import Image
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.index_build import IndexRules, check_usable, update_index
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.datasets.shape_index import (
-    Indexed,
-    load_index,
-    save_index,
-    table_of,
-)
-from dflop_jax.data.text.tokenize import chat_pieces
+from dflop_jax.data.datasets.record_table import DatasetIndex, build_table, load_index, save_index
+from dflop_jax.data.datasets.row_reader import LocalRowReader
+from dflop_jax.data.text.tokenize import encode_chatml
 from tests.data.media_cases import made_dataset, write_clip, write_wav
 
 
 def pieces(turns, _=None):
-    return chat_pieces(turns, ByteTokenizer())
+    return encode_chatml(turns, ByteTokenizer())
 
 
 def index_of(reader):
     """The index of a dataset, made here."""
     with TemporaryDirectory() as folder:
-        here = partial(RowsHere, {"a": reader}, pieces)
+        here = partial(LocalRowReader, {"a": reader}, pieces)
         return update_index(IndexRules(Path(folder) / "index.npz", "bytes", here), {"a": reader})[
             "a"
         ]
@@ -78,7 +73,7 @@ def test_saved_and_loaded(dataset, tmp_path):
     file = tmp_path / "new" / "index.npz"
     assert load_index(file) == {}
     found = index_of(open_reader(dataset))
-    empty = Indexed("k", table_of([], []), 3, ("why",))
+    empty = DatasetIndex("k", build_table([], []), 3, ("why",))
     save_index(file, {"a": found, "ä/b": empty})
     assert [p.name for p in file.parent.iterdir()] == ["index.npz"]
     again = load_index(file)
@@ -100,7 +95,7 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
 
     def update(settings="bytes"):
         calls.clear()
-        update_index(IndexRules(file, settings, partial(RowsHere, readers, counted)), readers)
+        update_index(IndexRules(file, settings, partial(LocalRowReader, readers, counted)), readers)
         return len(calls)
 
     assert update() == 15
@@ -126,7 +121,7 @@ def test_media_that_changed_under_their_names_are_read_again(tmp_path, caplog):
     file, readers = tmp_path / "index.npz", {"a": open_reader(path, [tmp_path, later])}
 
     def found(**how):
-        made = partial(RowsHere, readers, pieces)
+        made = partial(LocalRowReader, readers, pieces)
         return rows(update_index(IndexRules(file, "bytes", made, **how), readers)["a"].table)
 
     def picture(name, width):
@@ -160,7 +155,7 @@ def test_a_damaged_index_is_named_and_made_anew(dataset, tmp_path, damage, caplo
     file.write_bytes(file.read_bytes()[:-200] if damage is None else damage)
     with pytest.raises(ValueError, match=r"index\.npz: damaged index "):
         load_index(file)
-    update_index(IndexRules(file, "bytes", partial(RowsHere, readers, pieces)), readers)
+    update_index(IndexRules(file, "bytes", partial(LocalRowReader, readers, pieces)), readers)
     assert "damaged index" in caplog.text
     assert rows(load_index(file)["a"].table) == rows(index_of(readers["a"]).table)
 
@@ -168,7 +163,7 @@ def test_a_damaged_index_is_named_and_made_anew(dataset, tmp_path, damage, caplo
 @pytest.mark.parametrize("seed", range(8))
 def test_a_flipped_bit_of_an_index_is_harmless(dataset, tmp_path, seed):
     file, readers = tmp_path / "index.npz", {"a": open_reader(dataset)}
-    rules = IndexRules(file, "bytes", partial(RowsHere, readers, pieces))
+    rules = IndexRules(file, "bytes", partial(LocalRowReader, readers, pieces))
     made = partial(update_index, rules, readers)
     expected = rows(made()["a"].table)
     data = bytearray(file.read_bytes())
@@ -181,12 +176,12 @@ def test_a_flipped_bit_of_an_index_is_harmless(dataset, tmp_path, seed):
 
 def test_an_index_of_another_version_is_made_anew(dataset, tmp_path, monkeypatch):
     file = tmp_path / "index.npz"
-    monkeypatch.setattr("dflop_jax.data.datasets.shape_index.VERSION", 0)
+    monkeypatch.setattr("dflop_jax.data.datasets.record_table.VERSION", 0)
     save_index(file, {})
     monkeypatch.undo()
     assert load_index(file) == {}
     reader = open_reader(dataset)
-    made = partial(RowsHere, {"a": reader}, pieces)
+    made = partial(LocalRowReader, {"a": reader}, pieces)
     assert len(update_index(IndexRules(file, "bytes", made), {"a": reader})["a"].table) == 12
 
 
@@ -220,4 +215,4 @@ def test_too_many_unusable_records_end_the_run(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"2 of 12 .*r1: missing file.*max_bad_fraction=0\.1"):
         check_usable(found, "a", 0.1)
     with pytest.raises(ValueError, match="0 of 0"):
-        check_usable(Indexed("", table_of([], []), 0, ()), "a", 1.0)
+        check_usable(DatasetIndex("", build_table([], []), 0, ()), "a", 1.0)

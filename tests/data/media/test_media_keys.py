@@ -11,8 +11,8 @@ from PIL import Image
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data.media.media_keys import with_keys
 from dflop_jax.data.media.native import Native
-from dflop_jax.data.media.part_keys import with_keys
 from dflop_jax.data.media.tiling import frame_tile
 from dflop_jax.data.media.video import VIDEO, Clip, read_numbered
 from tests.data.media.test_native import dataset
@@ -152,7 +152,9 @@ def test_keys_of_parts_reach_the_model_or_are_named(tmp_path, caplog):
     tiles = {"vision": {"form": "tiles", "tile_px": 32, "tokens_per_tile": 4}}
     config = DataConfig(path=str(tmp_path), **limits)
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        of_tiles = make_source(config, MediaSpec.of(tiles, {}), index_dir=tmp_path, apart=False)
+        of_tiles = make_source(
+            config, MediaSpec.of(tiles, {}), index_dir=tmp_path, in_processes=False
+        )
     unused = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
     assert unused == [
         f"{tmp_path}: not used: min_pixels of images (1 of them); not used: max_pixels of images "

@@ -23,16 +23,16 @@ from dflop_jax.data.bounds import named, parse_json
 from dflop_jax.data.media.kind import Kind, Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 
-VERSION = 12  # of an index file; one more makes every index anew
+VERSION = 13  # of an index file; one more makes every index anew
 # What a table says of a record itself, and how many media it has.
-RECORDS = np.dtype(
+RECORD_COLUMNS = np.dtype(
     [("number", np.int64), ("file", np.int32), ("offset", np.int64), ("size_bytes", np.int64),
-     ("lot", np.uint64), ("content", np.uint64), ("text_tokens", np.int32),
+     ("split_hash", np.uint64), ("content_hash", np.uint64), ("text_tokens", np.int32),
      ("needed_tokens", np.int32), ("n_media", np.int32)]
 )  # fmt: skip
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     """A record's columns, those of each of its media, the `file_state` of the files that these lie
     in, by path (what holds the records themselves is none of them), and the record's keys that are
     not read."""
@@ -54,13 +54,14 @@ def media_columns(kinds: Kinds) -> np.dtype:
 
 
 @dataclass(frozen=True, eq=False)
-class ShapeTable:
+class RecordTable:
     """The usable records of one dataset: n records with m media.
 
     records [n], of RECORDS: number, file, offset, size_bytes: where it stands (see
-      `llava_records.Located`); lot: what it draws when some are held out (see `llava_records.lot`);
+      `record_parser.RecordLocation`); lot: what it draws when some are held out (see
+      `record_parser.split_hash`);
       content: a digest of it; text_tokens: of the whole conversation; needed_tokens: of those, see
-      `pieces.text_counts`; n_media.
+      `tokenize.count_text_tokens`; n_media.
     media [m], of `media_columns` of `kinds`: those of record 0 first; 0 where one does not apply.
     """
 
@@ -76,7 +77,7 @@ class ShapeTable:
         """int64 [n + 1]: the media of record i are media_start[i] up to media_start[i + 1]."""
         return np.append(0, np.cumsum(self.records["n_media"], dtype=np.int64))
 
-    def of_kind(self, kind: Kind) -> np.ndarray:
+    def rows_of_kind(self, kind: Kind) -> np.ndarray:
         """Return the places of all media of a kind, int64, ascending."""
         return np.flatnonzero(self.media["kind"] == self.kinds.index(kind))
 
@@ -91,32 +92,36 @@ class ShapeTable:
         ]
 
 
-def table_of(
+def build_table(
     records: Sequence[Mapping[str, int]],
     media: Sequence[Sequence[Mapping[str, int]]],
     kinds: Kinds = BUILT_IN,
-) -> ShapeTable:
+) -> RecordTable:
     """A table from the columns of each record and of each of its media; what these do not have is
     0."""
-    counted = [{**r, "n_media": len(ms)} for r, ms in zip(records, media, strict=True)]
-    flat = [m for ms in media for m in ms]
-    return ShapeTable(_rows(counted, RECORDS), _rows(flat, media_columns(kinds)), kinds)
+    record_rows = [{**r, "n_media": len(ms)} for r, ms in zip(records, media, strict=True)]
+    media_rows = [m for ms in media for m in ms]
+    return RecordTable(
+        _structured_array(record_rows, RECORD_COLUMNS),
+        _structured_array(media_rows, media_columns(kinds)),
+        kinds,
+    )
 
 
-def _rows(given: Sequence[Mapping[str, int]], columns: np.dtype) -> np.ndarray:
+def _structured_array(rows: Sequence[Mapping[str, int]], columns: np.dtype) -> np.ndarray:
     assert columns.names is not None
-    return np.array([tuple(row.get(name, 0) for name in columns.names) for row in given], columns)
+    return np.array([tuple(row.get(name, 0) for name in columns.names) for row in rows], columns)
 
 
-def joined(tables: Sequence[ShapeTable], kinds: Kinds = BUILT_IN) -> ShapeTable:
+def concatenate_tables(tables: Sequence[RecordTable], kinds: Kinds = BUILT_IN) -> RecordTable:
     """One table of all records, in order; `number` and `file` stay those of each part."""
-    every = [table_of([], [], kinds), *tables]
-    records, media = (np.concatenate(p) for p in zip(*((t.records, t.media) for t in every)))
-    return ShapeTable(records, media, kinds)
+    all_tables = [build_table([], [], kinds), *tables]
+    records, media = (np.concatenate(p) for p in zip(*((t.records, t.media) for t in all_tables)))
+    return RecordTable(records, media, kinds)
 
 
 @dataclass(frozen=True, eq=False)
-class Indexed:
+class DatasetIndex:
     """A dataset's table, and how it came about.
 
     key: what the table was made from; another key means that it must be made anew.
@@ -126,14 +131,14 @@ class Indexed:
     """
 
     key: str
-    table: ShapeTable
+    table: RecordTable
     listed: int
     bad: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, int] = field(default_factory=dict)
 
 
-def counted_keys(unread: Mapping[str, int]) -> str:
+def format_key_counts(unread: Mapping[str, int]) -> str:
     """Keys of records in words, each with the number of its records, the most frequent first."""
     ordered = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{key} ({n:,} record{'s' * (n != 1)})" for key, n in ordered)
@@ -142,9 +147,9 @@ def counted_keys(unread: Mapping[str, int]) -> str:
 def file_state(file: str | Path) -> str:
     """Return the size of a file in bytes and the time of its last change in ns, "" for none."""
     with suppress(OSError):
-        found = os.stat(file)
-        if stat.S_ISREG(found.st_mode):
-            return f"{found.st_size} {found.st_mtime_ns}"
+        file_stat = os.stat(file)
+        if stat.S_ISREG(file_stat.st_mode):
+            return f"{file_stat.st_size} {file_stat.st_mtime_ns}"
     return ""
 
 
@@ -153,24 +158,24 @@ def make_key(files: Sequence[Path], settings: str) -> str:
     return json.dumps([[(str(f.resolve()), file_state(f)) for f in files], settings])
 
 
-def save_index(file: Path, datasets: Mapping[str, Indexed], kinds: Kinds = BUILT_IN) -> None:
+def save_index(file: Path, datasets: Mapping[str, DatasetIndex], kinds: Kinds = BUILT_IN) -> None:
     """Writes all datasets into one .npz, which exists whole or not at all."""
-    about = {name: {**vars(d), "table": None} for name, d in datasets.items()}
-    meta = json.dumps({"version": _version(kinds), "datasets": about}).encode()
-    arrays = {"meta": np.frombuffer(meta, np.uint8)}
+    fields_by_name = {name: {**vars(d), "table": None} for name, d in datasets.items()}
+    header = json.dumps({"version": _index_version(kinds), "datasets": fields_by_name}).encode()
+    arrays = {"meta": np.frombuffer(header, np.uint8)}
     for k, d in enumerate(datasets.values()):
         arrays |= {f"{k}.records": d.table.records, f"{k}.media": d.table.media}
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as out:
-            np.savez(out, **arrays)  # type: ignore[arg-type]
-        part.replace(file)
+        with temporary.open("wb") as stream:
+            np.savez(stream, **arrays)  # type: ignore[arg-type]
+        temporary.replace(file)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
+def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, DatasetIndex]:
     """The datasets of an index file; none when there is no such file, or it is of another version
     or of other kinds of media.
 
@@ -183,15 +188,15 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
         file.open("rb") as opened,
         np.load(opened, allow_pickle=False) as arrays,
     ):
-        meta = parse_json(arrays["meta"].tobytes())
-        if meta["version"] != _version(kinds):
+        header = parse_json(arrays["meta"].tobytes())
+        if header["version"] != _index_version(kinds):
             return {}
         index = {}
-        for k, (name, about) in enumerate(meta["datasets"].items()):
-            table = ShapeTable(arrays[f"{k}.records"], arrays[f"{k}.media"], kinds)
-            index[name] = Indexed(**{**about, "table": table})
+        for k, (name, fields_by_name) in enumerate(header["datasets"].items()):
+            table = RecordTable(arrays[f"{k}.records"], arrays[f"{k}.media"], kinds)
+            index[name] = DatasetIndex(**{**fields_by_name, "table": table})
         return index
 
 
-def _version(kinds: Kinds) -> str:
+def _index_version(kinds: Kinds) -> str:
     return f"{VERSION} {' '.join(kind.name for kind in kinds)}"

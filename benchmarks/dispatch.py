@@ -35,7 +35,7 @@ from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.records import Bucket, Load, PackedPieces, Shape, crossing, traffic
+from dflop_jax.records import Bucket, Load, PackedPieces, Shape, crossing_traffic, rank_traffic
 from dflop_jax.schedule import WORK_PER_S, Capacity
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
@@ -97,7 +97,7 @@ class Dispatched:
 
     def within(self, tokens: int, work: float) -> PackedPieces | None:
         """Places in a row of so many tokens on each rank; None where no way was found."""
-        bucket = Bucket.of({MODULE: Shape(1, tokens)})
+        bucket = Bucket.from_shapes({MODULE: Shape(1, tokens)})
         capacity = Capacity({MODULE: self.n_ranks})
         microbatch = [list(range(self.batch.n_samples))]
         return place_pieces(
@@ -166,10 +166,10 @@ def shares_crossing(
     text = lengths // 4 + rng.integers(16, 2048, len(lengths))
     where = np.array(paper_ranks(text.tolist(), n_ranks))
     sample = np.arange(len(lengths))
-    moved = traffic(sample, ranks, lengths, sample, where, (n_ranks, n_ranks))
+    moved = rank_traffic(sample, ranks, lengths, sample, where, (n_ranks, n_ranks))
     devices, total = RankDevices(np.arange(n_ranks), NODE), max(float(moved.sum()), 1.0)
     names, node_V = best_permutation(local_tokens(moved, devices, devices)), devices.of_rank // NODE
-    near, naive = (crossing(m, node_V).across_nodes / total for m in (moved[names], moved))
+    near, naive = (crossing_traffic(m, node_V).across_nodes / total for m in (moved[names], moved))
     return near, naive
 
 

@@ -204,7 +204,7 @@ def make_plan(model: MultimodalModel, policy: str, tensor: int, stages: int) -> 
         Layout(
             tuple(meshes),
             tuple(segments),
-            (Bucket.of({**pieces, last: Shape(1, TOKENS)}),),
+            (Bucket.from_shapes({**pieces, last: Shape(1, TOKENS)}),),
             edges=edges,
             group_size=stages,
             tied=tuple(n for n, m in model.modules.items() if m.tied),

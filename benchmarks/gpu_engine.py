@@ -161,7 +161,7 @@ def step_plan(model: Any, tiles: int, tokens: int) -> Plan:
         Layout(
             (SubmeshPlan("one", 0, 1, 1, 1),),
             tuple(segments),
-            (Bucket.of(shapes),),
+            (Bucket.from_shapes(shapes),),
             edges=edges_of(model),
             tied=tuple(n for n, m in modules.items() if m.tied),
         ),

@@ -51,7 +51,7 @@ from dflop_jax.config import (
 from dflop_jax.records import Plan, Profile
 from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import PLAN, PROFILE, read_metrics, read_plan
-from dflop_jax.report.wall_time import read_spent
+from dflop_jax.report.wall_time import read_wall_time
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -178,7 +178,7 @@ def trained(
 def run_row(name: str, steps: int, folder: Path, *, tiny: bool) -> Row:
     run = folder / "run"
     seconds = trained(name, steps, run, tiny)
-    plan, rows, spent = read_plan(run), read_metrics(run), read_spent(run)
+    plan, rows, spent = read_plan(run), read_metrics(run), read_wall_time(run)
     assert spent is not None
     measured_s = mean(r["step_s"] for r in rows[WARM:])
     held = [(r["memory_bytes"] or {}).get("device", 0) for r in rows]

@@ -16,7 +16,7 @@ from packing_families import Drawing, Family
 from dflop_jax.contract import (
     MultimodalModel,
     edges_of,
-    n_rows,
+    n_stacked_layers,
     stacked_parts,
 )
 from dflop_jax.data import PackedGroup, Sample, pack_groups
@@ -207,7 +207,9 @@ def random_parameters(family: Family, seed: int = 0) -> dict[str, Tree]:
 
         if name not in stacked_parts(module):
             return one()
-        return jax.tree.map(lambda *a: np.stack(a), *(one() for _ in range(n_rows(module, name))))
+        return jax.tree.map(
+            lambda *a: np.stack(a), *(one() for _ in range(n_stacked_layers(module, name)))
+        )
 
     return {m: {p: family.calm(part(module, p)) for p in module.freeze_groups}
             for m, module in model.modules.items()}  # fmt: skip
@@ -222,7 +224,7 @@ class PackedRun:
     def __init__(self, model: MultimodalModel, params: Mapping[str, Tree], n_devices: int = 1):
         self.model, self.shapes = model, shapes_of(model)
         layout = spread(model, n_devices, ())
-        self.plan = Plan("packing", replace(layout, buckets=(Bucket.of(self.shapes),)))
+        self.plan = Plan("packing", replace(layout, buckets=(Bucket.from_shapes(self.shapes),)))
         self._ex = Executor(model, self.plan, optax.sgd(0.0))
         self._ex.init(0, lambda segment, fresh: _held(segment, params[segment.plan.module]))
         self._ex.compile()

@@ -39,7 +39,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     SubmeshPlan,
-    pairs,
+    token_pairs,
 )
 from dflop_jax.schedule import WORK_PER_S, BucketProblem, schedule_batch
 from dflop_jax.schedule.count_program import canonicalize, program_sizes
@@ -147,7 +147,7 @@ def in_rows(case: Case, order: Iterable[int], key: Callable[[np.ndarray], np.nda
         r = int(row_D[d])
         rows[d][r].append(i)
         fill_DR[d, r] += tokens[i]
-        content_D[d] += pairs(tokens[i])
+        content_D[d] += token_pairs(tokens[i])
     return scheduled(case, groups_of(case, rows))
 
 
@@ -172,7 +172,7 @@ def groups_of(case: Case, rows: Rows_D) -> list[Group]:
             (i, 0, d, r) for d, rank in enumerate(part) for r, row in enumerate(rank) for i in row
         ]
         pieces = PackedPieces(np.array(places, np.int64).reshape(-1, 4).T)
-        content = max(sum(pairs(tokens[i]) for row in rank for i in row) for rank in part)
+        content = max(sum(token_pairs(tokens[i]) for row in rank for i in row) for rank in part)
         groups.append(Group("llm", shape, (), (content,), pieces))
     return groups
 

@@ -51,7 +51,7 @@ from schedule_methods import (
     whole_modules,
 )
 
-from dflop_jax.records import Load, Plan, pairs
+from dflop_jax.records import Load, Plan, token_pairs
 from dflop_jax.schedule import choose_buckets
 
 SIZES = ((128, 8), (128, 16), (256, 16), (256, 32), (512, 32), (512, 64), (8192, 256))
@@ -96,9 +96,9 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
     for g in schedule.groups:
         length_P = np.array(tokens)[g.pieces.piece_id]
         assert (g.pieces.row_offsets(length_P) + length_P <= g.shape.tokens).all()
-        np.add.at(content_D, g.pieces.rank, pairs(length_P))
+        np.add.at(content_D, g.pieces.rank, token_pairs(length_P))
     static_bound_s = sum(tokens) * min(seconds_of(s) / (s.size * ranks) for s in shapes)
-    content = pairs(np.array(tokens, float))
+    content = token_pairs(np.array(tokens, float))
     content_bound = max(content.sum() / ranks, content.max())
     busiest_s = static_s + PAIR_S * float(content_D.max())
     return Row(

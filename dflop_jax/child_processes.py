@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import IO
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-_LAST_WORDS = 300  # characters that are told of what it wrote last
+_MAX_STDERR_CHARS = 300  # characters that are told of what it wrote last
 
 
-def program(module: str, paths: Sequence[str]) -> str:
+def child_source(module: str, paths: Sequence[str]) -> str:
     """What a child runs: a module's `main`, imported from `paths` before all else."""
     return f"import sys; sys.path[:0] = {[*paths]!r}; from {module} import main; main()"
 
 
-def command(module: str, paths: Sequence[str] = ()) -> list[str]:
+def child_command(module: str, paths: Sequence[str] = ()) -> list[str]:
     """What starts a process that runs a module's `main`; modules of `paths` come before ours."""
-    return [sys.executable, "-c", program(module, [*paths, _ROOT])]
+    return [sys.executable, "-c", child_source(module, [*paths, _ROOT])]
 
 
 class Child:
@@ -45,15 +45,15 @@ class Child:
         *,
         paths: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        keeps_words: bool = False,
+        captures_stderr: bool = False,
     ):
-        self._words = tempfile.TemporaryFile() if keeps_words else None  # noqa: SIM115
-        self._said = ""
+        self._stderr_file = tempfile.TemporaryFile() if captures_stderr else None  # noqa: SIM115
+        self._stderr_text = ""
         self._process = subprocess.Popen(
-            command(module, paths),
+            child_command(module, paths),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._words,
+            stderr=self._stderr_file,
             env=None if environment is None else dict(environment),
         )
 
@@ -67,14 +67,14 @@ class Child:
         """Its exit code: None while it lives; below 0: the signal that ended it."""
         return self._process.poll()
 
-    def tell(self, line: bytes) -> None:
+    def send(self, line: bytes) -> None:
         """Write a line to it, if it lives."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # its silence is the answer
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
 
-    def answer(self) -> bytes:
+    def receive(self) -> bytes:
         """Its next line; b"" where it died before it had written all of it."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -83,32 +83,35 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
-    def end(self) -> int:
+    def close(self) -> int:
         """Close its pipes and wait until it has ended; its exit code."""
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             with suppress(BrokenPipeError):
                 stream.close()
         code = self._process.wait()
-        if self._words is not None:
-            with self._words as words:
-                words.seek(0)
-                self._said, self._words = words.read().decode(errors="replace"), None
+        if self._stderr_file is not None:
+            with self._stderr_file as stderr_file:
+                stderr_file.seek(0)
+                self._stderr_text, self._stderr_file = (
+                    stderr_file.read().decode(errors="replace"),
+                    None,
+                )
         return code
 
-    def last_words(self) -> str:
+    def describe_exit(self) -> str:
         """End it; how it ended and the last line that it wrote to stderr."""
-        code = self.end()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        lines = [text for text in self._said.splitlines() if text.strip()]
-        return f"({how}): {lines[-1].strip()[:_LAST_WORDS] if lines else 'in silence'}"
+        code = self.close()
+        status = f"signal {-code}" if code < 0 else f"exit code {code}"
+        lines = [text for text in self._stderr_text.splitlines() if text.strip()]
+        return f"({status}): {lines[-1].strip()[:_MAX_STDERR_CHARS] if lines else 'in silence'}"
 
 
-def begin() -> tuple[IO[bytes], IO[bytes]]:
+def open_child_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """Begin as a child; returns where its requests come from, and where its answers go."""
-    out = os.fdopen(os.dup(1), "wb")
+    stdout = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print goes elsewhere than the answers
-    return sys.stdin.buffer, out
+    return sys.stdin.buffer, stdout
 
 
 def ignore_signals() -> None:

@@ -34,7 +34,7 @@ PositiveInt = Annotated[int, Meta(ge=1, description="at least 1")]
 NonNegativeInt = Annotated[int, _FROM_0]
 PositiveFloat = Annotated[float, _ABOVE_0]
 NonNegativeFloat = Annotated[float, _FROM_0]
-Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
+Fraction = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
 Decay = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
 
 Dtype = Literal["float32", "bfloat16"]
@@ -187,7 +187,8 @@ class PlanConfig:
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
     drift: Annotated[
-        Share, "share of drifted batches, of other media than the data's, that plans are judged by"
+        Fraction,
+        "share of drifted batches, of other media than the data's, that plans are judged by",
     ] = 1 / 3
     finalists: Annotated[
         NonNegativeInt,
@@ -238,12 +239,14 @@ class TrainConfig:
     ] = "cosine"
     warmup_steps: Annotated[NonNegativeInt, "steps of linear warm-up"] = 10
     warmup_ratio: Annotated[
-        Share, "share of all steps that is warm-up, in place of warmup_steps; 0: as that says"
+        Fraction, "share of all steps that is warm-up, in place of warmup_steps; 0: as that says"
     ] = 0.0
     decay_steps: Annotated[
         NonNegativeInt, "last steps, over which the schedule wsd decays; 0: a tenth of all"
     ] = 0
-    final_lr_fraction: Annotated[Share, "learning rate at the end of a decay over its peak"] = 0.1
+    final_lr_fraction: Annotated[Fraction, "learning rate at the end of a decay over its peak"] = (
+        0.1
+    )
     optimizer: Annotated[Literal["adamw", "lion"], "adamw or lion"] = "adamw"
     weight_decay: Annotated[NonNegativeFloat, "weight decay of matrices"] = 0.01
     weight_decays: Annotated[
@@ -428,12 +431,12 @@ def fields() -> tuple[Field, ...]:
 
 
 # A field -> the field that says the same in another way: given, it puts that one out of force.
-INSTEAD = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ratio"}
+ALTERNATIVES = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ratio"}
 
 
 # A field -> the field beside which alone it has an effect, and the values of that which give it one
 # (none: any but 0, false and empty).
-BESIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+EFFECTIVE_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         [f"train.lora_{name}" for name in ("alpha", "dropout", "ranks", "targets")],
         ("train.lora_rank", ()),
@@ -452,11 +455,11 @@ def check_effective(config: Config, requested: Container[str]) -> None:
     """Raise ValueError where a requested field, by its dotted name, has no effect in `config`, or
     the warm-up is longer than the run."""
     values = {leaf.name: leaf.value(config) for leaf in fields()}
-    for name, (other, allowed) in BESIDE.items():
+    for name, (other_name, allowed) in EFFECTIVE_WITH.items():
         if name not in requested or not values[name]:
             continue
-        if values[other] not in allowed if allowed else not values[other]:
-            needed = f"{other} {' or '.join(allowed) or 'empty'}" if allowed else other
+        if values[other_name] not in allowed if allowed else not values[other_name]:
+            needed = f"{other_name} {' or '.join(allowed) or 'empty'}" if allowed else other_name
             raise ValueError(
                 f"{name}={values[name]} has an effect only with {needed}; set that, or leave "
                 f"{name} out"
@@ -478,6 +481,6 @@ def check_warmup(train: TrainConfig) -> None:
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
     """`config` with dotted fields replaced; see `config_fields.overridden` and `check_effective`,
     which is about the fields that are replaced."""
-    changed = overridden(config, values, INSTEAD)
+    changed = overridden(config, values, ALTERNATIVES)
     check_effective(changed, values)
     return changed

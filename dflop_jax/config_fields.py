@@ -36,8 +36,8 @@ class Field(NamedTuple):
     def value(self, config: Any) -> Any:
         """The value that `config` has in this field."""
         node: Any = config
-        for part in self.name.split("."):
-            node = getattr(node, part)
+        for attribute in self.name.split("."):
+            node = getattr(node, attribute)
         return node
 
     def check(self, value: Any) -> None:
@@ -63,9 +63,9 @@ class Field(NamedTuple):
         try:
             return msgspec.convert(value, self.kind, strict=False)
         except msgspec.ValidationError as e:
-            why = str(e).split(" - at ")[0]
-            wanted = _wanted(self.kind) + ", or a size such as 80GB" * is_size
-            raise ValueError(f"{why} - at `{self.name}`; give {wanted}") from None
+            reason = str(e).split(" - at ")[0]
+            expected = _describe_type(self.kind) + ", or a size such as 80GB" * is_size
+            raise ValueError(f"{reason} - at `{self.name}`; give {expected}") from None
 
 
 def dtype_name(text: str) -> str:
@@ -86,7 +86,7 @@ def size_bytes(text: str) -> float | None:
         return None
 
 
-def _wanted(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     """What a field of a kind holds, in words."""
     if get_origin(kind) is tuple:
         return "names with commas between"
@@ -105,18 +105,20 @@ def check_bounds(name: str, number: float, bounds: Meta) -> None:
 @cache
 def fields_of(kind: type, prefix: str = "") -> tuple[Field, ...]:
     """Every field that holds a value, of `kind` and of the dataclasses in it."""
-    out: list[Field] = []
+    all_fields: list[Field] = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
-            out += fields_of(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+            all_fields += fields_of(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
-            *bounds, text = hint.__metadata__
-            out.append(Field(prefix + name, hint.__origin__, bounds[0] if bounds else None, text))
-    return tuple(out)
+            *bounds, help_text = hint.__metadata__
+            all_fields.append(
+                Field(prefix + name, hint.__origin__, bounds[0] if bounds else None, help_text)
+            )
+    return tuple(all_fields)
 
 
 def overridden(
-    config: Any, values: Mapping[str, str | Sequence[str]], instead: Mapping[str, str]
+    config: Any, values: Mapping[str, str | Sequence[str]], alternatives: Mapping[str, str]
 ) -> Any:
     """`config` with dotted fields replaced; strings are converted to the field's type.
 
@@ -128,31 +130,31 @@ def overridden(
       ValueError: unknown name (with the nearest one), a value of the wrong type or out of bounds,
         or two fields that say the same.
     """
-    for name, other in instead.items():
-        if name in values and other in values:
-            raise ValueError(f"{name} and {other} say the same in two ways; give one of them")
-    values = {instead[name]: "0" for name in values if name in instead} | dict(values)
+    for name, alternative in alternatives.items():
+        if name in values and alternative in values:
+            raise ValueError(f"{name} and {alternative} say the same in two ways; give one of them")
+    values = {alternatives[name]: "0" for name in values if name in alternatives} | dict(values)
     kind: type = type(config)
-    known = {leaf.name: leaf for leaf in fields_of(kind)}
+    fields_by_name = {field_name.name: field_name for field_name in fields_of(kind)}
     changed: dict[str, dict[str, Any]] = {}  # by section; "" holds what is in none
     for name, text in values.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else "; see --help for the names"
+        if name not in fields_by_name:
+            nearest = difflib.get_close_matches(name, fields_by_name, 1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else "; see --help for the names"
             raise ValueError(f"unknown override {name}{hint}")
-        section, _, leaf = name.rpartition(".")
-        changed.setdefault(section, {})[leaf] = known[name].parse(text)
+        section, _, field_name = name.rpartition(".")
+        changed.setdefault(section, {})[field_name] = fields_by_name[name].parse(text)
     # All at once, since some values are only allowed together.
-    whole = changed.pop("", {})
+    top_level = changed.pop("", {})
     sections = {k: dataclasses.replace(getattr(config, k), **v) for k, v in changed.items()}
-    return dataclasses.replace(config, **whole, **sections)
+    return dataclasses.replace(config, **top_level, **sections)
 
 
 # Fields of `train` with a number for each part.
 RATES, DECAYS, RANKS = "learning_rates", "weight_decays", "lora_ranks"
 
 
-_FORMS = {
+_ENTRY_FORMS = {
     RATES: "NAME=RATE, such as vision=2e-6",
     DECAYS: "NAME=NUMBER, such as vision=0",
     RANKS: "PATTERN=RANK, such as vision=4 or llm.query=32",
@@ -162,7 +164,9 @@ _FORMS = {
 T = TypeVar("T")
 
 
-def _named(entries: Iterable[str], field: str, form: str, kind: Callable[[str], T]) -> dict[str, T]:
+def _parse_entries(
+    entries: Iterable[str], field: str, form: str, kind: Callable[[str], T]
+) -> dict[str, T]:
     """Entries NAME=VALUE by name; ValueError: one of another form, or a name given twice."""
     values: dict[str, T] = {}
     for entry in entries:
@@ -178,7 +182,7 @@ def _named(entries: Iterable[str], field: str, form: str, kind: Callable[[str], 
 
 def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
     """The entries of `train.FIELD` by name; see `_named` for errors."""
-    return _named(entries, f"train.{field}", _FORMS[field], float)
+    return _parse_entries(entries, f"train.{field}", _ENTRY_FORMS[field], float)
 
 
 def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
@@ -196,7 +200,7 @@ def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
 
 def named_columns(entries: Iterable[str]) -> dict[str, str]:
     """The entries of `data.columns`, column by field; see `_named` for errors."""
-    return _named(entries, "data.columns", "FIELD=COLUMN, such as messages=chat", str)
+    return _parse_entries(entries, "data.columns", "FIELD=COLUMN, such as messages=chat", str)
 
 
 def profiled_steps(text: str) -> range:

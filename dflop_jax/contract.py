@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dflop_jax.records import LAYERS, PAIR, TOKEN, Edge, pairs
+from dflop_jax.records import LAYERS, PAIR, TOKEN, Edge, token_pairs
 
 Array = jax.Array
 Params = Any
@@ -165,16 +165,16 @@ def stacked_parts(module: Module) -> dict[str, str]:
     """Parts that are stacked, one row for each layer of a kind, and that kind."""
     kinds = dict.fromkeys(layer_kinds_of(module))
     adapters = {adapter_of(kind): kind for kind in kinds}
-    here = {part: kind for part, kind in adapters.items() if part in module.freeze_groups}
-    return {**{kind: kind for kind in kinds}, **here}
+    own_adapters = {part: kind for part, kind in adapters.items() if part in module.freeze_groups}
+    return {**{kind: kind for kind in kinds}, **own_adapters}
 
 
-def n_rows(module: Module, part: str) -> int:
+def n_stacked_layers(module: Module, part: str) -> int:
     """Layers of a module that have a row in a stacked part."""
     return layer_kinds_of(module).count(stacked_parts(module)[part])
 
 
-def folded(module: Module, params: dict[str, Params], *each: Any) -> dict[str, Params]:
+def fold_adapters(module: Module, params: dict[str, Params], *each: Any) -> dict[str, Params]:
     """Parts of a module with its adapters, if any, folded in; `each` as in its `merged`."""
     fold = getattr(module, "merged", None)
     return fold(params, *each) if fold else params
@@ -190,7 +190,7 @@ def content_of(
 ) -> dict[str, int]:
     """See `content` above; `placed` None: a piece of text."""
     count = getattr(module, "content", None)
-    return dict(count(tokens, placed or {})) if count else {PAIR: pairs(tokens)}
+    return dict(count(tokens, placed or {})) if count else {PAIR: token_pairs(tokens)}
 
 
 def content_flops_of(module: Module) -> dict[str, float]:
@@ -309,7 +309,7 @@ MODEL_SHARDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
 _OR_WHOLE = frozenset({"kv_heads", "vocab"})
 
 
-def split_dim(shape: Sequence[int], axes: Sequence[str | None], ways: int) -> int | None:
+def split_dim(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> int | None:
     """The dim of a parameter that tensor parallelism splits over `ways` devices, if any; it may not
     divide.
 
@@ -317,6 +317,6 @@ def split_dim(shape: Sequence[int], axes: Sequence[str | None], ways: int) -> in
       axes: the logical name of each dim; one of them at most is split.
     """
     for i, (size, name) in enumerate(zip(shape, axes, strict=True)):
-        if name in MODEL_SHARDED and not (name in _OR_WHOLE and size % ways):
+        if name in MODEL_SHARDED and not (name in _OR_WHOLE and size % tp):
             return i
     return None

@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # errors that end when somebody makes room
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # errors that end when somebody makes room
 
 log = logging.getLogger("dflop_jax")
 
 
 @contextmanager
-def writing(path: str | Path, remedy: str) -> Iterator[Path]:
+def writable_path(path: str | Path, remedy: str) -> Iterator[Path]:
     """Inside, a file is written or a folder made: its path, whose folder is there.
 
     Raises:
@@ -36,27 +36,27 @@ def writing(path: str | Path, remedy: str) -> Iterator[Path]:
             raise
         raise ValueError(f"{file}: is a file; {remedy}") from None
     except OSError as e:
-        if e.errno in FULL:
+        if e.errno in DISK_FULL_ERRNOS:
             raise OSError(e.errno, e.strerror, str(path)) from None
         raise ValueError(f"{path}: cannot be written ({e.strerror or e}); {remedy}") from None
 
 
-def made(folder: str | Path, remedy: str) -> Path:
+def make_folder(folder: str | Path, remedy: str) -> Path:
     """A folder that can be written, made where it is missing; raises as `writing` does."""
-    with writing(folder, remedy) as path:
+    with writable_path(folder, remedy) as path:
         path.mkdir(exist_ok=True)
         if not os.access(path, os.W_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     return path
 
 
-def missing(folder: str | Path) -> list[Path]:
+def missing_folders(folder: str | Path) -> list[Path]:
     """The folder and those above it that are not there, the innermost first."""
     path = Path(folder)
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
-def remove_empty(folders: Iterable[Path]) -> None:
+def remove_empty_folders(folders: Iterable[Path]) -> None:
     """Remove folders, in turn, up to the first that holds something or is not there."""
     with suppress(OSError):
         for folder in folders:
@@ -64,30 +64,30 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 @contextmanager
-def despite_full_disk(file: Path) -> Iterator[None]:
+def tolerate_full_disk(file: Path) -> Iterator[None]:
     """Where the disk is full the file is not written, which is said; a part of it does not stay."""
     try:
         yield
     except OSError as e:
-        if e.errno not in FULL:
+        if e.errno not in DISK_FULL_ERRNOS:
             raise
         file.unlink(missing_ok=True)
         log.warning("%s: %s; it is not written", file, e.strerror)
 
 
-class _Dropping(io.FileIO):
+class _LossyFile(io.FileIO):
     """A file that takes what finds no room, and drops it."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as e:
-            if e.errno not in FULL:
+            if e.errno not in DISK_FULL_ERRNOS:
                 raise
             return memoryview(data).nbytes
 
 
-def is_standard(stream: TextIO, descriptor: int) -> bool:
+def is_standard_stream(stream: TextIO, descriptor: int) -> bool:
     """Whether a stream is what a process writes to its descriptor 1 or 2; else it is captured."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor
@@ -95,23 +95,23 @@ def is_standard(stream: TextIO, descriptor: int) -> bool:
         return False
 
 
-def dropping(like: TextIO, descriptor: int) -> TextIO:
+def lossy_stream(template: TextIO, descriptor: int) -> TextIO:
     """A stream of text to an open file, such as a log, that loses lines where the disk is full and
     raises nothing; with the encoding and buffering of another one."""
-    assert isinstance(like, io.TextIOWrapper)
-    like.flush()
+    assert isinstance(template, io.TextIOWrapper)
+    template.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Dropping(descriptor, "w", closefd=False)),
-        encoding=like.encoding,
-        errors=like.errors,
-        line_buffering=like.line_buffering,
-        write_through=like.write_through,
+        io.BufferedWriter(_LossyFile(descriptor, "w", closefd=False)),
+        encoding=template.encoding,
+        errors=template.errors,
+        line_buffering=template.line_buffering,
+        write_through=template.write_through,
     )
 
 
-def need_no_log() -> None:
+def tolerate_lost_log_lines() -> None:
     """Let standard output and error lose lines where the disk that they go to is full."""
-    if is_standard(sys.stdout, 1):
-        sys.stdout = dropping(sys.stdout, 1)
-    if is_standard(sys.stderr, 2):
-        sys.stderr = dropping(sys.stderr, 2)
+    if is_standard_stream(sys.stdout, 1):
+        sys.stdout = lossy_stream(sys.stdout, 1)
+    if is_standard_stream(sys.stderr, 2):
+        sys.stderr = lossy_stream(sys.stderr, 2)

@@ -39,7 +39,7 @@ EDGE = Edge("vision", "llm", "visual")
 def bucket(tiles: int, tokens: int, rows: int = 1) -> Bucket:
     """Shapes of an encoder's tiles and of rows of text."""
     vision = Shape(tiles, TILE_TOKENS) if tiles else None
-    return Bucket.of({"vision": vision, "llm": Shape(rows, tokens)})
+    return Bucket.from_shapes({"vision": vision, "llm": Shape(rows, tokens)})
 
 
 def load(tiles: int, tokens: int) -> Load:
@@ -88,7 +88,7 @@ def graph_plan(model, parts_of, shapes, **more) -> Plan:
         "group_size": max(m.stage for m in submeshes),
         "tied": tuple(m for m, module in model.modules.items() if module.tied),
     }
-    buckets = (Bucket.of(shapes),)
+    buckets = (Bucket.from_shapes(shapes),)
     return Plan("test", Layout(tuple(submeshes), tuple(segments), buckets, **(given | more)))
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dflop_jax.config import (
-    BESIDE,
+    EFFECTIVE_WITH,
     Config,
     DataConfig,
     PlanConfig,
@@ -24,7 +24,7 @@ def get(config, name):
 
 def usable(name):
     """A configuration in which a field has an effect."""
-    other, values = BESIDE.get(name, ("", ()))
+    other, values = EFFECTIVE_WITH.get(name, ("", ()))
     return override(Config(), {other: (values or ("1",))[0]}) if other else Config()
 
 
@@ -69,9 +69,11 @@ def test_every_field_takes_an_override_and_has_help(leaf):
     assert back == usable(name)
 
 
-@pytest.mark.parametrize("leaf", [f for f in fields() if f.name in BESIDE], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "leaf", [f for f in fields() if f.name in EFFECTIVE_WITH], ids=lambda f: f.name
+)
 def test_a_field_without_effect_is_refused_beside_what_gives_it_one(leaf):
-    other, values = BESIDE[leaf.name]
+    other, values = EFFECTIVE_WITH[leaf.name]
     without = {f.name: f.choices for f in fields()}[other]
     value = next((c for c in without if c not in values), "some" if "" in values else "0")
     value = "" if other == "train.wandb_project" else value

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dflop_jax.cli.derive_config import asked
+from dflop_jax.cli.derive_config import derive_config
 from dflop_jax.cli.main import _parser
 from dflop_jax.config import DistributedConfig
 from dflop_jax.distributed import processes
@@ -41,7 +41,7 @@ def met(words: list[str]) -> tuple[str, int, int]:
     """Of a process that runs a command line: (coordinator, its number, how many there are)."""
     args, extra = _parser().parse_known_args(words[1:])
     assert (words[0], extra) == ("dflop", [])
-    found = find_processes(asked(args).config.distributed)
+    found = find_processes(derive_config(args).config.distributed)
     return str(found.coordinator), found.index, found.n_processes
 
 

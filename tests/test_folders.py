@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax import folders
 from dflop_jax.distributed.process_exit import BAD_INPUT, TRANSIENT_FAILURE, exit_code_of
-from dflop_jax.folders import made, writing
+from dflop_jax.folders import make_folder, writable_path
 from dflop_jax.report.run_folder import RunFolder, answer_folder
 
 FULL = Path("/dev/full")
@@ -18,7 +18,7 @@ REMEDY = "choose another"
 
 
 def write(path):
-    with writing(path, REMEDY) as file:
+    with writable_path(path, REMEDY) as file:
         file.write_text("words")
         return file
 
@@ -37,14 +37,14 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("make", [lambda p: made(p, REMEDY), write, run_folder, asked])
+@pytest.mark.parametrize("make", [lambda p: make_folder(p, REMEDY), write, run_folder, asked])
 @pytest.mark.parametrize("name", ["new", "deep/er/new"])
 def test_folders_are_made_as_far_as_they_are_missing(make, name):
     assert Path(make(name)).exists()
     assert Path(make(name)).exists()  # again
 
 
-@pytest.mark.parametrize("make", [lambda p: made(p, REMEDY), run_folder, asked])
+@pytest.mark.parametrize("make", [lambda p: make_folder(p, REMEDY), run_folder, asked])
 @pytest.mark.parametrize("name", ["file", "file/below", "file/far/below"])
 def test_a_file_in_a_folders_place_is_named(make, name):
     Path("file").write_text("mine")
@@ -66,7 +66,7 @@ def test_what_is_not_allowed(monkeypatch):
     with pytest.raises(ValueError, match=r"^folder: cannot be written \(Is a directory\); choose"):
         write("folder")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    for make in (lambda p: made(p, REMEDY), run_folder, asked):
+    for make in (lambda p: make_folder(p, REMEDY), run_folder, asked):
         with pytest.raises(ValueError, match=r"^folder: cannot be written \(Permission denied\)"):
             make("folder")
 
@@ -85,10 +85,10 @@ def test_a_full_disk_may_have_room_later():
 
 PROGRAM = """
 import os, sys
-from dflop_jax.folders import need_no_log
+from dflop_jax.folders import tolerate_lost_log_lines
 
 if {drops}:
-    need_no_log()
+    tolerate_lost_log_lines()
 for stream in (sys.stdout, sys.stderr):
     print("a line", file=stream)
     stream.flush()
@@ -114,4 +114,4 @@ def test_a_log_without_room_loses_lines_and_ends_nothing(stream):
 
 def test_other_errors_of_a_log_are_raised():
     with open(__file__) as only_read, pytest.raises(OSError, match="Bad file descriptor"):
-        folders._Dropping(only_read.fileno(), "w", closefd=False).write(b"a line")
+        folders._LossyFile(only_read.fileno(), "w", closefd=False).write(b"a line")

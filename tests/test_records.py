@@ -15,10 +15,9 @@ from dflop_jax.records import (
     DataProfile,
     Edge,
     Event,
-    ExchangeRoom,
+    ExchangeCapacity,
     Group,
     Hardware,
-    Kept,
     LayerTiming,
     Layout,
     Link,
@@ -34,6 +33,7 @@ from dflop_jax.records import (
     Prices,
     Profile,
     ProgramId,
+    ResidualBytes,
     Schedule,
     SegmentPlan,
     SendId,
@@ -41,8 +41,8 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
     Trace,
-    first_pieces,
-    numbered,
+    first_piece_numbers,
+    piece_positions,
     piece_tokens,
 )
 from dflop_jax.records.files import VERSION, load, save
@@ -54,9 +54,13 @@ VISION = SegmentPlan("vision", "vision", 0, 3, "enc", True, True)
 LLM = SegmentPlan("llm", "llm", 0, 8, "dec", True, True, rounds=2)
 EDGE = Edge("vision", "llm", "visual", sources=4)
 TAP = Edge("vision", "llm", "deep", "inner", leaves=2, enters=3)
-BUCKET = Bucket.of({"vision": Shape(8, 16), "llm": Shape(1, 64)})
+BUCKET = Bucket.from_shapes({"vision": Shape(8, 16), "llm": Shape(1, 64)})
 LAYOUT = Layout(
-    (ENC, DEC), (VISION, LLM), (BUCKET, Bucket.of({"llm": Shape(2, 32)})), (EDGE,), group_size=2
+    (ENC, DEC),
+    (VISION, LLM),
+    (BUCKET, Bucket.from_shapes({"llm": Shape(2, 32)})),
+    (EDGE,),
+    group_size=2,
 )
 PLAN = Plan("dflop", LAYOUT, predicted=Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}, chosen_by_s=0.2))
 DATA = DataProfile("here", 7, (Load({"llm": (3,)}), Load({"vision": (16, 16), "llm": (14,)})))
@@ -98,9 +102,9 @@ EXAMPLES = [
     SendId("vision", "llm", SHAPE, "forward"),
     Price(1.0, (1e-9,)),
     ParamDims((8, 16), 1),
-    ExchangeRoom("vision", "llm", SHAPE, SHAPE, 0.5),
-    Kept("llm", SHAPE, 2e9, 1e9),
-    PriceList.of(Prices({PROGRAM: Price(1.0)}, {Task("llm", NO_GROUP, "reduce"): 0.5})),
+    ExchangeCapacity("vision", "llm", SHAPE, SHAPE, 0.5),
+    ResidualBytes("llm", SHAPE, 2e9, 1e9),
+    PriceList.from_prices(Prices({PROGRAM: Price(1.0)}, {Task("llm", NO_GROUP, "reduce"): 0.5})),
     Event("dec", "llm", 0, "forward", 0.0, 1.5),
     Trace(2, "measured", (Event("dec", "llm", 0, "forward", 0.25, 1e-9),)),
     MODEL.timings[0],
@@ -336,11 +340,11 @@ def test_segments_of_a_module_share_their_data_ranks():
 def test_what_shapes_schedules_and_traces_derive():
     loads = [Load({"llm": (3,)}), Load({}), Load({"vision": (16, 9), "llm": (14,)})]
     assert [loads[2].tokens(m) for m in ("vision", "llm", "audio")] == [25, 14, 0]
-    assert numbered(loads, "vision") == ((2, 0), (2, 1))
-    assert first_pieces(loads, "vision") == (0, 0, 0, 2)
-    assert first_pieces(loads, "llm") == (0, 1, 1, 2)
+    assert piece_positions(loads, "vision") == ((2, 0), (2, 1))
+    assert first_piece_numbers(loads, "vision") == (0, 0, 0, 2)
+    assert first_piece_numbers(loads, "llm") == (0, 1, 1, 2)
     assert piece_tokens(loads, "vision") == (16, 9)
-    assert (numbered([], "llm"), first_pieces([], "llm")) == ((), (0,))
+    assert (piece_positions([], "llm"), first_piece_numbers([], "llm")) == ((), (0,))
     assert TILES.pieces.piece_id.tolist() == [0, 1, 2]
     assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
     prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, (0.5,))})

@@ -34,7 +34,7 @@ from dflop_jax.records import (
     Recompute,
     Remat,
     Shape,
-    rank_share,
+    tp_share,
 )
 from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
 from dflop_jax.train.run_context import RunContext
@@ -257,7 +257,7 @@ class ProbeSet:
         if self.has_loss:
             whole_bytes = ends[_WORK] + _DEPTHS[1] * layer[_WORK]
             layer, ends = self._split_layer(costs, shape, remat, ends=False)
-            hidden_bytes *= rank_share(shape.rows, shape.tokens, self.tp)
+            hidden_bytes *= tp_share(shape.rows, shape.tokens, self.tp)
             kept_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
             loss_bytes = whole_bytes - kept_bytes
         costs_of_policy = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])

@@ -66,18 +66,18 @@ class Compiler:
                 # The experiment's folder comes first, as it does in this process.
                 paths=[str(Path.cwd())],
                 environment=self._environment,
-                keeps_words=True,
+                captures_stderr=True,
             )
-        self._child.tell(msgspec.json.encode(request))
-        if not (response := self._child.answer()):
+        self._child.send(msgspec.json.encode(request))
+        if not (response := self._child.receive()):
             dead_child, self._child = self._child, None
-            raise CompilerDied(f"the compiler died {dead_child.last_words()}")
+            raise CompilerDied(f"the compiler died {dead_child.describe_exit()}")
         return response
 
     def close(self) -> None:
         """End the process."""
         if self._child is not None:
-            self._child.end()
+            self._child.close()
 
 
 @dataclass(frozen=True)

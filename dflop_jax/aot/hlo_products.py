@@ -10,7 +10,7 @@ from math import prod
 
 from dflop_jax.aot.hlo_text import Instruction
 from dflop_jax.profile.kernels import ATTENTION_PRODUCTS
-from dflop_jax.records import pairs
+from dflop_jax.records import token_pairs
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 _CUDNN = "__cudnn$fmha"
@@ -47,7 +47,7 @@ def product_flops(i: Instruction, visible_pairs: float) -> float | None:
         return 2.0 * _attention_products(i) * visible_share * n_pairs * i.reads[0].shape[-1]
     if pair_flops := attention_pair_flops(i):
         tokens = i.reads[0].shape[1]
-        return pair_flops * visible_pairs * pairs(tokens) / tokens
+        return pair_flops * visible_pairs * token_pairs(tokens) / tokens
     for name, n_products in _STATES_PRODUCTS.items():
         if name in i.attributes:
             return 2.0 * n_products * i.reads[0].size * i.arrays[0].shape[-2]

@@ -20,7 +20,7 @@ from dflop_jax.aot.chips import absent_devices
 from dflop_jax.aot.hlo_cost import program_cost
 from dflop_jax.aot.hlo_text import pair_arrays, parse_hlo
 from dflop_jax.aot.reports import ProgramReport, SegmentMemory
-from dflop_jax.child_processes import begin
+from dflop_jax.child_processes import open_child_pipes
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.profile.kernels import Kernel
@@ -111,7 +111,7 @@ class Request:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    requests, responses = begin()
+    requests, responses = open_child_pipes()
     worker = Worker()
     for request_line in requests:
         response = worker.respond(msgspec.json.decode(request_line, type=Request))

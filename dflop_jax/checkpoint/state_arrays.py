@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.checkpoint.format import ArraySpec
 from dflop_jax.checkpoint.reader import CheckpointReader
-from dflop_jax.contract import n_rows
+from dflop_jax.contract import n_stacked_layers
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs
 from dflop_jax.runtime.segment import Segment
@@ -94,7 +94,7 @@ def _arrays(
     arrays = []
     for i, ((path, struct), part_name, cut) in enumerate(facts):
         leaf_name = jax.tree_util.keystr(path, simple=True, separator="/")
-        n = n_rows(segment.module, part_name) if part_name in segment.stacked else None
+        n = n_stacked_layers(segment.module, part_name) if part_name in segment.stacked else None
         rows = segment.layer_rows.get(part_name, ())
         array = f"{kind}/{segment.plan.module}/{leaf_name}"
         arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves=True))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.derive_config import Asked, asked, open_place, said
-from dflop_jax.cli.experiment import add_options, given_record
-from dflop_jax.cli.terminal import show, table, ticker
+from dflop_jax.cli.derive_config import DerivedConfig, derive_config, open_workplace, settings_notes
+from dflop_jax.cli.experiment import add_options, load_record
+from dflop_jax.cli.terminal import make_table, make_ticker, show
 from dflop_jax.hardware import GIB
 from dflop_jax.records import Plan
 
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.run_folder import check_answer_file
 
     jax.config.update("jax_platforms", "cpu")  # the plugin asks for a driver else
-    ask = asked(args)
-    config = ask.config
+    derived = derive_config(args)
+    config = derived.config
     if not config.plan.hardware:
         raise ValueError(f"name the GPU: --plan.hardware {'|'.join(CHIPS)}")
     find_chip(config.plan.hardware)
@@ -48,48 +48,48 @@ def run(args: argparse.Namespace) -> Any:
         if not Path(args.out).resolve().parent.is_dir():
             raise ValueError(f"--out {args.out}: no such folder; make it first")
     compiler_environment()  # a missing compiler is named before anything is planned
-    plan = _plan(args, ask)
-    report = compile_plan(CompileJob(config, plan), ticker("compiling", "programs"))
+    plan = _choose_plan(args, derived)
+    report = compile_plan(CompileJob(config, plan), make_ticker("compiling", "programs"))
     if args.out:
         save(report, args.out)
     if not args.json:
-        show(_table(report))
+        show(_report_table(report))
         show(report.verdict)
     return report
 
 
-def _plan(args: argparse.Namespace, ask: Asked) -> Plan:
+def _choose_plan(args: argparse.Namespace, derived: DerivedConfig) -> Plan:
     """The plan of --plan-file, else the planner's for the named GPU."""
     from dflop_jax.train import planning
 
-    if plan := given_record(args, Plan):
-        with said(ask) as notes:
+    if plan := load_record(args, Plan):
+        with settings_notes(derived) as notes:
             notes.show()
         return plan
-    check = (lambda place: None) if args.profile_file else planning.check_plannable
-    place, profile = open_place(args, check)
-    tick = ticker("planning", "placements", at_once=not args.profile_file)
-    return planning.make_plan(place, profile, tick).plan
+    check = (lambda workplace: None) if args.profile_file else planning.check_plannable
+    workplace, profile = open_workplace(args, check)
+    tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
+    return planning.make_plan(workplace, profile, tick).plan
 
 
-def _table(report: CompileReport) -> Table:
-    nodes = f" on {report.n_nodes} nodes, each program for all of its submesh"
+def _report_table(report: CompileReport) -> Table:
+    nodes_text = f" on {report.n_nodes} nodes, each program for all of its submesh"
     title = f"{len(report.programs)} programs for {report.n_devices} x {report.chip}"
-    title += nodes * (report.n_nodes > 1) + "; GiB of a device"
+    title += nodes_text * (report.n_nodes > 1) + "; GiB of a device"
     columns = ("program", "mesh", "s", "args", "temp", "done/\nneeded", "in\nfloat32", "sent")
-    rows = ((p.name, "x".join(map(str, p.mesh)), *_figures(p)) for p in report.programs)
-    return table(title, columns, rows)
+    rows = ((p.name, "x".join(map(str, p.mesh)), *_program_figures(p)) for p in report.programs)
+    return make_table(title, columns, rows)
 
 
-def _figures(p: ProgramReport) -> list[str]:
+def _program_figures(p: ProgramReport) -> list[str]:
     if p.error:
         return ["fails", *("-",) * 5]
-    ratio, sent = p.executed_over_needed, sum(p.collectives.values())
+    ratio, sent_bytes = p.executed_over_needed, sum(p.collectives.values())
     return [
         "equal" if p.same_as else f"{p.compile_s:.1f}",
         f"{p.argument_bytes / GIB:.2f}",
         f"{p.temp_bytes / GIB:.2f}",
         (f"{ratio:.2f}" if ratio else "-") + "?" * bool(p.unknown),
         f"{p.float32_dot_flops / p.flops:.0%}" if p.flops else "-",
-        f"{sent / GIB:.2f}" if p.collectives else "-",
+        f"{sent_bytes / GIB:.2f}" if p.collectives else "-",
     ]

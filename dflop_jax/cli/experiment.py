@@ -25,24 +25,24 @@ import importlib.util
 import inspect
 from dataclasses import replace
 
-from dflop_jax.report.run_folder import CONFIG, answer_folder, has_begun
+from dflop_jax.report.run_folder import CONFIG, answer_folder, holds_run
 from dflop_jax.train.run_dir import read_run_config
 
 T = TypeVar("T")
-LONGEST_NAME = 120  # characters of a folder's name
+MAX_NAME_LENGTH = 120  # characters of a folder's name
 # Of a command's arguments, those that its answer does not depend on.
-ASIDE = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
+UNNAMED_ARGUMENTS = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
          "cache_dir")  # fmt: skip
 
 
-def experiment_arguments(*, optional: bool = False) -> Parser:
+def experiment_arguments(*, is_optional: bool = False) -> Parser:
     """A parent parser with EXPERIMENT and the overrides."""
     parser = Parser(add_help=False)
     parser.add_argument(
         "experiment",
-        nargs="?" if optional else None,
+        nargs="?" if is_optional else None,
         help="Python file whose config() returns a dflop_jax.Config"
-        + ", where there is one" * optional,
+        + ", where there is one" * is_optional,
     )
     groups: dict[str, Any] = {}
     for leaf in fields():
@@ -52,12 +52,12 @@ def experiment_arguments(*, optional: bool = False) -> Parser:
                 section, "Each replaces the experiment's value; defaults are for files without one."
             )
         default = leaf.value(Config())
-        shown = f" (default: {default})" if default not in ("", ()) else ""
+        default_text = f" (default: {default})" if default not in ("", ()) else ""
         groups[section].add_argument(
             f"--{leaf.name}",
             dest=leaf.name,
             metavar=_metavar(leaf),
-            help=(leaf.help + shown).replace("%", "%%"),
+            help=(leaf.help + default_text).replace("%", "%%"),
         )
     return parser
 
@@ -76,17 +76,19 @@ _METAVARS = {
     "train.profile_steps": "FIRST:LAST",
     "distributed.coordinator": "HOST:PORT",
 }
-_BY_ENDING = {"factory": "MODULE:FUNCTION", "path": "PATH", "dir": "FOLDER", "file": "FILE",
+_METAVAR_BY_ENDING = {"factory": "MODULE:FUNCTION", "path": "PATH", "dir": "FOLDER", "file": "FILE",
               "bytes": "SIZE", "gib": "GIB", "_s": "SECONDS"}  # fmt: skip
-_BY_KIND = {bool: "true|false", int: "N", float: "NUMBER"}
+_METAVAR_BY_TYPE = {bool: "true|false", int: "N", float: "NUMBER"}
 
 
 def _metavar(leaf: Field) -> str:
     """What the help calls a field's value: N, PATH, NAME=RATE[,NAME=RATE...], or what to choose
     from."""
-    ending = (word for end, word in _BY_ENDING.items() if leaf.name.endswith(end))
-    one = _METAVARS.get(leaf.name) or next(ending, _BY_KIND.get(leaf.kind, "NAME"))
-    several = f"{one}[,{one}...]" if get_origin(leaf.kind) is tuple else one
+    by_ending = (
+        metavar for suffix, metavar in _METAVAR_BY_ENDING.items() if leaf.name.endswith(suffix)
+    )
+    entry = _METAVARS.get(leaf.name) or next(by_ending, _METAVAR_BY_TYPE.get(leaf.kind, "NAME"))
+    several = f"{entry}[,{entry}...]" if get_origin(leaf.kind) is tuple else entry
     return "|".join(leaf.choices) or several
 
 
@@ -95,7 +97,7 @@ def overrides(args: argparse.Namespace) -> dict[str, str]:
     return {f.name: v for f in fields() if (v := getattr(args, f.name)) is not None}
 
 
-def import_from_here() -> None:
+def add_cwd_to_path() -> None:
     """Let imports find modules of the folder that the command is given in."""
     sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
 
@@ -108,35 +110,35 @@ def load_experiment(path: str) -> Config:
     """
     file = Path(path)
     if file.is_dir():
-        raise ValueError(f"{path}: {_of_folder(path)}")
+        raise ValueError(f"{path}: {_describe_folder(path)}")
     if not file.is_file():
         raise ValueError(
             f"{path}: no such experiment file; give a path such as experiments/demo.py"
         )
-    import_from_here()
+    add_cwd_to_path()
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[f"experiment {file}"] = module  # where code is looked for that is not ours
-    with _at_fault(file, path):
+    with _experiment_errors(file, path):
         spec.loader.exec_module(module)
-        found = module.config() if hasattr(module, "config") else None
-    if not isinstance(found, Config):
+        config = module.config() if hasattr(module, "config") else None
+    if not isinstance(config, Config):
         raise ValueError(f"{path}: defines no config() that returns a dflop_jax.Config; add one")
-    with _at_fault(file, path):
-        changed = {f.name for f in fields() if f.value(found) != f.value(Config())}
-        check_effective(found, changed)
-    return found
+    with _experiment_errors(file, path):
+        changed = {f.name for f in fields() if f.value(config) != f.value(Config())}
+        check_effective(config, changed)
+    return config
 
 
-def _of_folder(path: str) -> str:
+def _describe_folder(path: str) -> str:
     """What a folder in the place of an experiment file is, and where it belongs."""
     from dflop_jax.generate.published import is_published
 
     if is_published(path):
         return f"is a model's folder, no experiment file; give it as --model {path}"
-    if has_begun(path):
+    if holds_run(path):
         return (
             f"is a run's folder, no experiment file; dflop report {path} shows the run, and the "
             "command that began it goes on with --resume auto"
@@ -145,7 +147,7 @@ def _of_folder(path: str) -> str:
 
 
 @contextmanager
-def _at_fault(file: Path, path: str) -> Iterator[None]:
+def _experiment_errors(file: Path, path: str) -> Iterator[None]:
     """ValueError that says what an experiment file does wrong, and in which line, if in one."""
     try:
         yield
@@ -154,9 +156,9 @@ def _at_fault(file: Path, path: str) -> Iterator[None]:
         lines = [f.lineno for f in frames if Path(f.filename).absolute() == file.absolute()]
         if isinstance(e, SyntaxError):
             lines = [e.lineno]
-        where = f"{path}, line {lines[-1]}" if lines and lines[-1] else path
+        location = f"{path}, line {lines[-1]}" if lines and lines[-1] else path
         kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
-        raise ValueError(f"{where}: {kind}{e}; mend it there") from None
+        raise ValueError(f"{location}: {kind}{e}; mend it there") from None
 
 
 # ---- options of several commands ----
@@ -180,32 +182,32 @@ def add_options(parser: argparse.ArgumentParser, *flags: str) -> None:
         parser.add_argument(flag, metavar=metavar, help=text)
 
 
-def out_folder(args: argparse.Namespace, config: Config, *, keep: bool = True) -> Path:
+def output_folder(args: argparse.Namespace, config: Config, *, is_kept: bool = True) -> Path:
     """The folder that a command's answer goes to; see `report.run_folder.answer_folder`."""
-    return answer_folder(config.run_dir, question(args), args.out, keep=keep)
+    return answer_folder(config.run_dir, answer_name(args), args.out, is_kept=is_kept)
 
 
-def question(args: argparse.Namespace) -> str:
+def answer_name(args: argparse.Namespace) -> str:
     """A file name for what a command was asked: its name, the experiment's, and every option that
     the answer depends on."""
-    options = {k: v for k, v in vars(args).items() if k not in ASIDE and v is not None}
-    of = [Path(args.experiment).stem] if args.experiment else []
-    parts = [args.command, *of, *(f"{k}-{v}" for k, v in options.items())]
-    name = re.sub(r"[^\w.]+", "-", "-".join(parts))[:LONGEST_NAME]
-    said = [*of, *map(str, options.values())]
-    if len(name) == LONGEST_NAME or any(re.search(r"[^\w.]", text) for text in said):
+    options = {k: v for k, v in vars(args).items() if k not in UNNAMED_ARGUMENTS and v is not None}
+    experiment_stem = [Path(args.experiment).stem] if args.experiment else []
+    name_parts = [args.command, *experiment_stem, *(f"{k}-{v}" for k, v in options.items())]
+    name = re.sub(r"[^\w.]+", "-", "-".join(name_parts))[:MAX_NAME_LENGTH]
+    named_values = [*experiment_stem, *map(str, options.values())]
+    if len(name) == MAX_NAME_LENGTH or any(re.search(r"[^\w.]", text) for text in named_values):
         # Shortened, or without a sign, so it might be another question's, too.
-        name += f"-{hashlib.sha256(','.join(parts).encode()).hexdigest()[:8]}"
+        name += f"-{hashlib.sha256(','.join(name_parts).encode()).hexdigest()[:8]}"
     return name
 
 
-def given_record(args: argparse.Namespace, kind: type[T]) -> T | None:
+def load_record(args: argparse.Namespace, kind: type[T]) -> T | None:
     """The Plan of --plan-file or the Profile of --profile-file; None without that option."""
     file = getattr(args, f"{kind.__name__.lower()}_file", None)
     return load(kind, file) if file else None
 
 
-def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:
+def finish_run(peers: ProcessGroup, exit_code: int = 0) -> None:
     """End a command together with the other processes of its run: from here on one that ends is no
     failure. Ends this process where not all come to it."""
     from dflop_jax.distributed.initialize import SHUTDOWN_TIMEOUT_S, shutdown
@@ -213,17 +215,17 @@ def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:
 
     peers.close()
     if not shutdown():
-        why = (
+        reason = (
             f"the run is over, and not all of its processes came to its end in "
             f"{SHUTDOWN_TIMEOUT_S:g} s"
         )
-        exit_with_message(why, exit_code or TRANSIENT_FAILURE)
+        exit_with_message(reason, exit_code or TRANSIENT_FAILURE)
 
 
 FACTORY = "model.factory"
-OURS = Path(__file__).parents[2] / "models"
+MODELS_FOLDER = Path(__file__).parents[2] / "models"
 # Of a module below `models`, in ASCII, so that no letter stands for one that looks like it.
-_BELOW_MODELS = re.compile(r"(models(?:\.[A-Za-z]\w*)+):([A-Za-z]\w*)", re.ASCII)
+_MODELS_FUNCTION = re.compile(r"(models(?:\.[A-Za-z]\w*)+):([A-Za-z]\w*)", re.ASCII)
 
 
 def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
@@ -237,29 +239,29 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
         function of this program's `models` nor named by the flag.
     """
     config = replace(read_run_config(folder), cache_dir=Config().cache_dir)
-    if named := getattr(args, FACTORY):
-        import_from_here()
-        return replace(config, model=replace(config.model, factory=named))
-    why = _not_ours(config.model.factory)
-    if why is not None:
+    if requested_factory := getattr(args, FACTORY):
+        add_cwd_to_path()
+        return replace(config, model=replace(config.model, factory=requested_factory))
+    reason = _why_untrusted(config.model.factory)
+    if reason is not None:
         raise ValueError(
             f"{Path(folder, CONFIG)}: {FACTORY}={config.model.factory!r} is no function of this "
-            f"program's package models{why}, and the folder may be anybody's; if you trust that "
+            f"program's package models{reason}, and the folder may be anybody's; if you trust that "
             f"code, name it: --{FACTORY} MODULE:FUNCTION"
         )
     return config
 
 
-def _not_ours(factory: str) -> str | None:
+def _why_untrusted(factory: str) -> str | None:
     """Why a factory is not to be called, perhaps in no words; None for a function that a module of
     this program's `models` defines."""
-    match = _BELOW_MODELS.fullmatch(factory)
+    match = _MODELS_FUNCTION.fullmatch(factory)
     if match is None:
         return ""
     package = importlib.util.find_spec("models")  # which imports nothing of it
-    places = [Path(p) for p in (package.submodule_search_locations or ())] if package else []
-    if [p.resolve() for p in places] != [OURS.resolve()]:
-        return f" (Python finds models in {', '.join(map(str, places)) or 'no folder'})"
+    locations = [Path(p) for p in (package.submodule_search_locations or ())] if package else []
+    if [p.resolve() for p in locations] != [MODELS_FOLDER.resolve()]:
+        return f" (Python finds models in {', '.join(map(str, locations)) or 'no folder'})"
     name, function = match.groups()
     try:
         value = getattr(importlib.import_module(name), function, None)

@@ -11,7 +11,7 @@ from dflop_jax.cli.experiment import FACTORY, folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 from dflop_jax.config_fields import dtype_name
-from dflop_jax.folders import made
+from dflop_jax.folders import make_folder
 
 if TYPE_CHECKING:
     from dflop_jax.checkpoint.store import CheckpointReader
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
-    made(Path(args.out).parent, "choose another --out")
+    make_folder(Path(args.out).parent, "choose another --out")
     if not Path(args.run_folder).is_dir():
         raise ValueError(
             f"{args.run_folder}: no such run folder; check the path, or train it first"
@@ -78,20 +78,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.weights:
         config = replace(config, model=replace(config.model, weights=tuple(args.weights)))
     model: Any = build_trained_model(config)
-    map_, whole = _map(model, config, args.module)
+    weight_map, initial_folder = _weight_map(model, config, args.module)
 
     def write(reader: CheckpointReader, folder: Path) -> int:
         if args.adapter:
             check_only_adapters(config, model, frozen_parts(reader.run_state))
             train, dtype = config.train, args.dtype or "float32"
-            form = AdapterForm(train.lora_rank, train.lora_alpha, train.lora_dropout, whole, dtype)
+            form = AdapterForm(
+                train.lora_rank, train.lora_alpha, train.lora_dropout, initial_folder, dtype
+            )
             params = open_params(reader, model, average=args.ema)
-            write_adapter(args.out, map_, params, form)
+            write_adapter(args.out, weight_map, params, form)
         else:
-            held = read_merged_params(reader, model, average=args.ema)
-            source = Folder(whole, map_) if whole else None
-            more = [] if args.module else find_tokenizer_folders(config)
-            write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
+            merged = read_merged_params(reader, model, average=args.ema)
+            source = Folder(initial_folder, weight_map) if initial_folder else None
+            extra_files = [] if args.module else find_tokenizer_folders(config)
+            write_folder(
+                args.out, weight_map, merged, source=source, dtype=args.dtype, beside=extra_files
+            )
         return reader.step
 
     step = use_newest_checkpoint(args.run_folder, write)
@@ -101,22 +105,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"folder": args.out, "step": step, "files": files}
 
 
-def _map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:
+def _weight_map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:
     """Where a folder has the parameters of the model or of one module, and the folder of weights
     that these began with, "" for none."""
     from dflop_jax.train.initial_params import find_published_folders
 
-    began = find_published_folders(config.model.weights)
+    initial_weights = find_published_folders(config.model.weights)
     if module is None:
         if not hasattr(model, "weights"):
             raise ValueError(
                 f"{config.model.factory}: this model has no published form to write; --module "
                 "writes a part of it"
             )
-        return model.weights, began.get("", "")
-    parts = getattr(model, "part_weights", {})
-    if module not in parts:
+        return model.weights, initial_weights.get("", "")
+    part_weights = getattr(model, "part_weights", {})
+    if module not in part_weights:
         raise ValueError(
-            f"--module {module}: it has no published form; known: {', '.join(parts) or 'none'}"
+            f"--module {module}: it has no published form; known: "
+            f"{', '.join(part_weights) or 'none'}"
         )
-    return parts[module](), began.get(module, "")
+    return part_weights[module](), initial_weights.get(module, "")

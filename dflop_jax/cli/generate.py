@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run folder, for its newest checkpoint, or one of its checkpoints (default: the "
         "experiment's run_dir)",
     )
-    for kind, word in (("image", "pictures"), ("video", "clips"), ("audio", "sounds")):
+    for kind, noun in (("image", "pictures"), ("video", "clips"), ("audio", "sounds")):
         parser.add_argument(
             f"--{kind}",
             metavar="FILE",
             nargs="+",
             action="extend",
             default=[],
-            help=f"{word} that the prompt is about, in the order of its <{kind}> tags",
+            help=f"{noun} that the prompt is about, in the order of its <{kind}> tags",
         )
     parser.add_argument("--prompt", metavar="TEXT", help="what to ask")
     parser.add_argument("--prompts", metavar="FILE", help="file of prompts, in JSON lines")
@@ -63,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch", type=int, default=16, help="prompts of a file answered at once (default: 16)"
     )
     for name, (default, text) in _SAMPLING.items():
-        flag, usual = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
-        parser.add_argument(flag, type=type(default), default=default, help=usual)
-    several: dict[str, Any] = {"metavar": "TEXT", "nargs": "+", "action": "extend", "default": []}
-    parser.add_argument("--stop", **several, help="the answer ends before this text")
+        flag, help_text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
+        parser.add_argument(flag, type=type(default), default=default, help=help_text)
+    repeated: dict[str, Any] = {"metavar": "TEXT", "nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--stop", **repeated, help="the answer ends before this text")
     parser.add_argument(
         "--tp",
         type=int,
@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.generate.sampling import Sampling
     from dflop_jax.train.compile_cache import use_cache
 
-    config, source = _config(args)
+    config, source = _resolve_config(args)
     if generates_clips(config):
-        return _clip(args, config)
-    how = Sampling(**{name: vars(args)[name] for name in _SAMPLING}, stop=tuple(args.stop))
+        return _generate_clip(args, config)
+    sampling = Sampling(**{name: vars(args)[name] for name in _SAMPLING}, stop=tuple(args.stop))
     media = {"image": args.image, "video": args.video, "audio": args.audio}
     prompts = None
     # Mistakes show before a model is loaded.
@@ -115,39 +115,39 @@ def run(args: argparse.Namespace) -> Any:
         tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
         check_media(media)
     use_cache(config.cache_dir)
-    rows = 1 if prompts is None else min(args.batch, len(prompts))
-    generator = Generator(config, source, rows=rows, tp=args.tp)
+    n_rows = 1 if prompts is None else min(args.batch, len(prompts))
+    generator = Generator(config, source, rows=n_rows, tp=args.tp)
     if prompts is not None:
-        return _answers(generator, prompts, how, args.json)
+        return _answer_file(generator, prompts, sampling, args.json)
     assert args.prompt is not None
-    answer = generator.answer(args.prompt, media, how, None if args.json else _write)
+    answer = generator.answer(args.prompt, media, sampling, None if args.json else _write)
     if not args.json:
         _write("\n")
         if not answer.answer.strip():
-            why = f"its {len(answer.tokens)} tokens are no text"
-            why = why if answer.tokens else "the model ended its turn at once"
-            print(f"the answer is empty: {why}", file=sys.stderr)
+            reason = f"its {len(answer.tokens)} tokens are no text"
+            reason = reason if answer.tokens else "the model ended its turn at once"
+            print(f"the answer is empty: {reason}", file=sys.stderr)
     return answer
 
 
-def _answers(
-    generator: Generator, prompts: Sequence[FilePrompt], how: Sampling, as_json: bool
+def _answer_file(
+    generator: Generator, prompts: Sequence[FilePrompt], sampling: Sampling, as_json: bool
 ) -> list[FileAnswer]:
     """The answers to a file of prompts; a line for each goes to stdout unless JSON is asked for."""
     from dflop_jax.generate.prompt_file import answer_prompts
 
     answers = []
-    for answer in answer_prompts(generator, prompts, how):
+    for answer in answer_prompts(generator, prompts, sampling):
         answers.append(answer)
         if not as_json:
             _write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
     if failed := [a.error for a in answers if a.error]:
-        said = f"{len(failed)} of {len(answers)} prompts were not asked; the first: {failed[0]}"
-        print(said, file=sys.stderr)
+        warning = f"{len(failed)} of {len(answers)} prompts were not asked; the first: {failed[0]}"
+        print(warning, file=sys.stderr)
     return answers
 
 
-def _config(args: argparse.Namespace) -> tuple[Config, str]:
+def _resolve_config(args: argparse.Namespace) -> tuple[Config, str]:
     """The configuration of a command line, and the folder of the parameters: EXPERIMENT is a file,
     a run folder or a folder of published weights.
 
@@ -165,12 +165,12 @@ def _config(args: argparse.Namespace) -> tuple[Config, str]:
     if not folder.is_dir():
         base = load_experiment(args.experiment)
     else:
-        base = _published(args) if is_published(folder) else folder_config(folder, args)
+        base = _published_config(args) if is_published(folder) else folder_config(folder, args)
     config = override(base, overrides(args))
     return config, args.checkpoint or (args.experiment if folder.is_dir() else config.run_dir)
 
 
-def _published(args: argparse.Namespace) -> Config:
+def _published_config(args: argparse.Namespace) -> Config:
     from dflop_jax.distributed.devices import uses_cpu
     from dflop_jax.preflight.derived_fields import with_settings
     from dflop_jax.preflight.model_folder import folder_settings
@@ -180,7 +180,7 @@ def _published(args: argparse.Namespace) -> Config:
     return replace(config, model=model)
 
 
-def _clip(args: argparse.Namespace, config: Config) -> Any:
+def _generate_clip(args: argparse.Namespace, config: Config) -> Any:
     from dflop_jax.generate.clip import make_clip
     from dflop_jax.train.compile_cache import use_cache
 
@@ -195,7 +195,7 @@ def _clip(args: argparse.Namespace, config: Config) -> Any:
         args.checkpoint or run,
         args.prompt,
         args.out or Path(run) / "generated",
-        size=_size(args.latents),
+        size=_parse_latents(args.latents),
         flow_steps=args.flow_steps,
         seed=args.seed,
     )
@@ -204,7 +204,7 @@ def _clip(args: argparse.Namespace, config: Config) -> Any:
     return answer
 
 
-def _size(text: str | None) -> tuple[int, int, int] | None:
+def _parse_latents(text: str | None) -> tuple[int, int, int] | None:
     """The numbers of --latents."""
     if text is None:
         return None

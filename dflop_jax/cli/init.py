@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.cli.derive_config import asked
+from dflop_jax.cli.derive_config import derive_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.preflight.derived_fields import experiment_source
 
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file.parent}: no such folder; make it first")
     args.experiment = None  # the file is no experiment yet
-    ask = asked(args)
-    text, n = experiment_source(ask.config, ask.settings, str(file))
+    derived = derive_config(args)
+    text, n_changed = experiment_source(derived.config, derived.settings, str(file))
     file.write_text(text, encoding="utf-8")
     if not args.json:
         show(f"wrote {file}: dflop train {file}")
-    return {"file": str(file), "fields": n}
+    return {"file": str(file), "fields": n_changed}

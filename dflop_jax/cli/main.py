@@ -36,7 +36,7 @@ from dflop_jax.cli import (
     train,
     verify,
 )
-from dflop_jax.cli.derive_config import front_door_arguments
+from dflop_jax.cli.derive_config import model_data_arguments
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.terminal import Parser
 from dflop_jax.distributed.process_exit import (
@@ -49,7 +49,7 @@ from dflop_jax.distributed.process_exit import (
     exit_process,
     has_joined_run,
 )
-from dflop_jax.folders import FULL
+from dflop_jax.folders import DISK_FULL_ERRNOS
 
 
 class Command(NamedTuple):
@@ -62,7 +62,7 @@ class Command(NamedTuple):
 
     module: ModuleType
     help: str
-    takes: Literal["", "experiment", "model"] = "model"
+    configuration: Literal["", "experiment", "model"] = "model"
 
 
 COMMANDS = (
@@ -82,7 +82,7 @@ COMMANDS = (
 
 
 # What other trainers call it, and what it is here.
-ELSEWHERE = {
+OTHER_TRAINERS_FLAGS = {
     "lr": "--train.learning_rate",
     "batch_size": "--train.global_batch",
     "train_batch_size": "--train.global_batch",
@@ -115,59 +115,62 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    _collect_rarely()
+    _reduce_gc()
     parser = _parser()
-    args, extra = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(argv)
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING,
         format="%(message)s",
         handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False)],
     )
     try:
-        if extra:
-            _reject(extra, parser, args.command)
+        if unknown:
+            _reject_arguments(unknown, parser, args.command)
         result = args.run(args)
     except (ValueError, RunFailed, StorageError) as e:
         print(f"dflop {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
         return exit_code_of(e)
     except OSError as e:
-        if e.errno not in FULL:
+        if e.errno not in DISK_FULL_ERRNOS:
             raise
-        where = f"{e.filename}: " if e.filename else ""
-        then = "go on with --resume auto" if args.command == "train" else "give the command again"
-        print(f"dflop {args.command}: {where}{e.strerror}; make room, then {then}", file=sys.stderr)
+        file_text = f"{e.filename}: " if e.filename else ""
+        remedy = "go on with --resume auto" if args.command == "train" else "give the command again"
+        print(
+            f"dflop {args.command}: {file_text}{e.strerror}; make room, then {remedy}",
+            file=sys.stderr,
+        )
         return exit_code_of(e)
     except KeyboardInterrupt:
         print(f"dflop {args.command}: interrupted", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(msgspec.to_builtins(result), indent=1))
-    of_dict = result.get("exit_code", 0) if isinstance(result, dict) else 0
-    return getattr(result, "exit_code", of_dict)
+    dict_exit_code = result.get("exit_code", 0) if isinstance(result, dict) else 0
+    return getattr(result, "exit_code", dict_exit_code)
 
 
-def _collect_rarely() -> None:
+def _reduce_gc() -> None:
     """Tracing makes millions of objects that stay: looking for garbage among them takes a tenth of
     the time until the first step, and stops one process of a run while the others wait."""
     gc.freeze()
     gc.set_threshold(200_000, 50, 100)
 
 
-def _reject(extra: list[str], parser: Parser, command: str) -> None:
+def _reject_arguments(unknown: list[str], parser: Parser, command: str) -> None:
     """Raise ValueError for what the parser does not know, with the nearest known flag. A misspelt
     flag's value may have been taken for the experiment, so flags are named first."""
-    flags = [word.split("=")[0] for word in extra if word.startswith("-")]
+    flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
-        raise ValueError(f"unexpected argument {extra[0]!r}; see dflop {command} --help")
-    known = parser.flags_of(command)
+        raise ValueError(f"unexpected argument {unknown[0]!r}; see dflop {command} --help")
+    known_flags = parser.flags_of(command)
     field = flags[0].removeprefix("--")
-    elsewhere = ELSEWHERE.get(field.rpartition(".")[2].replace("-", "_"))
-    near = difflib.get_close_matches(flags[0], known, 1, cutoff=0.5)
-    near = [elsewhere] if elsewhere in known else near
-    what = f"override {field}" if "." in field else f"option {flags[0]}"
-    meant = near[0].removeprefix("--") if "." in field and near else "".join(near[:1])
-    hint = f"did you mean {meant}?" if near else f"see dflop {command} --help for the names"
-    raise ValueError(f"unknown {what}; {hint}")
+    equivalent = OTHER_TRAINERS_FLAGS.get(field.rpartition(".")[2].replace("-", "_"))
+    nearest = difflib.get_close_matches(flags[0], known_flags, 1, cutoff=0.5)
+    nearest = [equivalent] if equivalent in known_flags else nearest
+    argument_text = f"override {field}" if "." in field else f"option {flags[0]}"
+    suggestion = nearest[0].removeprefix("--") if "." in field and nearest else "".join(nearest[:1])
+    hint = f"did you mean {suggestion}?" if nearest else f"see dflop {command} --help for the names"
+    raise ValueError(f"unknown {argument_text}; {hint}")
 
 
 class _ShowVersion(argparse.Action):
@@ -191,8 +194,8 @@ def _parser() -> Parser:
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as JSON")
     common.add_argument("--verbose", action="store_true", help="log what happens underneath")
-    experiment, front_door = experiment_arguments(), front_door_arguments()
-    takes = {
+    experiment, front_door = experiment_arguments(), model_data_arguments()
+    parents_by_configuration = {
         "": ("RUN [RUN ...]", [common]),
         "experiment": ("EXPERIMENT [--section.field VALUE ...]", [common, experiment]),
         "model": (
@@ -202,7 +205,7 @@ def _parser() -> Parser:
     }
     for command in COMMANDS:
         name = command.module.__name__.rpartition(".")[2]
-        usage, parents = takes[command.takes]
+        usage, parents = parents_by_configuration[command.configuration]
         sub = commands.add_parser(
             name,
             help=command.help,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.derive_config import open_place, refuse_early
-from dflop_jax.cli.experiment import add_options, end_together, out_folder
-from dflop_jax.cli.terminal import show, table, ticker
+from dflop_jax.cli.derive_config import early_checks, open_workplace
+from dflop_jax.cli.experiment import add_options, finish_run, output_folder
+from dflop_jax.cli.terminal import make_table, make_ticker, show
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
 from dflop_jax.report.number_format import duration, number, percent
@@ -43,42 +43,46 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train import planning
     from dflop_jax.train.step_figures import predict_run
 
-    place, profile = open_place(args, refuse_early(args))
-    config = place.config
-    shown = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
-    tick = ticker("planning", "placements", at_once=not args.profile_file)
-    result = planning.make_plan(place, profile, tick, **shown)
-    helps = []
+    workplace, profile = open_workplace(args, early_checks(args))
+    config = workplace.config
+    options = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
+    tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
+    result = planning.make_plan(workplace, profile, tick, **options)
+    what_ifs = []
     if args.explain:
-        helps = planning.evaluate_changes(place, profile, ticker("what would help", "searches"))
-    bought = planning.explain_memory_savings(place, profile, result.plan) if args.explain else []
+        what_ifs = planning.evaluate_changes(
+            workplace, profile, make_ticker("what would help", "searches")
+        )
+    savings = (
+        planning.explain_memory_savings(workplace, profile, result.plan) if args.explain else []
+    )
     kinds = kind_costs(profile)
-    expected = predict_run(place, profile.data, result.plan)
-    folder = out_folder(args, config)
+    expected = predict_run(workplace, profile.data, result.plan)
+    folder = output_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
     if not args.json:
-        show(ranking(result, args.explain))
+        show(ranking_table(result, args.explain))
         if args.explain:
-            show(limits(result.limits, config.plan))
-            show(proposer(result.plan))
-            show(by_kind(kinds))
-        if bought:
-            show(savings(bought))
-        if helps:
-            show(what_ifs(helps))
+            show(describe_limits(result.limits, config.plan))
+            show(describe_shapes(result.plan))
+            show(kind_table(kinds))
+        if savings:
+            show(memory_table(savings))
+        if what_ifs:
+            show(what_if_table(what_ifs))
         if links := profile.model.hardware and profile.model.hardware.measured:
             show(link_table(links))
-        show(chosen(result))
-        show(whole_run(expected, result.plan.layout.modules[-1]))
+        show(describe_choice(result))
+        show(describe_run(expected, result.plan.layout.modules[-1]))
         show(f"wrote {folder / PLAN}")
-    end_together(place.peers)
-    search = plain(result) | {"expected": expected}
-    more = {"layers": kinds, "what_if": helps, "memory_bought": bought}
-    return {"search": search, **more} if args.explain else search
+    finish_run(workplace.peers)
+    search = search_json(result) | {"expected": expected}
+    details = {"layers": kinds, "what_if": what_ifs, "memory_bought": savings}
+    return {"search": search, **details} if args.explain else search
 
 
-def plain(result: SearchResult) -> dict[str, object]:
+def search_json(result: SearchResult) -> dict[str, object]:
     """What `--json` prints of a search: of a candidate its figures alone."""
     figures = ("policy", "name", "microbatches", "group_size", "saving", "makespan_s", "busy_s",
                "peak_bytes")  # fmt: skip
@@ -87,7 +91,7 @@ def plain(result: SearchResult) -> dict[str, object]:
     return values
 
 
-def ranking(result: SearchResult, explain: bool) -> Table:
+def ranking_table(result: SearchResult, explain: bool) -> Table:
     """The best placements, simulated with one bucket each."""
     from dflop_jax.plan.explain import explain_loss
 
@@ -103,10 +107,10 @@ def ranking(result: SearchResult, explain: bool) -> Table:
         row = [f"{c.policy}: {c.name}", str(c.microbatches), str(c.group_size)]
         row += [f"{1e3 * c.makespan_s:.1f}", f"{c.peak_bytes / GIB:.2f}"]
         rows.append([*row, *[c.saving, explain_loss(c, result.candidates[0])] * explain])
-    return table(title, columns, rows)
+    return make_table(title, columns, rows)
 
 
-def chosen(result: SearchResult) -> str:
+def describe_choice(result: SearchResult) -> str:
     """The plan in a line, with the buckets that it got at last, and its step with one bucket, as
     the ranking has it."""
     from dflop_jax.plan.options import describe_savings
@@ -127,10 +131,10 @@ def chosen(result: SearchResult) -> str:
         buckets += f", groups of {plan.layout.group_size} microbatches"
     for s in plan.layout.segments:
         buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
-    if plan.scheduling.kept:
+    if plan.scheduling.residuals:
         buckets += f"; groups keep more where memory is left ({describe_savings(plan.layout)})"
-    as_ranked = plan.policy, layout_name(plan.layout)
-    one_s = [c.makespan_s for c in result.candidates if (c.policy, c.name) == as_ranked]
+    ranked_key = plan.policy, layout_name(plan.layout)
+    one_s = [c.makespan_s for c in result.candidates if (c.policy, c.name) == ranked_key]
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
         "a step"
@@ -139,7 +143,7 @@ def chosen(result: SearchResult) -> str:
     )
 
 
-def whole_run(run: PredictedRun, module: str) -> str:
+def describe_run(run: PredictedRun, module: str) -> str:
     """What the run comes to by the plan's prediction, in a line."""
     mfu = "" if run.mfu is None else f", MFU {percent(run.mfu)}"
     return (
@@ -150,43 +154,45 @@ def whole_run(run: PredictedRun, module: str) -> str:
 
 def link_table(links: Sequence[Link]) -> Table:
     """What was measured of the links between devices."""
-    text = {
+    texts = {
         (k.collective, k.across): f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}" for k in links
     }
     rows = (
-        (name, text.get((name, False), "-"), text.get((name, True), "-"))
+        (name, texts.get((name, False), "-"), texts.get((name, True), "-"))
         for name in dict.fromkeys(k.collective for k in links)
     )
     title = "Measured links: GB/s of a device, ms of a step of a ring"
-    return table(title, ("links", "in a node", "across nodes"), rows)
+    return make_table(title, ("links", "in a node", "across nodes"), rows)
 
 
-def limits(tried: Mapping[str, int], config: PlanConfig) -> str:
+def describe_limits(searched: Mapping[str, int], config: PlanConfig) -> str:
     """How far the search went, and which of it was the job's own choice."""
-    said = [
+    limit_texts = [
         f"plan.{name} {n} ({'given' if getattr(config, name) else 'by the job'})"
-        for name, n in tried.items()
+        for name, n in searched.items()
     ]
     return (
-        f"looked up to {', '.join(said)}; {config.drift:.0%} of the steps that plans are judged by "
+        f"looked up to {', '.join(limit_texts)}; {config.drift:.0%} of the steps that plans are "
+        "judged by "
         "hold other shares of media than the data's (plan.drift)"
     )
 
 
-def proposer(plan: Plan) -> str:
+def describe_shapes(plan: Plan) -> str:
     """Whose buckets the plan has, and how it compares with what others proposed."""
     figures = plan.predicted
     if not figures.shapes_by:
         return "shapes: one choice, the integer program was not asked"
-    others = ("integer program", "search")
-    own, other = others if figures.shapes_by == "integer" else others[::-1]
+    sources = ("integer program", "search")
+    source, other_source = sources if figures.shapes_by == "integer" else sources[::-1]
     return (
-        f"shapes: by {own}, a step {figures.shapes_gain:.1%} shorter than by {other}; the integer "
+        f"shapes: by {source}, a step {figures.shapes_gain:.1%} shorter than by {other_source}; "
+        "the integer "
         f"program's optimum is at most {figures.shapes_gap:.1%} below its answer"
     )
 
 
-def by_kind(rows: Sequence[KindCost]) -> Table:
+def kind_table(rows: Sequence[KindCost]) -> Table:
     """What a layer of each kind takes, and all of them of their module's layers."""
     texts = (
         (layer_key(c.module, c.kind), str(c.layers), f"{c.shape.rows} x {c.shape.tokens}",
@@ -194,10 +200,10 @@ def by_kind(rows: Sequence[KindCost]) -> Table:
         for c in rows
     )  # fmt: skip
     columns = ("layers", "number", "rows x tokens", "forward ms", "backward ms", "share")
-    return table("What layers take, by kind", columns, texts)
+    return make_table("What layers take, by kind", columns, texts)
 
 
-def savings(rows: Sequence[Saving]) -> Table:
+def memory_table(rows: Sequence[Saving]) -> Table:
     """What each module that saves memory pays for it, against the next cheaper way."""
     texts = (
         (s.module, s.chosen, s.cheaper if s.fits else f"{s.cheaper} (does not fit)",
@@ -205,15 +211,17 @@ def savings(rows: Sequence[Saving]) -> Table:
         for s in rows
     )  # fmt: skip
     columns = ("module", "saves memory by", "instead of", "GiB less", "ms a step")
-    return table("What memory costs", columns, texts)
+    return make_table("What memory costs", columns, texts)
 
 
-def what_ifs(changes: Sequence[WhatIf]) -> Table:
+def what_if_table(changes: Sequence[WhatIf]) -> Table:
     """Seconds for the same samples after each change, every time with the best plan for it."""
-    now, rows = changes[0].makespan_s, []
+    current_s, rows = changes[0].makespan_s, []
     for w in changes:
-        if w.makespan_s is None or now is None:
+        if w.makespan_s is None or current_s is None:
             rows.append((w.change, "-", "nothing fits"))
         else:
-            rows.append((w.change, f"{1e3 * w.makespan_s:.1f}", f"{now / w.makespan_s:.2f}"))
-    return table("What would help (one bucket each)", ("what if", "step ms", "times as fast"), rows)
+            rows.append((w.change, f"{1e3 * w.makespan_s:.1f}", f"{current_s / w.makespan_s:.2f}"))
+    return make_table(
+        "What would help (one bucket each)", ("what if", "step ms", "times as fast"), rows
+    )

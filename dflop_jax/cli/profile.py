@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from dflop_jax.cli.derive_config import open_place
-from dflop_jax.cli.experiment import add_options, end_together, out_folder
-from dflop_jax.cli.terminal import show, table
+from dflop_jax.cli.derive_config import open_workplace
+from dflop_jax.cli.experiment import add_options, finish_run, output_folder
+from dflop_jax.cli.terminal import make_table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +20,11 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PROFILE
 
-    place, profile = open_place(args, lambda place: out_folder(args, place.config, keep=False))
-    out = out_folder(args, place.config) / PROFILE
-    save(profile, out)
+    workplace, profile = open_workplace(
+        args, lambda workplace: output_folder(args, workplace.config, is_kept=False)
+    )
+    output_file = output_folder(args, workplace.config) / PROFILE
+    save(profile, output_file)
     if not args.json:
         columns = ("layers of", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
         rows = []
@@ -30,17 +32,17 @@ def run(args: argparse.Namespace) -> Any:
             times = (t.layer_forward_s, t.layer_backward_s, t.ends_forward_s)
             shape = f"{t.shape.rows} x {t.shape.tokens}"
             rows.append([t.layers, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in times)])
-        show(table("", columns, rows))
-        asks = [_asked(m, [load.tokens(m) for load in profile.data.loads])
+        show(make_table("", columns, rows))
+        token_texts = [_describe_tokens(m, [load.tokens(m) for load in profile.data.loads])
                 for m in profile.model.n_layers]  # fmt: skip
         show(
-            f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(asks)}; "
-            f"wrote {out}"
+            f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(token_texts)}; "
+            f"wrote {output_file}"
         )
-    end_together(place.peers)
+    finish_run(workplace.peers)
     return profile.model
 
 
-def _asked(module: str, tokens: Sequence[int]) -> str:
+def _describe_tokens(module: str, tokens: Sequence[int]) -> str:
     mean = sum(tokens) / len(tokens)
     return f"{mean:.1f} tokens of {module} on average (most {max(tokens)})"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dflop_jax.cli.derive_config import open_place, refuse_early
-from dflop_jax.cli.experiment import add_options, end_together, given_record, out_folder
-from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.cli.derive_config import early_checks, open_workplace
+from dflop_jax.cli.experiment import add_options, finish_run, load_record, output_folder
+from dflop_jax.cli.terminal import make_ticker, show
 from dflop_jax.records import Plan
 
 
@@ -32,17 +32,19 @@ def run(args: argparse.Namespace) -> Any:
 
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches} must be at least 1")
-    given = given_record(args, Plan)
-    place, profile = open_place(args, refuse_early(args, given))
-    config = place.config
-    tick = ticker("planning", "placements", at_once=not given and not args.profile_file)
-    plan = given or planning.make_plan(place, profile, tick).plan
+    given_plan = load_record(args, Plan)
+    workplace, profile = open_workplace(args, early_checks(args, given_plan))
+    config = workplace.config
+    tick = make_ticker(
+        "planning", "placements", starts_shown=not given_plan and not args.profile_file
+    )
+    plan = given_plan or planning.make_plan(workplace, profile, tick).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
     prices = layout_prices(plan.layout, CostModel(profile.model))
     names = [s.name for s in plan.layout.segments]
     schedules = [schedule_batch(b, plan, prices, names, step=i) for i, b in enumerate(batches)]
     trace = simulate_schedules(plan, schedules, prices, names)
-    folder = out_folder(args, config)
+    folder = output_folder(args, config)
     save(plan, folder / PLAN)
     save(profile, folder / PROFILE)
     write_trace(folder / SIMULATED, [trace], group_labels(schedules))
@@ -60,5 +62,5 @@ def run(args: argparse.Namespace) -> Any:
             f"{args.batches} steps: {1e3 * trace.makespan_s / args.batches:.1f} ms a step, busy "
             f"{busy}; wrote {folder / SIMULATED_PICTURE} and {SIMULATED}"
         )
-    end_together(place.peers)
+    finish_run(workplace.peers)
     return summary

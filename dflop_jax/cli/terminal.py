@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-HELD_S = 8.0  # seconds that notes wait for a mistake to be found
-LINE_S = 10.0  # seconds between lines of progress where they stay, as in a log
+NOTE_DELAY_S = 8.0  # seconds that notes wait for a mistake to be found
+PROGRESS_INTERVAL_S = 10.0  # seconds between lines of progress where they stay, as in a log
 
 
 class _StoreOnce(argparse.Action):
     """Stores a flag's value; an error where the command line gives the flag twice."""
 
-    _seen_in: argparse.Namespace | None = None
+    _namespace: argparse.Namespace | None = None
 
     def __call__(
         self,
@@ -27,9 +27,9 @@ class _StoreOnce(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if option_string and self._seen_in is namespace:
+        if option_string and self._namespace is namespace:
             raise argparse.ArgumentError(self, "is given twice; give it once")
-        self._seen_in = namespace
+        self._namespace = namespace
         setattr(namespace, self.dest, values)
 
 
@@ -53,45 +53,47 @@ class Parser(argparse.ArgumentParser):
         ]
 
 
-def show(what: Any) -> None:
+def show(content: Any) -> None:
     """Print a line or a table to stdout. In a narrow terminal its widest columns wrap first, and no
     text is cut."""
-    for column in what.columns if isinstance(what, Table) else ():
+    for column in content.columns if isinstance(content, Table) else ():
         column.overflow = "fold"
-    Console().print(what)
+    Console().print(content)
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], **more: Any) -> Table:
+def make_table(
+    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any
+) -> Table:
     """A table with its title at the left; `more` as rich has it."""
-    made = Table(*columns, title=title or None, title_justify="left", **more)
+    new_table = Table(*columns, title=title or None, title_justify="left", **options)
     for row in rows:
-        made.add_row(*row)
-    return made
+        new_table.add_row(*row)
+    return new_table
 
 
-def note(line: str) -> None:
+def print_note(line: str) -> None:
     """Print a line to stderr, beside the answer."""
     Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
 
 
-class HeldNotes:
-    """Lines for stderr that wait until they are ready, or for `HELD_S`: a mistake that is found
-    meanwhile stands alone, and whoever waits for long sees what for."""
+class DelayedNotes:
+    """Lines for stderr that wait until they are ready, or for `NOTE_DELAY_S`: a mistake that is
+    found meanwhile stands alone, and whoever waits for long sees what for."""
 
     def __init__(self) -> None:
         self._lines: list[str] | None = []
         self._lock = threading.Lock()
-        self._timer = threading.Timer(HELD_S, self.show)
+        self._timer = threading.Timer(NOTE_DELAY_S, self.show)
         self._timer.daemon = True
         self._timer.start()
 
-    def add(self, line: str, ready: bool = False) -> None:
+    def add(self, line: str, shows_now: bool = False) -> None:
         with self._lock:
             if self._lines is not None:
                 self._lines.append(line)
             else:
-                note(line)
-        if ready:
+                print_note(line)
+        if shows_now:
             self.show()
 
     def show(self) -> None:
@@ -99,7 +101,7 @@ class HeldNotes:
         with self._lock:
             lines, self._lines = self._lines or [], None
             for line in lines:
-                note(line)
+                print_note(line)
         self._timer.cancel()
 
     def drop(self) -> None:
@@ -109,25 +111,27 @@ class HeldNotes:
             self._lines = []
 
 
-def ticker(name: str, things: str = "", *, at_once: bool = False) -> Callable[[int, int], None]:
+def make_ticker(
+    name: str, unit: str = "", *, starts_shown: bool = False
+) -> Callable[[int, int], None]:
     """A function that shows progress (done, total): as one rewritten line of a terminal, elsewhere
     as a line now and then.
 
     Args:
-      at_once: the name is said before anything is done.
+      starts_shown: print the name before anything is done.
     """
     console = Console(stderr=True, soft_wrap=True)
-    if at_once:
+    if starts_shown:
         console.print(name, end="\r" if console.is_terminal else "\n")
-    said_s = time.monotonic()
+    printed_s = time.monotonic()
 
-    def tick(done: int, total: int) -> None:
-        nonlocal said_s
-        line = f"{name}: {done} of {total} {things}".rstrip()
+    def tick(n_done: int, total: int) -> None:
+        nonlocal printed_s
+        progress_line = f"{name}: {n_done} of {total} {unit}".rstrip()
         if console.is_terminal:
-            console.print(line, end="\r" if done < total else "\n")
-        elif time.monotonic() - said_s >= LINE_S:
-            console.print(line)
-            said_s = time.monotonic()
+            console.print(progress_line, end="\r" if n_done < total else "\n")
+        elif time.monotonic() - printed_s >= PROGRESS_INTERVAL_S:
+            console.print(progress_line)
+            printed_s = time.monotonic()
 
     return tick

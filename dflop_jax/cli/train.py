@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dflop_jax.cli.derive_config import asked, said
+from dflop_jax.cli.derive_config import derive_config, settings_notes
 from dflop_jax.cli.experiment import (
+    add_cwd_to_path,
     add_options,
-    end_together,
-    given_record,
-    import_from_here,
+    finish_run,
+    load_record,
 )
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
@@ -22,7 +22,7 @@ from dflop_jax.distributed.process_exit import (
     on_signal,
     signal_name,
 )
-from dflop_jax.folders import need_no_log
+from dflop_jax.folders import tolerate_lost_log_lines
 from dflop_jax.records import Plan, Profile
 
 
@@ -74,15 +74,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     def stop(signum: int) -> None:
         """End outside of the steps, where nothing is to be saved: all that was done is, already."""
-        how = f"{signal_name(signum)} came while no step ran"
+        reason = f"{signal_name(signum)} came while no step ran"
         exit_code = FAILED if args.dry_run else PREEMPTED
         for trainer in trainers:
             if not args.dry_run:
                 exit_code = _preempted_code(trainer.config)
-            trainer.peers.fail(f"process {trainer.peers.process_index} ended: {how}", exit_code)
-        exit_with_message(f"ended: {how}; {_goes_on(args, exit_code)}", exit_code)
+            trainer.peers.fail(f"process {trainer.peers.process_index} ended: {reason}", exit_code)
+        exit_with_message(f"ended: {reason}; {_what_next(args, exit_code)}", exit_code)
 
-    need_no_log()
+    tolerate_lost_log_lines()
     is_cli_process.set()
     try:
         with on_signal(stop):
@@ -91,12 +91,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         trainers.clear()
 
 
-def _goes_on(args: argparse.Namespace, exit_code: int) -> str:
+def _what_next(args: argparse.Namespace, exit_code: int) -> str:
     """What to do after a run that a signal ended."""
     if exit_code == PREEMPTED:
         return "--resume auto goes on"
-    why = "a dry run" if args.dry_run else "a run without checkpoints"
-    return f"{why} saves nothing, give the command again"
+    reason = "a dry run" if args.dry_run else "a run without checkpoints"
+    return f"{reason} saves nothing, give the command again"
 
 
 def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
@@ -106,25 +106,27 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
         raise ValueError(
             "--reset-optimizer goes with --resume: leave it out, a new run begins with a fresh one"
         )
-    _step(args.resume)
-    ask = asked(args)  # what a command line alone shows to be wrong, before jax is imported
-    from dflop_jax.report.run_folder import check_own
+    _resume_step(args.resume)
+    derived = derive_config(
+        args
+    )  # what a command line alone shows to be wrong, before jax is imported
+    from dflop_jax.report.run_folder import check_run_dir
 
-    check_own(ask.config.run_dir)
+    check_run_dir(derived.config.run_dir)
     from dflop_jax.train.callbacks import import_callbacks
     from dflop_jax.train.trainer import Trainer
 
-    plan = given_record(args, Plan)
+    plan = load_record(args, Plan)
     if args.callbacks:
-        import_from_here()
-    callbacks, profile = import_callbacks(args.callbacks), given_record(args, Profile)
-    more = {"existing": _existing(args), "callbacks": callbacks, "dry": args.dry_run}
-    with said(ask) as notes:
-        trainer = Trainer(ask.config, plan=plan, profile=profile, on_line=notes.add, **more)
+        add_cwd_to_path()
+    callbacks, profile = import_callbacks(args.callbacks), load_record(args, Profile)
+    options = {"existing": _existing_run_policy(args), "callbacks": callbacks, "dry": args.dry_run}
+    with settings_notes(derived) as notes:
+        trainer = Trainer(derived.config, plan=plan, profile=profile, on_line=notes.add, **options)
         trainers.append(trainer)
         result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
-    end_together(trainer.peers, exit_code)
+    finish_run(trainer.peers, exit_code)
     if trainer.peers.is_primary and not args.json and result.losses:
         from dflop_jax.report.compare import summary_table
         from dflop_jax.report.reader import read_run
@@ -137,16 +139,16 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
     return answer | {"first_loss": first[0], "last_loss": last[0]}
 
 
-def _existing(args: argparse.Namespace) -> Any:
+def _existing_run_policy(args: argparse.Namespace) -> Any:
     """What to do with another run in the folder, as for `Trainer`."""
     from dflop_jax.train.resume import Resume
 
     if args.resume:
-        return Resume(_step(args.resume), args.reset_optimizer)
+        return Resume(_resume_step(args.resume), args.reset_optimizer)
     return "overwrite" if args.overwrite else "error"
 
 
-def _step(resume: str | None) -> int | None:
+def _resume_step(resume: str | None) -> int | None:
     """The step that --resume names; None for the newest."""
     if resume in (None, "auto"):
         return None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import given_record
-from dflop_jax.cli.terminal import show, table, ticker
+from dflop_jax.cli.experiment import load_record
+from dflop_jax.cli.terminal import make_table, make_ticker, show
 from dflop_jax.records import Plan
 
 if TYPE_CHECKING:
@@ -33,37 +33,37 @@ def run(args: argparse.Namespace) -> Verified:
     """Verify, and show a table by groups of tensors."""
     from dflop_jax.verify.verify import verify
 
-    result = verify(Path(args.folder), given_record(args, Plan), ticker("reading", "segments"))
+    result = verify(Path(args.folder), load_record(args, Plan), make_ticker("reading", "segments"))
     if not args.json:
-        show(_table(result))
-        show(_verdict(result))
+        show(_groups_table(result))
+        show(_describe_result(result))
     return result
 
 
-def _table(result: Verified) -> Table:
+def _groups_table(result: Verified) -> Table:
     rows = []
     for g in result.groups:
-        same = "all" if g.identical == g.tensors else f"{g.identical} of {g.tensors}"
+        identical = "all" if g.identical == g.tensors else f"{g.identical} of {g.tensors}"
         error = "" if g.max_grad_error is None else f"{g.max_grad_error:.1e}"
-        rows.append((g.name, str(g.tensors), f"{g.n_bytes / 1e6:.2f}", same, error))
+        rows.append((g.name, str(g.tensors), f"{g.n_bytes / 1e6:.2f}", identical, error))
     columns = ("tensors", "number", "MB", "bit-identical", "largest gradient error")
-    return table(f"{result.folder} ({result.model_type})", columns, rows)
+    return make_table(f"{result.folder} ({result.model_type})", columns, rows)
 
 
-def _verdict(result: Verified) -> str:
-    word = "verified" if result.exit_code == 0 else "NOT verified"
+def _describe_result(result: Verified) -> str:
+    verdict = "verified" if result.exit_code == 0 else "NOT verified"
     if result.not_compared:
-        return f"{word}; logits and gradients were not compared: {result.not_compared}"
-    whose = "transformers'" if result.rounding is None else "those of transformers in float64"
-    said = (
-        f"{word}; logits differ from {whose} by {result.max_logit_error:.1e} of the largest "
+        return f"{verdict}; logits and gradients were not compared: {result.not_compared}"
+    reference = "transformers'" if result.rounding is None else "those of transformers in float64"
+    sentence = (
+        f"{verdict}; logits differ from {reference} by {result.max_logit_error:.1e} of the largest "
         f"({result.largest_logit:.1f}; of 1 at least), gradients by {result.max_grad_error:.1e} of "
         "their tensor's largest entry"
     )
     if result.rounding is None:
-        return said
-    (logit, gradient), (most_logit, most_gradient) = result.rounding, result.limits
+        return sentence
+    (logit, gradient), (max_logit, max_gradient) = result.rounding, result.limits
     return (
-        f"{said}; its own float32 by {logit:.1e} and {gradient:.1e}, so that up to "
-        f"{most_logit:.1e} and {most_gradient:.1e} counts as equal"
+        f"{sentence}; its own float32 by {logit:.1e} and {gradient:.1e}, so that up to "
+        f"{max_logit:.1e} and {max_gradient:.1e} counts as equal"
     )

@@ -22,9 +22,9 @@ from dflop_jax.records import (
     Layout,
     Load,
     Schedule,
-    first_pieces,
+    first_piece_numbers,
     piece_tokens,
-    traffic,
+    rank_traffic,
 )
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
@@ -48,7 +48,7 @@ class PieceNumbers:
     @classmethod
     def from_loads(cls, loads: Sequence[Load], module: str) -> PieceNumbers:
         return cls(
-            np.array(first_pieces(loads, module), np.int64),
+            np.array(first_piece_numbers(loads, module), np.int64),
             np.array(piece_tokens(loads, module), np.int64),
         )
 
@@ -206,7 +206,7 @@ def _count_reads(
     microbatch, row, *_ = read = np.nonzero(index >= 0)
     read_feature = microbatch * n_source_ranks * per_rank + index[read]
     reader, ranks = row // (rows // n_target_ranks), (n_source_ranks, n_target_ranks)
-    return traffic(features, holder, np.ones_like(features), read_feature, reader, ranks)
+    return rank_traffic(features, holder, np.ones_like(features), read_feature, reader, ranks)
 
 
 class _FeatureOffsets:

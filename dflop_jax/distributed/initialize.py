@@ -51,7 +51,7 @@ from dflop_jax.distributed.processes import (
     ip_of_socket,
     is_loopback,
 )
-from dflop_jax.folders import dropping, is_standard, need_no_log
+from dflop_jax.folders import is_standard_stream, lossy_stream, tolerate_lost_log_lines
 
 SHUTDOWN_TIMEOUT_S = 10.0  # longest wait for the others at the end
 # jax's own wait for them is longer: when it is over, it ends those from C++ that still work.
@@ -118,7 +118,7 @@ def initialize(config: DistributedConfig, plan_devices: int = 0) -> ProcessGroup
             )
         process_exit.has_joined_run.set()
         faulthandler.enable()  # jax ends a process that has lost another by SIGABRT
-        need_no_log()
+        tolerate_lost_log_lines()
         if group is None:
             limit_devices(processes, n_devices)
             _redirect_native_stdout()
@@ -367,7 +367,7 @@ def _batch_priority_for_gloo() -> Iterator[None]:
 def _redirect_native_stdout() -> None:
     """Send what C++ prints (gloo greets every peer) to standard error, for the sake of `--json`."""
     stdout = sys.stdout
-    if not is_standard(stdout, 1):
+    if not is_standard_stream(stdout, 1):
         return
-    sys.stdout = dropping(stdout, os.dup(1))
+    sys.stdout = lossy_stream(stdout, os.dup(1))
     os.dup2(2, 1)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from dflop_jax.folders import FULL
+from dflop_jax.folders import DISK_FULL_ERRNOS
 
 # Exit codes beside 0 (done).
 FAILED = 1
@@ -48,7 +48,9 @@ class TransientError(RunFailed):
 
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a command that ends by an error."""
-    if isinstance(error, TransientError) or (isinstance(error, OSError) and error.errno in FULL):
+    if isinstance(error, TransientError) or (
+        isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
+    ):
         return TRANSIENT_FAILURE
     return BAD_INPUT if isinstance(error, ValueError) else FAILED
 

@@ -25,7 +25,7 @@ from dflop_jax.data.datasets.clips import (
 )
 from dflop_jax.data.datasets.moving_scenes import SIDE_PX, block_of, frames_of
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.folders import made
+from dflop_jax.folders import make_folder
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
 from dflop_jax.generate.row import AnswerRows, row_of, with_features
 from dflop_jax.train.load_params import load_params
@@ -149,7 +149,7 @@ def flow(
 
 def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
     """Write latents and, of an embedded clip, a strip of its frames and a moving picture."""
-    made(folder, "choose another --out")
+    make_folder(folder, "choose another --out")
     files = [folder / LATENTS]
     np.save(files[0], latents)
     if embedded:

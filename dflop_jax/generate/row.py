@@ -158,7 +158,7 @@ def _whole(model: MultimodalModel, groups: Sequence[Group], ranks: int) -> Layou
     laid = build_layout(
         [Parallelism(MeshShape(data=ranks))] * len(n_layers), [0] * len(n_layers), n_layers
     )
-    bucket = Bucket.of({g.module: g.shape for g in groups})
+    bucket = Bucket.from_shapes({g.module: g.shape for g in groups})
     return replace(laid, buckets=(bucket,), edges=edges_of(model))
 
 

@@ -135,7 +135,9 @@ class Space:
 
     def plan(self, p: int, c: int, options: Mapping[str, MemoryOption] | None = None) -> Plan:
         """A candidate's plan; `options` as of `as_plan`."""
-        bucket = Bucket.of({m: t.shape(self.table_rows[m][p], c) for m, t in self.tables.items()})
+        bucket = Bucket.from_shapes(
+            {m: t.shape(self.table_rows[m][p], c) for m, t in self.tables.items()}
+        )
         plan = build_plan(self.layout_at(p, c), self.policy, (bucket,), self.context, options)
         return plan.with_layout(fan_in=self.fan_in[c]) if self.fan_in else plan
 

@@ -208,7 +208,7 @@ class Candidate:
     def mean_trial_s(self, n: int) -> float:
         """Mean seconds of the first `n` trials, by which candidates are compared."""
         mean_s = float(np.mean(self.trial_seconds[:n]))
-        return mean_s * (1 + MIN_SECOND_REMAT_GAIN) if self.plan.scheduling.kept else mean_s
+        return mean_s * (1 + MIN_SECOND_REMAT_GAIN) if self.plan.scheduling.residuals else mean_s
 
     def with_predictions(self, evaluator: Evaluator) -> Candidate:
         """The same, its plan with the figures of its uniform steps, in which memory holds as many

@@ -190,7 +190,7 @@ def _bounded_space(context: SearchContext, layout: Layout) -> Space:
         m: context.row_shapes(m, groups_per_batch, rank.data, rank.model) for m in context.volumes
     }
     whole_buckets = [
-        Bucket.of(
+        Bucket.from_shapes(
             {m: Shape(int(n[c]), int(t[c])) if n[c] else None for m, (n, t) in row_shapes.items()}
         )
         for c in range(len(groups_per_batch))

@@ -140,7 +140,9 @@ class Evaluator:
             groups_together = layout.fan_in if s.module in layout.divided else 1
             content = [amount / n_rank_groups / groups_together for amount in volume.content]
             total_s += (
-                n_groups * groups_together * sum(prices.programs[p].of(content) for p in programs)
+                n_groups
+                * groups_together
+                * sum(prices.programs[p].seconds(content) for p in programs)
             )
         return total_s
 
@@ -209,7 +211,7 @@ class Evaluator:
         ]
         if not is_timed:  # else it has the rooms that its programs are for
             plan = plan.with_layout(
-                exchange_rooms=exchange_rooms(plan.layout, schedules, self.evaluation_batches)
+                exchange_capacities=exchange_rooms(plan.layout, schedules, self.evaluation_batches)
             )
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         plan = self._with_prediction(plan, schedules, traces)
@@ -226,7 +228,7 @@ class Evaluator:
             plan.scheduling,
             len(set(submesh_resources(plan.layout).values())) == 1,
         )
-        if scheduling.grouping != "balanced" or scheduling.kept or is_one_resource:
+        if scheduling.grouping != "balanced" or scheduling.residuals or is_one_resource:
             return plan
         prices, trainable = prices or self.prices(plan.layout), self.context.trainable(plan.layout)
         batches = self.evaluation_batches[
@@ -282,7 +284,7 @@ class Evaluator:
     ) -> Plan:
         busy = [trace.busy_fraction() for trace in traces]
         depths = [peak_groups_in_flight(s.order) for s in schedules]
-        if plan.scheduling.kept:  # groups of one segment differ in what they keep
+        if plan.scheduling.residuals:  # groups of one segment differ in what they keep
             live_bytes = [peak_residual_bytes(plan, s) for s in schedules]
             peak_bytes = {
                 name: n_bytes

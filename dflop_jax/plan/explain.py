@@ -22,8 +22,8 @@ from dflop_jax.records import (
     Profile,
     Shape,
     SubmeshPlan,
-    by_feature,
-    content_s,
+    content_seconds,
+    order_coefficients,
     piece_content,
 )
 from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
@@ -83,7 +83,8 @@ def kind_costs(profile: Profile) -> list[KindCost]:
             t = min(timed, key=lambda t: (t.model, -t.shape.size))
             content = (t.shape.size * content_per_token).tolist()
             forward_s, backward_s = (
-                static_s + float(content_s(by_feature(seconds_by_feature, names), content))
+                static_s
+                + float(content_seconds(order_coefficients(seconds_by_feature, names), content))
                 for static_s, seconds_by_feature in (
                     (t.layer_forward_s, t.content_forward_s),
                     (t.layer_backward_s, t.content_backward_s),

@@ -90,7 +90,9 @@ def peak_bytes(
     def need(s: SegmentPlan) -> SegmentNeed:
         n_bytes = largest_bytes(s)
         if s.remat_less is not None:
-            temporaries = np.maximum(n_bytes.temporaries, largest_bytes(s.keeping).temporaries)
+            temporaries = np.maximum(
+                n_bytes.temporaries, largest_bytes(s.with_less_remat).temporaries
+            )
             n_bytes = replace(n_bytes, temporaries=temporaries)
         return segment_need(resource_of[s.submesh], n_bytes, in_flight.get(s.name, 0))
 
@@ -111,7 +113,9 @@ def byte_table(layout: Layout, profile: ModelProfile) -> ByteTable:
         for shape in layout.shapes(s.module):
             first_group_bytes[s.name, shape] = group_bytes(layout, costs, s, shape)
             if s.remat_less is not None:
-                second_group_bytes[s.name, shape] = group_bytes(layout, costs, s.keeping, shape)
+                second_group_bytes[s.name, shape] = group_bytes(
+                    layout, costs, s.with_less_remat, shape
+                )
     return ByteTable(peak_bytes(layout, costs, {}), first_group_bytes, second_group_bytes)
 
 

@@ -46,7 +46,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     Zero,
-    content_s,
+    content_seconds,
 )
 
 # Times the largest timed shape of a module up to which prices by timings are believed; twice as
@@ -283,7 +283,7 @@ def _segment_costs(
             seconds: Array = 0.0
             if d in directions:
                 seconds = costs.task_s(group_size, predictions, d)
-                seconds = seconds + content_s(costs.content_s(group_size, d), content)
+                seconds = seconds + content_seconds(costs.content_s(group_size, d), content)
             quantities.append(seconds)
         state = costs.state
         quantities += [state.reduce_s(), state.update_s()] if trains else [0.0, 0.0]

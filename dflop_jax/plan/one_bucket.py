@@ -141,4 +141,4 @@ def _scaled_bucket(largest: Bucket, share: float, layout: Layout, context: Searc
             min_tokens = max(cut(tokens, context.spec.token_multiple), context.row_tokens(m))
             tokens = min(tokens, min_tokens)
         shapes[m] = shape if m in layout.divided else Shape(rows, tokens)
-    return Bucket.of(shapes)
+    return Bucket.from_shapes(shapes)

@@ -17,7 +17,17 @@ from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.memory import group_bytes
 from dflop_jax.plan.one_bucket import buckets_with_shares
 from dflop_jax.plan.time_plans import close_to_best, compare_new, screen, successive_halving
-from dflop_jax.records import REMAT, Bucket, Kept, Layout, Load, Plan, Remat, SegmentPlan, Shape
+from dflop_jax.records import (
+    REMAT,
+    Bucket,
+    Layout,
+    Load,
+    Plan,
+    Remat,
+    ResidualBytes,
+    SegmentPlan,
+    Shape,
+)
 from dflop_jax.schedule import BucketProblem, choose_buckets
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples, sample_capacity, spare_bucket
 from dflop_jax.schedule.buckets.problem import largest_first
@@ -211,7 +221,7 @@ def _with_shorter_rows(evaluator: Evaluator, candidate: Candidate) -> list[Candi
     )
     min_tokens = {m: context.row_tokens(m) for m in packed_modules}
     shortened = (
-        Bucket.of(
+        Bucket.from_shapes(
             {m: Shape(s.rows, min(s.tokens, min_tokens.get(m, s.tokens))) for m, s in b.shapes}
         )
         for b in plan.layout.buckets
@@ -326,15 +336,15 @@ def _with_free_bytes(plan: Plan, backward: set[str], evaluator: Evaluator) -> Pl
     for s in plan.layout.segments:
         for shape in plan.layout.shapes(s.module) if s.name in backward else ():
             n_bytes = group_bytes(plan.layout, costs, s, shape)
-            second = s if s.remat_less is None else s.keeping
+            second = s if s.remat_less is None else s.with_less_remat
             bytes_by_shape.append(
-                Kept(
+                ResidualBytes(
                     s.name, shape, n_bytes, group_bytes(plan.layout, costs, second, shape) - n_bytes
                 )
             )
     peaks = evaluator.peak_bytes_limit(plan)
     free = {name: evaluator.context.spec.memory_bytes - peak for name, peak in peaks.items()}
-    return plan.with_scheduling(kept=tuple(bytes_by_shape), free_bytes=free)
+    return plan.with_scheduling(residuals=tuple(bytes_by_shape), free_bytes=free)
 
 
 def with_spare_bucket(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:

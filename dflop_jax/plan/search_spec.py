@@ -127,7 +127,7 @@ def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) 
     the profile's devices of a node, where these are known."""
     config = spec.config
     float32_bytes = {m: 4.0 * profile.n_elements(m) for m in profile.n_layers}
-    bfloat16_modules = [m for m in profile.n_layers if profile.is_halved(m)]
+    bfloat16_modules = [m for m in profile.n_layers if profile.has_bfloat16_params(m)]
     node, module_bytes = (
         config.node or profile.devices_per_node,
         largest_module_bytes(float32_bytes, bfloat16_modules),

@@ -210,7 +210,7 @@ class _TimingSession:
             self._refused.append(e)
             return []
         self.n_timed += 1
-        plan_to_evaluate = plan if plan.scheduling.kept else plan.with_scheduling(lookahead=0)
+        plan_to_evaluate = plan if plan.scheduling.residuals else plan.with_scheduling(lookahead=0)
         timed = evaluator.evaluate(plan_to_evaluate, by_profile_s, prices)
         if is_only:
             timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))

@@ -16,7 +16,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data.build import hub_datasets
 from dflop_jax.data.datasets.find_tables import HUB_ID, hub_files
 from dflop_jax.distributed.process_exit import TransientError
-from dflop_jax.folders import made
+from dflop_jax.folders import make_folder
 
 NAME = re.compile(rf"({HUB_ID.pattern})(?:@([\w./-]+))?")
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
@@ -64,7 +64,7 @@ def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str
         return Path(folder)
     if not constants.HF_HUB_OFFLINE:
         log(f"fetching {uri.id} from {constants.ENDPOINT}")
-        made(constants.HF_HUB_CACHE, "set HF_HOME to a folder that can be written")
+        make_folder(constants.HF_HUB_CACHE, "set HF_HOME to a folder that can be written")
     try:
         return Path(download())
     except Exception as e:  # of huggingface_hub, of its HTTP library, of the disk

@@ -24,10 +24,10 @@ from dflop_jax.records import (
     Remat,
     SegmentPlan,
     Shape,
+    add_host_work,
     layer_key,
-    rank_share,
     shape_features,
-    with_host_work,
+    tp_share,
 )
 
 
@@ -38,7 +38,7 @@ class Predictions:
 
     def __init__(self, fits: Fits, module: str, tp: int, rows: Array, tokens: Array):
         self.has_rows = np.asarray(rows) > 0
-        self.rank_share = rank_share(rows, tokens, tp)  # of hidden states, on a tensor rank
+        self.rank_share = tp_share(rows, tokens, tp)  # of hidden states, on a tensor rank
         features = shape_features(rows, tokens)
         self._first_kind = fits.profile.kinds.get(module, (LAYERS,))[0]
         self.layer = cache(
@@ -173,7 +173,7 @@ class SegmentCosts:
                 layers_s = layers_s + n / self._visits * np.maximum(layer_s * slowdown, transfer_s)
             layers_s = layers_s + transfer_s  # the first layer waits
             seconds = seconds + ticks * (layers_s + stage_send_s) + n_ends * ends_s * slowdown
-        seconds = with_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
+        seconds = add_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
         return np.where(predictions.has_rows, seconds, 0.0)
 
     def content_s(self, group_size: Array, direction: str) -> Array:

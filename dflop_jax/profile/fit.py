@@ -28,7 +28,7 @@ from dflop_jax.records import (
     ModelProfile,
     Remat,
     Shape,
-    by_feature,
+    order_coefficients,
     shape_features,
 )
 
@@ -163,7 +163,7 @@ class Fits:
         else:
             unit_seconds = [getattr(t, f"content_{quantity}_s") for t in timings]
         names = self.profile.features(timings[0].module)
-        seconds = np.array([by_feature(n, names) for n in unit_seconds])
+        seconds = np.array([order_coefficients(n, names) for n in unit_seconds])
         return round_to_float32((seconds * weights).sum(axis=0) / weights.sum(axis=0))
 
     def predict(self, layers: str, tp: int, features: np.ndarray, quantity: str) -> np.ndarray:

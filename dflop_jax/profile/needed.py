@@ -34,7 +34,7 @@ from dflop_jax.profile.kernels import kernels_of
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
 from dflop_jax.profile.traced_parts import Names, TraceSpec, trace_forward_parts
-from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_s, pairs
+from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_seconds, token_pairs
 from dflop_jax.runtime.module_parts import segment_layer_kinds
 from dflop_jax.runtime.segment import ProgramKind, Segment
 
@@ -59,8 +59,8 @@ class PieceFlops:
     def __call__(self, tokens: int, content: Sequence[int] | None = None) -> float:
         """FLOPs of a piece of so many tokens; `content` as a load has it, None: of a module that
         names no features."""
-        n_pairs = pairs(tokens)
-        content_flops = content_s(self.content, (n_pairs,) if content is None else content)
+        n_pairs = token_pairs(tokens)
+        content_flops = content_seconds(self.content, (n_pairs,) if content is None else content)
         return self.per_token * tokens + self.per_pair * n_pairs + float(content_flops)
 
 
@@ -126,7 +126,7 @@ def _module_flops(
     flops = PieceFlops(
         per_token=(total.weights + total.weights_gradient) / shape.tokens + content_flops[TOKEN],
         per_pair=(without_content.activations + without_content.activations_gradient)
-        / pairs(shape.tokens),
+        / token_pairs(shape.tokens),
         content=tuple(content_flops[name] for name in content_of(module, 1)),
     )
     exit_trains = _has_trainable(trains, "exit") or (module.tied and "entry" in trains)
@@ -175,7 +175,7 @@ def visible_pair_share(module: Module, tokens: int) -> float:
     visible_shares = []
     for kind, kind_module in single_kind_modules(module).items():
         if attention := attention_flops_of(kind_module):
-            visible_share = attention(tokens) / (pairs(tokens) * attention(1))
+            visible_share = attention(tokens) / (token_pairs(tokens) * attention(1))
             visible_shares += [visible_share] * layer_kinds_of(module).count(kind)
     return sum(visible_shares) / len(visible_shares) if visible_shares else 1.0
 

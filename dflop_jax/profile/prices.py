@@ -59,7 +59,9 @@ def _program_prices(layout: Layout, costs: CostModel) -> dict[ProgramId, Price]:
     priced: dict[object, list[tuple[Shape, Direction, Price]]] = {}
     for s in layout.segments:
         mesh = layout.submesh(s.submesh).shape
-        for remat_less, segment in enumerate([s, s.keeping] if s.remat_less is not None else [s]):
+        for remat_less, segment in enumerate(
+            [s, s.with_less_remat] if s.remat_less is not None else [s]
+        ):
             key = costs.price_key(segment), mesh
             if key not in priced:
                 priced[key] = list(_segment_prices(layout, segment, mesh, costs))

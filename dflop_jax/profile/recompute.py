@@ -32,8 +32,8 @@ from dflop_jax.records import (
     Recompute,
     Remat,
     Shape,
+    scale_coefficients,
     shape_features,
-    times,
 )
 
 POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
@@ -141,7 +141,7 @@ class Predictor:
                     cost,
                     layer_s=min(1.0, layer_ratio[r]) * t.layer_forward_s,
                     ends_s=min(1.0, ends_ratio[r]) * t.ends_forward_s,
-                    content_s=times(content_ratio[r], t.content_forward_s),
+                    content_s=scale_coefficients(content_ratio[r], t.content_forward_s),
                     layer_bytes=min_bytes + bytes_ratio * (cost.layer_bytes - min_bytes),
                     temp_bytes=max(0.0, compiled_extra + cost.temp_bytes),
                 )

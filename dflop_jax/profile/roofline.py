@@ -34,7 +34,7 @@ from dflop_jax.records import (
     LayerTiming,
     ModelProfile,
     Shape,
-    times,
+    scale_coefficients,
 )
 
 
@@ -121,7 +121,7 @@ def _predict_timings(
             remat: replace(
                 cost,
                 layer_s=cost.layer_s + recomputed[remat] * full_s,
-                content_s=times(recomputed[remat], unit_s),
+                content_s=scale_coefficients(recomputed[remat], unit_s),
             )
             for remat, cost in costs[shape].items()
         }
@@ -137,7 +137,7 @@ def _predict_timings(
                 ends_backward_s=predictor.ends_s(BACKWARD, shape),
                 hidden_bytes=hidden_bytes(predictor.module, shape),
                 content_forward_s=unit_s,
-                content_backward_s=times(backward_ratio, unit_s),
+                content_backward_s=scale_coefficients(backward_ratio, unit_s),
                 recompute=recompute,
             )
         )

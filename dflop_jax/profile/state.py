@@ -101,7 +101,7 @@ class ShardedState:
             n_bytes = n_bytes + self.n_bytes(
                 trained_bytes, self.ranks if self.segment.zero >= 2 else 1
             )
-            if self.profile.is_halved(self.segment.module):
+            if self.profile.has_bfloat16_params(self.segment.module):
                 n_bytes = n_bytes + self.n_bytes(trained_bytes, self.ranks)
             n_bytes = n_bytes + self.n_bytes(optimizer_bytes, self.ranks, exact=True)
         return n_bytes + np.zeros(np.shape(self.mesh.data))

@@ -19,19 +19,19 @@ from dflop_jax.records.data import (
     DataProfile,
     Load,
     Shape,
-    first_pieces,
-    numbered,
+    first_piece_numbers,
     piece_content,
+    piece_positions,
     piece_tokens,
 )
 from dflop_jax.records.features import (
     PAIR,
     TOKEN,
-    by_feature,
-    content_s,
-    pairs,
+    content_seconds,
+    order_coefficients,
+    scale_coefficients,
     shape_features,
-    times,
+    token_pairs,
 )
 from dflop_jax.records.hardware import PLANNED_SHARE, USABLE_MEMORY, Collective, Hardware, Link
 from dflop_jax.records.mesh import (
@@ -39,28 +39,27 @@ from dflop_jax.records.mesh import (
     MANUAL_AXES,
     MeshShape,
     SubmeshPlan,
-    rank_share,
     token_dim,
+    tp_share,
 )
 from dflop_jax.records.packed_pieces import PackedPieces
 from dflop_jax.records.plan import (
     REMAT,
     ZERO,
     Edge,
-    ExchangeRoom,
+    ExchangeCapacity,
     Grouping,
-    Kept,
     Layout,
     Plan,
     Predicted,
     Remat,
+    ResidualBytes,
     Scheduling,
     SegmentPlan,
     Zero,
-    home_rank,
     with_remat,
 )
-from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId, with_host_work
+from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId, add_host_work
 from dflop_jax.records.profile import (
     LAYERS,
     LayerTiming,
@@ -81,10 +80,16 @@ from dflop_jax.records.schedule import (
     Direction,
     Event,
     Group,
-    Maker,
     Schedule,
+    ScheduleMaker,
     Status,
     Task,
     Trace,
 )
-from dflop_jax.records.traffic import crossing, homes, rank_nodes, traffic
+from dflop_jax.records.traffic import (
+    crossing_traffic,
+    home_rank,
+    home_ranks,
+    rank_nodes,
+    rank_traffic,
+)

@@ -16,41 +16,41 @@ _STEP = "<i4"  # of two neighbours' difference: pieces of a batch and their plac
 def to_json(value: Any) -> bytes:
     """JSON of records. Columns of whole numbers are the differences of neighbours, compressed: most
     are 0 or 1, so that a place of a piece takes about one byte."""
-    return msgspec.json.encode(value, enc_hook=_packed)
+    return msgspec.json.encode(value, enc_hook=_encode_columns)
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
     """The record that JSON says; `msgspec.DecodeError` where it is not one of `kind`."""
-    return msgspec.json.decode(data, type=kind, dec_hook=_columns)
+    return msgspec.json.decode(data, type=kind, dec_hook=_decode_columns)
 
 
 def to_msgpack(value: Any) -> bytes:
     """MessagePack of records, smaller and faster than JSON, for messages between processes."""
-    return msgspec.msgpack.encode(value, enc_hook=_packed)
+    return msgspec.msgpack.encode(value, enc_hook=_encode_columns)
 
 
 def from_msgpack(data: bytes, kind: Any) -> Any:
     """The record of type `kind` in MessagePack data; `msgspec.DecodeError` for other data."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_columns)
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_columns)
 
 
 def from_plain(value: Any, kind: type[T]) -> T:
     """The same of JSON that was read into dictionaries and lists."""
-    return msgspec.convert(value, kind, dec_hook=_columns)
+    return msgspec.convert(value, kind, dec_hook=_decode_columns)
 
 
-def _packed(columns: Any) -> tuple[int, str]:
+def _encode_columns(columns: Any) -> tuple[int, str]:
     """How many columns, [columns, n], and their text."""
     assert isinstance(columns, np.ndarray), f"{type(columns).__name__} is no part of a record"
     steps = np.diff(columns, prepend=0).astype(_STEP)
     return len(columns), base64.b64encode(zlib.compress(steps.tobytes())).decode()
 
 
-def _columns(kind: type, packed: Any) -> np.ndarray:
+def _decode_columns(kind: type, encoded: Any) -> np.ndarray:
     assert kind is np.ndarray, f"{kind.__name__} is no part of a record"
     try:
-        n, text = packed
-        steps = np.frombuffer(zlib.decompress(base64.b64decode(text)), _STEP).reshape(n, -1)
+        n_columns, text = encoded
+        steps = np.frombuffer(zlib.decompress(base64.b64decode(text)), _STEP).reshape(n_columns, -1)
     except (TypeError, ValueError, zlib.error) as e:
         raise ValueError(f"columns of whole numbers are damaged ({e})") from None
     return np.cumsum(steps, axis=1, dtype=np.int64)

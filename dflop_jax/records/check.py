@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def require(ok: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     """ValueError with the message unless it is so."""
-    if not ok:
+    if not condition:
         raise ValueError(message)

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from dflop_jax.records.check import require
-from dflop_jax.records.features import pairs
+from dflop_jax.records.features import token_pairs
 
 Content = tuple[tuple[int, ...], ...]
 
@@ -32,14 +32,14 @@ class Load:
     def __post_init__(self) -> None:
         # Said only where something is wrong: there are thousands of loads a step.
         if any(n < 1 for lengths in self.pieces.values() for n in lengths):
-            wrong = "every piece of a sample has at least one token"
+            problem = "every piece of a sample has at least one token"
         elif any(len(c) != len(self.lengths(m)) for m, c in self.content.items()):
-            wrong = "content is of every piece of a module"
+            problem = "content is of every piece of a module"
         elif any(sum(n) != len(self.lengths(m)) for m, n in self.runs.items()):
-            wrong = "runs hold every piece of a module"
+            problem = "runs hold every piece of a module"
         else:
             return
-        raise ValueError(f"{wrong}, got {self}")
+        raise ValueError(f"{problem}, got {self}")
 
     def lengths(self, module: str) -> tuple[int, ...]:
         """Token counts of the module's pieces; () if the sample does not use it."""
@@ -48,7 +48,7 @@ class Load:
     def content_of(self, module: str) -> Content:
         """Of each of the module's pieces, how much it has of each feature of its content."""
         named = self.content.get(module)
-        return tuple((pairs(n),) for n in self.lengths(module)) if named is None else named
+        return tuple((token_pairs(n),) for n in self.lengths(module)) if named is None else named
 
     def tokens(self, module: str) -> int:
         return sum(self.lengths(module))
@@ -105,7 +105,7 @@ class Bucket:
         require(len(set(names)) == len(names) > 0, f"a bucket names modules once, got {names}")
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Shape | None]) -> Bucket:
+    def from_shapes(cls, shapes: Mapping[str, Shape | None]) -> Bucket:
         """The bucket of these shapes, without the modules that have none."""
         return cls(tuple((m, s) for m, s in shapes.items() if s is not None))
 
@@ -123,12 +123,12 @@ class Bucket:
         return " ".join(f"{m}:{s.name}" for m, s in self.shapes)
 
 
-def numbered(loads: Sequence[Load], module: str) -> tuple[tuple[int, int], ...]:
+def piece_positions(loads: Sequence[Load], module: str) -> tuple[tuple[int, int], ...]:
     """(sample, place among the sample's pieces) of every piece of a module, by its number."""
     return tuple((s, k) for s, load in enumerate(loads) for k in range(len(load.lengths(module))))
 
 
-def first_pieces(loads: Sequence[Load], module: str) -> tuple[int, ...]:
+def first_piece_numbers(loads: Sequence[Load], module: str) -> tuple[int, ...]:
     """Number of every sample's first piece of a module, and one past the last: [samples + 1]."""
     return tuple(accumulate((len(load.lengths(module)) for load in loads), initial=0))
 
@@ -142,5 +142,5 @@ def piece_content(loads: Iterable[Load], module: str) -> np.ndarray:
     """Content of every piece of a module, by its number, int64 [features, pieces]."""
     loads = list(loads)
     if not any(module in load.content for load in loads):
-        return pairs(np.array(piece_tokens(loads, module), np.int64))[None]
+        return token_pairs(np.array(piece_tokens(loads, module), np.int64))[None]
     return np.array([c for load in loads for c in load.content_of(module)], np.int64).T

@@ -23,22 +23,22 @@ PAIR = "pair"
 TOKEN = "token"  # every module's; the shape has it, padding included
 
 
-def pairs(tokens: Array) -> Array:
+def token_pairs(tokens: Array) -> Array:
     """Pairs of tokens of a piece."""
     return tokens * tokens
 
 
-def by_feature(named: Mapping[str, float], names: Sequence[str]) -> tuple[float, ...]:
+def order_coefficients(named: Mapping[str, float], names: Sequence[str]) -> tuple[float, ...]:
     """Coefficients in the order of a module's features; 0 of those that are not named."""
     return tuple(named.get(name, 0.0) for name in names)
 
 
-def times(factor: float, named: Mapping[str, float]) -> dict[str, float]:
+def scale_coefficients(factor: float, named: Mapping[str, float]) -> dict[str, float]:
     """So many times as large coefficients."""
     return {name: factor * value for name, value in named.items()}
 
 
-def content_s(coefficients: Sequence[Array], content: Sequence[Array]) -> Array:
+def content_seconds(coefficients: Sequence[Array], content: Sequence[Array]) -> Array:
     """Seconds of content, from those of a unit of each feature; features that either lacks at its
     end cost nothing."""
     return sum(map(mul, coefficients, content))
@@ -49,4 +49,4 @@ def shape_features(rows: Array, tokens: Array) -> np.ndarray:
     the shape's tokens, and the pairs of rows that are one piece each."""
     rows, tokens = np.asarray(rows, float), np.asarray(tokens)
     size = rows * tokens
-    return np.stack([np.ones_like(size), size, rows * pairs(tokens)], -1)
+    return np.stack([np.ones_like(size), size, rows * token_pairs(tokens)], -1)

@@ -11,13 +11,10 @@ import msgspec
 
 from dflop_jax.records import from_plain, to_json
 
-VERSION = 3  # of kinds of records that have not changed since
-# Plan 5: a layout, scheduling and figures. Profiles 5: content is priced by feature.
-# PriceList 6, Schedule 5: prices and content by feature, pieces in columns. PriceList 7:
-# with the step's end. PriceList 8, Schedule 6: content in each module's own order.
-# Older prices are timed again.
+VERSION = 3  # of records that have not changed since
+# Raised whenever a field is renamed or changes its meaning; `load` refuses other versions.
 _NEWER = {
-    "Plan": 5,
+    "Plan": 6,
     "ModelProfile": 5,
     "Profile": 5,
     "PriceList": 8,
@@ -30,9 +27,9 @@ def save(record: Any, path: str | Path) -> None:
     """Write a record: all of it, or, if the process is killed meanwhile, what was there before."""
     name = type(record).__name__
     head = {"record": name, "version": _version(name), "value": record}
-    fresh = Path(path).with_suffix(".tmp")
-    fresh.write_bytes(msgspec.json.format(to_json(head), indent=1))
-    fresh.replace(path)
+    new_path = Path(path).with_suffix(".tmp")
+    new_path.write_bytes(msgspec.json.format(to_json(head), indent=1))
+    new_path.replace(path)
 
 
 def load(kind: type[T], path: str | Path) -> T:
@@ -48,20 +45,22 @@ def load(kind: type[T], path: str | Path) -> T:
         raise ValueError(
             f"{path}: holds {name or 'no record'}, expected {kind.__name__}; name a file of that"
         )
-    if (version := raw.get("version")) != (ours := _version(name)):
-        raise ValueError(f"{path}: version {version}, this program reads {ours}; make it again")
+    if (version := raw.get("version")) != (expected_version := _version(name)):
+        raise ValueError(
+            f"{path}: version {version}, this program reads {expected_version}; make it again"
+        )
     try:
         return from_plain(raw.get("value"), kind)
     except msgspec.ValidationError as e:
         raise ValueError(f"{path}: {e}") from None
 
 
-def load_or_make(kind: type[T], path: Path, make: Callable[[], T]) -> T:
+def load_or_compute(kind: type[T], path: Path, compute: Callable[[], T]) -> T:
     """Read a record of a cache; one that is not there, damaged or of another version is made and
     written."""
     with suppress(ValueError):
         return load(kind, path)
-    record = make()
+    record = compute()
     path.parent.mkdir(parents=True, exist_ok=True)
     save(record, path)
     return record

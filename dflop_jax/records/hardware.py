@@ -59,13 +59,13 @@ class Hardware:
 
     def link(self, collective: Collective, *, across: bool) -> Link | None:
         """What was measured of a collective; None: nothing."""
-        named = (k for k in self.measured if (k.collective, k.across) == (collective, across))
-        return next(named, None)
+        matching = (k for k in self.measured if (k.collective, k.across) == (collective, across))
+        return next(matching, None)
 
-    def with_links(self, times: float) -> Hardware:
+    def with_links(self, factor: float) -> Hardware:
         """The same with links of so many times the bandwidth."""
-        faster = {k: times * getattr(self, k) for k in ("link_bandwidth", "network_bandwidth")}
-        measured = tuple(replace(k, bandwidth=times * k.bandwidth) for k in self.measured)
+        faster = {k: factor * getattr(self, k) for k in ("link_bandwidth", "network_bandwidth")}
+        measured = tuple(replace(k, bandwidth=factor * k.bandwidth) for k in self.measured)
         return replace(self, measured=measured, **faster)
 
     @property

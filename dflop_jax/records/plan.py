@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import gcd
+from itertools import groupby
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -93,10 +93,11 @@ class SegmentPlan:
         require(self.stop > self.start >= 0, f"segment {self.name!r} holds no layer")
         require(self.remat in REMAT, f"segment {self.name!r}: remat={self.remat!r} not in {REMAT}")
         require(self.zero in ZERO, f"segment {self.name!r}: zero={self.zero!r} not in {ZERO}")
-        less = self.remat_less
+        weaker_policy = self.remat_less
         require(
-            less is None or less in REMAT[: REMAT.index(self.remat)],
-            f"segment {self.name!r}: remat_less={less!r} is none of those that keep more than "
+            weaker_policy is None or weaker_policy in REMAT[: REMAT.index(self.remat)],
+            f"segment {self.name!r}: remat_less={weaker_policy!r} is none of those that keep more "
+            "than "
             f"{self.remat!r}",
         )
 
@@ -115,7 +116,7 @@ class SegmentPlan:
         return np.where((ranks > 1) & (data % max(ranks, 1) == 0), ranks, data)[()]
 
     @property
-    def keeping(self) -> SegmentPlan:
+    def with_less_remat(self) -> SegmentPlan:
         """The segment under its second recompute policy."""
         assert self.remat_less is not None, f"{self.name} has one recompute policy"
         return dataclasses.replace(self, remat=self.remat_less, remat_less=None)
@@ -124,9 +125,9 @@ class SegmentPlan:
         """Whether the edge leaves from this segment; a tap leaves from where its layer ran."""
         if edge.source != self.module:
             return False
-        return self.last if edge.leaves < 0 else self.runs_to(edge.leaves)
+        return self.last if edge.leaves < 0 else self.runs_through(edge.leaves)
 
-    def runs_to(self, layers: int) -> bool:
+    def runs_through(self, layers: int) -> bool:
         """Whether so many layers of the module have run inside this segment."""
         return self.start < layers <= self.stop or (self.first and layers == 0)
 
@@ -140,14 +141,14 @@ class SegmentPlan:
 
 
 @dataclass(frozen=True)
-class ExchangeRoom:
+class ExchangeCapacity:
     """What one round of the exchange between a group of `source` and one of `target`, of these
     shapes, has room for from one data rank to another: a share of the features of a rank."""
 
     source: str
     target: str
-    low: Shape
-    high: Shape
+    source_shape: Shape
+    target_shape: Shape
     share: float
 
     def __post_init__(self) -> None:
@@ -155,7 +156,7 @@ class ExchangeRoom:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResidualBytes:
     """Bytes per device that a segment keeps of a group of this shape from forward to backward, and
     how many more under its second recompute policy."""
 
@@ -196,7 +197,7 @@ class Layout:
     one program call. A microbatch's pieces go through some modules (`divided`) in at most `fan_in`
     groups of one small shape: those that read no other, whose groups together feed one, and the
     `divided_readers`, several of whose groups read one. The exits of `tied` modules read the
-    parameters of their entries. `exchange_rooms` are
+    parameters of their entries. `exchange_capacities` are
     what batches that the planner saw move between data ranks.
     """
 
@@ -208,7 +209,7 @@ class Layout:
     fan_in: int = 1
     divided_readers: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
-    exchange_rooms: tuple[ExchangeRoom, ...] = ()
+    exchange_capacities: tuple[ExchangeCapacity, ...] = ()
 
     def __post_init__(self) -> None:
         names = [m.name for m in self.submeshes]
@@ -222,30 +223,31 @@ class Layout:
             require(s.submesh in names, f"segment {s.name!r} lies on unknown submesh {s.submesh!r}")
             self._check_stages(s)
         for module in self.modules:
-            parts = self.segments_of(module)
-            joined = [s.start for s in parts][1:] == [s.stop for s in parts][:-1]
-            ends = parts[0].start == 0 and parts[0].first and parts[-1].last
-            inner = not any(s.first for s in parts[1:]) and not any(s.last for s in parts[:-1])
-            require(joined and ends and inner, f"segments of {module!r} do not join end to end")
+            segments = self.segments_of(module)
+            n = len(segments)
+            joins = (
+                [s.start for s in segments] == [0, *[s.stop for s in segments][:-1]]
+                and [s.first for s in segments] == [i == 0 for i in range(n)]
+                and [s.last for s in segments] == [i == n - 1 for i in range(n)]
+            )
+            require(joins, f"segments of {module!r} do not join end to end")
             for name in ("zero", "shard_devices"):
-                values = {getattr(s, name) for s in parts}
+                values = {getattr(s, name) for s in segments}
                 require(
                     len(values) == 1,
                     f"segments of {module!r} have {name}={sorted(values)}; give all of them one",
                 )
-        by_module = [s.module for s in self.segments]
-        runs = [m for m, before in zip(by_module, [None, *by_module]) if m != before]
-        require(len(runs) == len(set(runs)), f"segments must stand module by module, got {runs}")
-        place = {m: i for i, m in enumerate(runs)}
+        names = [module for module, _ in groupby(s.module for s in self.segments)]
+        require(len(names) == len(set(names)), f"segments must stand module by module, got {names}")
         for e in self.edges:
             require(
-                e.source in place and e.target in place and place[e.source] < place[e.target],
+                {e.source, e.target} <= {*names} and names.index(e.source) < names.index(e.target),
                 f"edge {e.source} -> {e.target} must join modules of the plan, the source first; "
-                f"it has {runs}",
+                f"it has {names}",
             )
         require(len(set(self.buckets)) == len(self.buckets), "buckets repeat; give each once")
         for b in self.buckets:
-            unknown = {m for m, _ in b.shapes} - set(runs)
+            unknown = {m for m, _ in b.shapes} - {*names}
             require(not unknown, f"bucket {b.name} has modules {unknown} that the plan lacks")
 
     def _check_stages(self, s: SegmentPlan) -> None:
@@ -264,10 +266,10 @@ class Layout:
             self.group_size % stage == 0,
             f"group_size {self.group_size} must be a multiple of stage={stage} of {s.submesh!r}",
         )
-        inner = [e for e in self.edges if (e.leaves >= 0 and s.sends(e)) or (
+        inner_edges = [e for e in self.edges if (e.leaves >= 0 and s.sends(e)) or (
             e.enters >= 0 and s.reads(e))]  # fmt: skip
         require(
-            stage == 1 or not inner,
+            stage == 1 or not inner_edges,
             f"segment {s.name!r} has {stage} stages and an edge between its layers; use segments "
             "in place of stages for this module",
         )
@@ -296,11 +298,17 @@ class Layout:
         require(len(ranks) == 1, f"segments of {module!r} differ in data parallelism: {ranks}")
         return ranks.pop()
 
-    def exchange_room(self, edge: Edge, low: Shape, high: Shape) -> float | None:
+    def exchange_capacity(
+        self, edge: Edge, source_shape: Shape, target_shape: Shape
+    ) -> float | None:
         """Share of a rank's features that one round takes to another rank; None: not known."""
-        joined = (edge.source, edge.target, low, high)
-        rooms = (r for r in self.exchange_rooms if (r.source, r.target, r.low, r.high) == joined)
-        return next((r.share for r in rooms), None)
+        key = (edge.source, edge.target, source_shape, target_shape)
+        capacities = (
+            r
+            for r in self.exchange_capacities
+            if (r.source, r.target, r.source_shape, r.target_shape) == key
+        )
+        return next((r.share for r in capacities), None)
 
     def devices(self, module: str) -> tuple[int, ...]:
         """The first device of each of a module's data ranks, where its exit lies."""
@@ -352,7 +360,7 @@ class Scheduling:
     lookahead: int = 0
     work_budget: int = 0
     node: int = 0
-    kept: tuple[Kept, ...] = ()
+    residuals: tuple[ResidualBytes, ...] = ()
     free_bytes: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -389,12 +397,4 @@ def with_remat(plan: Plan, remat: Remat) -> Plan:
     """The plan with every segment's `remat` replaced, and no second policy."""
     segments = plan.layout.segments
     segments = tuple(dataclasses.replace(s, remat=remat, remat_less=None) for s in segments)
-    return plan.with_layout(segments=segments).with_scheduling(kept=(), free_bytes={})
-
-
-def home_rank(rank: int, low: int, high: int) -> int:
-    """The data rank of a source of `low` ranks that takes in what rank `rank` of `high` ranks of a
-    target reads: one that shares a device with it where both lie on the same devices, as far as
-    these can."""
-    common = gcd(low, high)
-    return rank // (high // common) * (low // common)
+    return plan.with_layout(segments=segments).with_scheduling(residuals=(), free_bytes={})

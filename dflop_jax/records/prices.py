@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
-from dflop_jax.records.features import content_s
+from dflop_jax.records.features import content_seconds
 from dflop_jax.records.plan import Layout
 from dflop_jax.records.schedule import NO_GROUP, Direction, Group, Schedule, Task
 
@@ -27,10 +27,10 @@ class ProgramId:
     remat_less: bool = False
 
     @staticmethod
-    def of(task: Task, group: Group) -> ProgramId:
+    def for_task(task: Task, group: Group) -> ProgramId:
         """What a task of a group runs."""
-        less = task.segment in group.remat_less
-        return ProgramId(task.segment, group.shape, task.direction, less)
+        has_less_remat = task.segment in group.remat_less
+        return ProgramId(task.segment, group.shape, task.direction, has_less_remat)
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Price:
     static_s: float
     content_s: tuple[float, ...] = ()
 
-    def of(self, content: Sequence[float]) -> float:
-        return self.static_s + content_s(self.content_s, content)
+    def seconds(self, content: Sequence[float]) -> float:
+        return self.static_s + content_seconds(self.content_s, content)
 
-    def scaled(self, factor: float, least_s: float = 0.0) -> Price:
+    def scaled(self, factor: float, min_s: float = 0.0) -> Price:
         """The price with so many times the seconds, `static_s` at least `least_s`."""
         content = tuple(factor * s for s in self.content_s)
-        return Price(max(self.static_s * factor, least_s), content)
+        return Price(max(self.static_s * factor, min_s), content)
 
 
-def with_host_work(seconds: Any, host_s: float, *, shares_cores: bool) -> Any:
+def add_host_work(seconds: Any, host_s: float, *, shares_cores: bool) -> Any:
     """Seconds of tasks (a number or an array) from those of their devices and of the thread that
     dispatches them, `host_s` each.
 
@@ -94,11 +94,11 @@ class Prices:
     shares_cores: bool = False
 
     def __post_init__(self) -> None:
-        every = [p.static_s for p in self.programs.values()]
-        every += [s for p in self.programs.values() for s in p.content_s]
-        every += [*self.step_end.values(), *self.sends.values(), self.host_s]
-        bad = [s for s in every if not 0 <= s < float("inf")]
-        require(not bad, f"prices must be finite and not negative, got {bad[:3]}")
+        all_seconds = [p.static_s for p in self.programs.values()]
+        all_seconds += [s for p in self.programs.values() for s in p.content_s]
+        all_seconds += [*self.step_end.values(), *self.sends.values(), self.host_s]
+        invalid = [s for s in all_seconds if not 0 <= s < float("inf")]
+        require(not invalid, f"prices must be finite and not negative, got {invalid[:3]}")
         require(self.concurrency > 0, "concurrency must be above 0")
 
     def task_s(self, layout: Layout, schedule: Schedule, task: Task) -> float:
@@ -106,8 +106,8 @@ class Prices:
         if task.group == NO_GROUP:
             return self.step_end.get(task, 0.0)
         group = schedule.groups[task.group]
-        price = self.programs.get(ProgramId.of(task, group))
-        return price.of(group.content) if price else 0.0
+        price = self.programs.get(ProgramId.for_task(task, group))
+        return price.seconds(group.content) if price else 0.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class PriceList:
     shares_cores: bool = False
 
     @classmethod
-    def of(cls, prices: Prices) -> PriceList:
+    def from_prices(cls, prices: Prices) -> PriceList:
         pairs = {n: tuple(v.items()) for n, v in vars(prices).items() if isinstance(v, Mapping)}
         concurrency = None if prices.concurrency == math.inf else prices.concurrency
         return cls(**vars(prices) | pairs | {"concurrency": concurrency})

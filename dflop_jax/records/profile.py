@@ -9,7 +9,7 @@ from typing import Any
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import DataProfile, Shape
-from dflop_jax.records.features import PAIR, times
+from dflop_jax.records.features import PAIR, scale_coefficients
 from dflop_jax.records.hardware import Hardware
 from dflop_jax.records.plan import Edge, Remat, SegmentPlan
 
@@ -90,7 +90,8 @@ def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
     """The seconds of a record by field, so many times as long."""
     values = {f.name: getattr(record, f.name) for f in fields(record) if f.name.endswith("_s")}
     return {
-        name: times(factor, v) if isinstance(v, dict) else factor * v for name, v in values.items()
+        name: scale_coefficients(factor, v) if isinstance(v, dict) else factor * v
+        for name, v in values.items()
     }
 
 
@@ -147,9 +148,14 @@ class ModelProfile:
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")
         for t in self.timings:
-            known = self.features(t.module)
-            priced = [n for n in (*t.content_forward_s, *t.content_backward_s) if n not in known]
-            require(not priced, f"{t.module!r} has no content {priced[:1]}; profile again")
+            feature_names = self.features(t.module)
+            unknown_features = [
+                n for n in (*t.content_forward_s, *t.content_backward_s) if n not in feature_names
+            ]
+            require(
+                not unknown_features,
+                f"{t.module!r} has no content {unknown_features[:1]}; profile again",
+            )
         for module, kinds in self.kinds.items():
             n = self.n_layers.get(module)
             require(len(kinds) == n, f"{module!r} has {n} layers and kinds of {len(kinds)}")
@@ -187,12 +193,15 @@ class ModelProfile:
         layers = (self.layer_dims[layer_key(module, kind)] for kind in self.layer_kinds(module))
         return self.ends_elements(module) + sum(prod(p.sizes) for dims in layers for p in dims)
 
-    def is_halved(self, module: str) -> bool:
+    def has_bfloat16_params(self, module: str) -> bool:
         """Whether a module's programs work on bfloat16 parameters, with float32 masters in the
         optimizer's shards."""
         kinds = dict.fromkeys(self.layer_kinds(module))
-        every = [self.ends_dims[module], *(self.layer_dims[layer_key(module, k)] for k in kinds)]
-        return any(p.working_bytes < 4 for dims in every for p in dims)
+        dims_by_part = [
+            self.ends_dims[module],
+            *(self.layer_dims[layer_key(module, k)] for k in kinds),
+        ]
+        return any(p.working_bytes < 4 for dims in dims_by_part for p in dims)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ BACKWARD: Direction = "backward"
 REDUCE: Direction = "reduce"
 UPDATE: Direction = "update"
 Status = Literal["optimal", "feasible", "greedy"]
-Maker = Literal["arrival", "greedy", "local", "integer"]  # what found the groups of a schedule
+ScheduleMaker = Literal[
+    "arrival", "greedy", "local", "integer"
+]  # what found the groups of a schedule
 NO_GROUP = -1  # the group of a task that runs once a step
 
 
@@ -44,13 +46,13 @@ class Group:
 
     def __post_init__(self) -> None:
         require(self.microbatches > 0, f"a group of {self.module!r} holds no microbatch")
-        for column, limit, what in (
+        for column, limit, unit in (
             (self.pieces.microbatch, self.microbatches, "microbatch"),
             (self.pieces.row, self.shape.rows, "row"),
         ):
             require(
                 column.min(initial=0) >= 0 and column.max(initial=0) < limit,
-                f"a piece of {self.module!r} lies in no {what} of its group, which has {limit}",
+                f"a piece of {self.module!r} lies in no {unit} of its group, which has {limit}",
             )
 
 
@@ -82,24 +84,29 @@ class Schedule:
     status: Status = "greedy"
     work: int = 0
     elapsed_s: float = 0.0
-    made_by: Maker = "greedy"
+    made_by: ScheduleMaker = "greedy"
     integer_bound_s: float = 0.0
 
     def __post_init__(self) -> None:
         for module in {g.module for g in self.groups}:
-            pieces = np.concatenate([g.pieces.piece_id for g in self.groups if g.module == module])
-            once = np.bincount(pieces).max(initial=0) <= 1
-            require(once, f"a piece of {module!r} is scheduled twice")
+            piece_numbers = np.concatenate(
+                [g.pieces.piece_id for g in self.groups if g.module == module]
+            )
+            is_unique = np.bincount(piece_numbers).max(initial=0) <= 1
+            require(is_unique, f"a piece of {module!r} is scheduled twice")
         feeders = Counter((f, g.module) for g in self.groups for f in g.feeds)
         for i, g in enumerate(self.groups):
-            fed = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
+            target_modules = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
             require(
-                len(fed) == len(g.feeds) == len(set(g.feeds)) and g.module not in fed,
+                len(target_modules) == len(g.feeds) == len(set(g.feeds))
+                and g.module not in target_modules,
                 f"group {i} feeds {g.feeds}; it may feed groups of other modules, each once",
             )
-            several = [f for f, m in zip(g.feeds, fed) if fed.count(m) > 1]
+            shared_targets = [
+                f for f, m in zip(g.feeds, target_modules) if target_modules.count(m) > 1
+            ]
             require(
-                all(feeders[f, g.module] == 1 for f in several),
+                all(feeders[f, g.module] == 1 for f in shared_targets),
                 f"group {i} feeds {g.feeds}, of which some read other groups of {g.module!r}, too",
             )
 

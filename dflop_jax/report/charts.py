@@ -16,13 +16,13 @@ import numpy as np
 
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST
 from dflop_jax.report.panels import LINE_COLOURS, PHASE_COLOURS, palette
-from dflop_jax.report.reader import PICTURE_POINTS, Columns, RunRecord, means
+from dflop_jax.report.reader import MAX_CHART_POINTS, Columns, RunRecord, stretch_means
 
 Values = Sequence[float | None]
-_MOST_OWN = 12  # charts of the user's own metrics
+_MAX_OWN_CHARTS = 12  # charts of the user's own metrics
 # Of lines that are of no module.
 _COLOURS = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239", **PHASE_COLOURS}
-_PER_NAME = (
+_KEYED_CHARTS = (
     ("mfu_by_module", "MFU", "%"),
     ("flops_per_s_by_module", "model FLOP a second", "FLOP/s"),
     ("padding_fraction", "padding", "%"),
@@ -39,70 +39,76 @@ class _Drawing:
         self.axes: list[list[float]] = []
         self.charts: list[dict[str, Any]] = []
         for run in runs:
-            self.axis(run.rows.picture_steps())
+            self.axis(run.rows.chart_steps())
 
     def axis(self, x: Sequence[float]) -> int:
-        self.axes.append([_short(v) or 0.0 for v in x])
+        self.axes.append([_round_for_json(v) or 0.0 for v in x])
         return len(self.axes) - 1
 
     def chart(self, title: str, unit: str, lines: Sequence[dict[str, Any]], **more: Any) -> None:
-        drawn = [line for line in lines if any(y is not None for y in line["y"])]
-        if drawn:
+        visible_lines = [line for line in lines if any(y is not None for y in line["y"])]
+        if visible_lines:
             usual = {"stacked": False, "from_zero": True}
-            self.charts.append({"title": title, "unit": unit, **usual, **more, "lines": drawn})
+            self.charts.append(
+                {"title": title, "unit": unit, **usual, **more, "lines": visible_lines}
+            )
 
     def by_run(self, name: str, values: Callable[[Columns], Values]) -> list[dict[str, Any]]:
         """A line for each run; `name` is that of a single one's."""
         return [
-            _line(run.name if self.several else name, _colour_of(i), 0, i, values(run.rows))
+            _make_line(run.name if self.several else name, _colour_of(i), 0, i, values(run.rows))
             for i, run in enumerate(self.runs)
         ]
 
-    def by_key(self, field_name: str, at: Sequence[int]) -> list[dict[str, Any]]:
+    def by_key(self, field_name: str, run_indices: Sequence[int]) -> list[dict[str, Any]]:
         """A line for each key of a field, in the colour of its own, in the dashes of its run, which
         is one of those in these places."""
-        keys = [(i, key) for i in at for key in self.runs[i].rows.keys(field_name)]
+        keys = [(i, key) for i in run_indices for key in self.runs[i].rows.keys(field_name)]
         modules = palette(list(dict.fromkeys(key for _, key in keys)))
         colours = {module: pair[1] for module, pair in modules.items()} | _COLOURS
         return [
-            _line(f"{key}, {run.name}" if len(at) > 1 else key, colours[key], i, i, values)
+            _make_line(
+                f"{key}, {run.name}" if len(run_indices) > 1 else key, colours[key], i, i, values
+            )
             for i, key in keys
             for run in [self.runs[i]]
-            for values in [run.rows.picture((field_name, key))]
+            for values in [run.rows.chart_points((field_name, key))]
         ]
 
 
-def drawing(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def make_charts(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The axes and charts of runs, all in one picture but for the phases of each one's steps."""
     d = _Drawing(runs)
-    losses = [line for i, run in enumerate(runs) for line in _losses(d, i, run)]
+    losses = [line for i, run in enumerate(runs) for line in _loss_lines(d, i, run)]
     d.chart("loss", "", losses, from_zero=False)
     if d.several or not runs[0].rows.keys("phase_s"):
-        d.chart("step time", "s", d.by_run("step time", lambda rows: rows.picture("step_s")))
+        d.chart("step time", "s", d.by_run("step time", lambda rows: rows.chart_points("step_s")))
     for i, run in enumerate(runs):
         title = "step time by phase" + f", {run.name}" * d.several
         d.chart(title, "s", d.by_key("phase_s", [i]), stacked=True)
     has_mfu = any(run.rows.keys("mfu_by_module") for run in runs)
-    for name, title, unit in _PER_NAME:
+    for name, title, unit in _KEYED_CHARTS:
         if name != "flops_per_s_by_module" or not has_mfu:
             d.chart(title, unit, d.by_key(name, range(len(runs))))
-    replaced = d.by_run("samples", lambda rows: means(np.nancumsum(rows.of("n_bad"))))
-    d.chart("samples replaced so far", "", replaced)
-    own = dict.fromkeys(key for run in runs for key in run.rows.keys("own"))
-    for key in [*own][:_MOST_OWN]:
-        column = partial(Columns.picture, name=("own", key))
+    replaced_lines = d.by_run(
+        "samples", lambda rows: stretch_means(np.nancumsum(rows.column("n_bad")))
+    )
+    d.chart("samples replaced so far", "", replaced_lines)
+    own_metrics = dict.fromkeys(key for run in runs for key in run.rows.keys("own"))
+    for key in [*own_metrics][:_MAX_OWN_CHARTS]:
+        column = partial(Columns.chart_points, name=("own", key))
         d.chart(key, "", d.by_run(key, column), from_zero=False)
     return {"axes": d.axes, "charts": d.charts}
 
 
-def _losses(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
-    steps, losses = run.rows.curve(PICTURE_POINTS)
-    lines = [_line(run.name if d.several else "loss", _colour_of(i), 0, d.axis(steps), losses)]
-    if held_out := run.evaluations:
-        axis = d.axis([row.step for row in held_out])
+def _loss_lines(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
+    steps, losses = run.rows.curve(MAX_CHART_POINTS)
+    lines = [_make_line(run.name if d.several else "loss", _colour_of(i), 0, d.axis(steps), losses)]
+    if evaluations := run.evaluations:
+        axis = d.axis([row.step for row in evaluations])
         name = "held out" + f", {run.name}" * d.several
-        lines.append(_line(name, _colour_of(i + (not d.several)), 1, axis,
-                           [row.loss for row in held_out]))  # fmt: skip
+        lines.append(_make_line(name, _colour_of(i + (not d.several)), 1, axis,
+                           [row.loss for row in evaluations]))  # fmt: skip
     return lines
 
 
@@ -110,11 +116,11 @@ def _colour_of(i: int) -> str:
     return LINE_COLOURS[i % len(LINE_COLOURS)]
 
 
-def _line(name: str, colour: str, dash: int, axis: int, y: Values) -> dict[str, Any]:
-    values = [None if v is None else _short(v) for v in y]
+def _make_line(name: str, colour: str, dash: int, axis: int, y: Values) -> dict[str, Any]:
+    values = [None if v is None else _round_for_json(v) for v in y]
     return {"name": name, "colour": colour, "dash": dash, "axis": axis, "y": values}
 
 
-def _short(value: float) -> float | None:
+def _round_for_json(value: float) -> float | None:
     """At six significant digits, which is finer than a pixel; None for what is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -12,20 +12,20 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.folders import writing
+from dflop_jax.folders import writable_path
 from dflop_jax.report.number_format import number
 from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE
 from dflop_jax.report.summary import figures, plan_lines
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
-_STEP_FIELDS = (
+_WORKLOAD_FIELDS = (
     ("model", "factory"), ("model", "size"), ("data", "path"), ("data", "factory"),
     ("train", "global_batch"),
 )  # fmt: skip
 
 
-def compare(runs: Sequence[RunRecord], out: Path, only: Sequence[str] = ()) -> Table:
+def compare(runs: Sequence[RunRecord], picture_path: Path, only: Sequence[str] = ()) -> Table:
     """Table of the runs' figures, a column per run; the picture goes to `out` (a .png).
 
     Args:
@@ -41,7 +41,7 @@ def compare(runs: Sequence[RunRecord], out: Path, only: Sequence[str] = ()) -> T
 
     table = figures_table(runs, only)
     measured_first = (sorted(r.panels, key=lambda p: p.trace.source != "measured") for r in runs)
-    with writing(out, "choose another --out") as picture:
+    with writable_path(picture_path, "choose another --out") as picture:
         panels = [p for of_run in measured_first for p in of_run[:1]]
         draw(panels, {run.name: run.rows.curve() for run in runs}, picture)
     return table
@@ -53,7 +53,7 @@ def figures_table(runs: Sequence[RunRecord], only: Sequence[str] = ()) -> Table:
     table.add_column("figure")
     for run in runs:
         table.add_column(escape(run.name), justify="right", overflow="fold")
-    for label, cells in compared(runs):
+    for label, cells in comparison_rows(runs):
         if not only or label.startswith(tuple(only)):
             style = "bold" if label == SPEEDUP else None
             table.add_row(escape(label), *map(escape, cells), style=style)
@@ -67,12 +67,14 @@ def summary_table(run: RunRecord) -> Group:
     return Group(figures_table([run]), *map(Text, lines))
 
 
-def compared(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+def comparison_rows(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """(label, a text per run): speed-ups of several, then every figure that any of them has."""
     cells = [{f.label: f.text for f in figures(run)} for run in runs]
-    ups = ["-" if math.isnan(up) else f"{number(up)} x" for up in speedups(runs)]
-    rows = [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
-    return [(SPEEDUP, ups), *rows] if len(runs) > 1 else rows
+    speedup_texts = [
+        "-" if math.isnan(speedup) else f"{number(speedup)} x" for speedup in speedups(runs)
+    ]
+    rows = [(label, [c.get(label, "-") for c in cells]) for label in _merge_labels(cells)]
+    return [(SPEEDUP, speedup_texts), *rows] if len(runs) > 1 else rows
 
 
 def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -83,13 +85,13 @@ def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
             {
                 "name": run.name,
                 "folder": str(run.folder),
-                "speedup": _known(up),
+                "speedup": _finite_or_none(speedup),
                 "figures": {
-                    f.label: {"unit": f.unit, "values": [*map(_known, f.values)]}
+                    f.label: {"unit": f.unit, "values": [*map(_finite_or_none, f.values)]}
                     for f in figures(run)
                 },
             }
-            for run, up in zip(runs, speedups(runs))
+            for run, speedup in zip(runs, speedups(runs))
         ]
     }
 
@@ -97,31 +99,35 @@ def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def speedups(runs: Sequence[RunRecord]) -> list[float]:
     """Median step time of the first run over each run's; nan for a run of another model, other data
     or another global batch, whose steps are other work."""
-    times_s, work = [run.rows.median("step_s") for run in runs], [_work(run) for run in runs]
+    times_s, workloads = (
+        [run.rows.median("step_s") for run in runs],
+        [_workload(run) for run in runs],
+    )
     return [
-        times_s[0] / s if s > 0 and own == work[0] else math.nan for s, own in zip(times_s, work)
+        times_s[0] / s if s > 0 and workload == workloads[0] else math.nan
+        for s, workload in zip(times_s, workloads)
     ]
 
 
-def _work(run: RunRecord) -> list[Any]:
+def _workload(run: RunRecord) -> list[Any]:
     """What a step of a run is of, as its configuration says; empty where there is none."""
     try:
-        return [run.config[section][name] for section, name in _STEP_FIELDS]
+        return [run.config[section][name] for section, name in _WORKLOAD_FIELDS]
     except (LookupError, TypeError):
         return []
 
 
-def _labels(cells: Sequence[dict[str, str]]) -> list[str]:
+def _merge_labels(cells: Sequence[dict[str, str]]) -> list[str]:
     """All labels, in the runs' own order: one that a run adds follows its neighbour there."""
     order: list[str] = []
     for cell in cells:
-        place = 0
+        index = 0
         for label in cell:
             if label not in order:
-                order.insert(place, label)
-            place = order.index(label) + 1
+                order.insert(index, label)
+            index = order.index(label) + 1
     return order
 
 
-def _known(value: float | str) -> float | str | None:
+def _finite_or_none(value: float | str) -> float | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value

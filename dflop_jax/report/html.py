@@ -17,10 +17,10 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from dflop_jax.folders import writing
+from dflop_jax.folders import writable_path
 from dflop_jax.records import Event, Plan, Trace
-from dflop_jax.report.charts import drawing
-from dflop_jax.report.compare import compared, speedups
+from dflop_jax.report.charts import make_charts
+from dflop_jax.report.compare import comparison_rows, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.number_format import number
 from dflop_jax.report.panels import Panel, ink_on, legend_entries
@@ -29,20 +29,22 @@ from dflop_jax.report.summary import bucket_text, label_texts, submesh_rows
 
 # Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
 # (time in seconds, bytes per device from then on). ValueError says why it is not known.
-Memory = Callable[
+MemoryCurves = Callable[
     [Path, Plan, Trace, Mapping[int, str]], Mapping[str, Sequence[tuple[float, float]]]
 ]
 
 
-def write_page(runs: Sequence[RunRecord], out: str | Path, memory: Memory | None = None) -> Path:
+def write_page(
+    runs: Sequence[RunRecord], page_path: str | Path, memory: MemoryCurves | None = None
+) -> Path:
     """Write the page about runs to `out`; see `page`."""
     text = page(runs, memory)
-    with writing(out, "choose another --out") as path:
+    with writable_path(page_path, "choose another --out") as path:
         path.write_text(text, encoding="utf-8")
     return path
 
 
-def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
+def page(runs: Sequence[RunRecord], memory: MemoryCurves | None = None) -> str:
     """HTML of one page about runs.
 
     Timelines are of trace.json and simulated.json, as far as a folder has them; `memory` gives
@@ -51,31 +53,31 @@ def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
     Raises:
       ValueError: a trace is broken.
     """
-    shown = [(run, panel, labels) for run in runs for panel, labels in run.traces]
-    legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
+    traces = [(run, panel, labels) for run in runs for panel, labels in run.traces]
+    legend = legend_entries([panel for _, panel, _ in traces]) if traces else {"idle": ""}
     colours = [
         {"label": label, "colour": c, "ink": ink_on(c)}
         for label, c in legend.items()
         if label != "idle"
     ]
     index = {c["label"]: i for i, c in enumerate(colours)}
-    panels = [_panel(run, panel, labels, index, memory) for run, panel, labels in shown]
+    panels = [_panel(run, panel, labels, index, memory) for run, panel, labels in traces]
     *names, last = (run.name for run in runs)
     heading = f"{', '.join(names)} and {last}" if names else last
-    stepped = [run for run in runs if run.rows.n_steps]
+    runs_with_steps = [run for run in runs if run.rows.n_steps]
     return _TEMPLATES.get_template("page.html").render(
         title=f"{heading} · dflop report",
         heading=heading,
-        css=Markup(_source("page.css")),
-        script=Markup("".join(map(_source, ("page.js", "page_charts.js", "page_input.js")))),
+        css=Markup(_read_resource("page.css")),
+        script=Markup("".join(map(_read_resource, ("page.js", "page_charts.js", "page_input.js")))),
         colours=colours,
         panels=panels,
-        data={"panels": panels, **drawing(runs)},
+        data={"panels": panels, **make_charts(runs)},
         status=[_status(run) for run in runs],
         notes=_notes(runs),
-        names=[run.name for run in stepped],
-        speedups=_verdict(stepped) if stepped else [],
-        figures=compared(stepped) if stepped else [],
+        names=[run.name for run in runs_with_steps],
+        speedups=_speedup_rows(runs_with_steps) if runs_with_steps else [],
+        figures=comparison_rows(runs_with_steps) if runs_with_steps else [],
         warmup=WARMUP_STEPS,
         plans=[_plan(run.name, run.plan) for run in runs],
     )
@@ -83,17 +85,20 @@ def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
 
 def _status(run: RunRecord) -> str:
     """Where a run is, in words."""
-    planned, done = run.config.get("train", {}).get("steps", 0), run.rows.n_steps
-    of = f" of {planned:,}" if planned else ""
-    return f"{run.name}: {done:,} steps" + of * (done != planned)
+    planned, n_done = run.config.get("train", {}).get("steps", 0), run.rows.n_steps
+    total_text = f" of {planned:,}" if planned else ""
+    return f"{run.name}: {n_done:,} steps" + total_text * (n_done != planned)
 
 
-def _source(name: str) -> str:
+def _read_resource(name: str) -> str:
     return resources.files("dflop_jax.report").joinpath(name).read_text(encoding="utf-8")
 
 
 _TEMPLATES = Environment(
-    loader=FunctionLoader(_source), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+    loader=FunctionLoader(_read_resource),
+    autoescape=True,
+    trim_blocks=True,
+    undefined=StrictUndefined,
 )
 
 
@@ -110,25 +115,26 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def _verdict(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
+def _speedup_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     return [
         {
             "name": run.name,
             "step": f"{number(1e3 * run.rows.median('step_s'))} ms",
             "speedup": ""
-            if run is runs[0] or math.isnan(up)
-            else f"{number(up)} × as fast as {runs[0].name}",
+            if run is runs[0] or math.isnan(speedup)
+            else f"{number(speedup)} × as fast as {runs[0].name}",
         }
-        for run, up in zip(runs, speedups(runs))
+        for run, speedup in zip(runs, speedups(runs))
     ]
 
 
 def _plan(name: str, plan: Plan) -> dict[str, Any]:
-    how = plan.scheduling
+    scheduling = plan.scheduling
     return {
         "name": name,
-        "text": f"policy {plan.policy} · order {how.order}, lookahead {how.lookahead} · "
-        f"{how.grouping} grouping, {plan.layout.group_size} a group",
+        "text": f"policy {plan.policy} · order {scheduling.order}, "
+        f"lookahead {scheduling.lookahead} · {scheduling.grouping} grouping, "
+        f"{plan.layout.group_size} a group",
         "submeshes": submesh_rows(plan.layout),
         "buckets": [bucket_text(b) for b in plan.layout.buckets],
     }
@@ -139,7 +145,7 @@ def _panel(
     panel: Panel,
     labels: Mapping[int, str],
     colours: Mapping[str, int],
-    memory: Memory | None,
+    memory: MemoryCurves | None,
 ) -> dict[str, Any]:
     """What page.js draws of a trace; a task is [row, start_s, end_s, colour, segment, direction,
     group, bucket]."""
@@ -173,7 +179,7 @@ def _panel(
         "memory": [
             {
                 "name": name,
-                "colour": _main_colour([e for e in trace.events if e.submesh == name], shade),
+                "colour": _most_used_colour([e for e in trace.events if e.submesh == name], shade),
                 "peak": max(n_bytes for _, n_bytes in points),
                 "times_s": [time_s for time_s, _ in points],
                 "bytes": [n_bytes for _, n_bytes in points],
@@ -184,7 +190,7 @@ def _panel(
 
 
 def _memory(
-    folder: Path, plan: Plan, trace: Trace, labels: Mapping[int, str], memory: Memory | None
+    folder: Path, plan: Plan, trace: Trace, labels: Mapping[int, str], memory: MemoryCurves | None
 ) -> tuple[Mapping[str, Sequence[tuple[float, float]]], str]:
     """Return the curves, or none of them and why."""
     if memory is None:
@@ -195,9 +201,9 @@ def _memory(
         return {}, f"memory over time is not known: {' '.join(str(e).split())}"
 
 
-def _main_colour(events: Sequence[Event], shade: Mapping[Event, int]) -> int:
+def _most_used_colour(events: Sequence[Event], shade: Mapping[Event, int]) -> int:
     """The colour that fills most of a submesh's row."""
-    spent: dict[int, float] = {}
+    seconds_by_colour: dict[int, float] = {}
     for e in events:
-        spent[shade[e]] = spent.get(shade[e], 0.0) + e.end_s - e.start_s
-    return max(spent, key=lambda c: spent[c], default=0)
+        seconds_by_colour[shade[e]] = seconds_by_colour.get(shade[e], 0.0) + e.end_s - e.start_s
+    return max(seconds_by_colour, key=lambda c: seconds_by_colour[c], default=0)

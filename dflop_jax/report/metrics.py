@@ -108,15 +108,17 @@ class StepMetrics:
 
 _HINTS = get_type_hints(StepMetrics)
 # Fields that hold a number, and those that hold one by name (of a submesh, a module, a process).
-SCALARS = tuple(n for n, kind in _HINTS.items() if kind in (int, float, float | None))
-KEYED = tuple(n for n, k in _HINTS.items() if k in (Mapping[str, float], Mapping[str, int]))
+SCALAR_FIELDS = tuple(n for n, kind in _HINTS.items() if kind in (int, float, float | None))
+KEYED_FIELDS = tuple(n for n, k in _HINTS.items() if k in (Mapping[str, float], Mapping[str, int]))
 # What trackers get of a row.
-TRACKED = ("loss", "grad_norm", "step_s", "tokens_per_s", "flops_per_s", "mfu", "learning_rates",
-           "busy_fraction", "padding_fraction", "own")  # fmt: skip
-Name = str | tuple[str, str]  # a field, or a field and a key
+TRACKED_FIELDS = (
+    "loss", "grad_norm", "step_s", "tokens_per_s", "flops_per_s", "mfu", "learning_rates",
+    "busy_fraction", "padding_fraction", "own",
+)  # fmt: skip
+ColumnKey = str | tuple[str, str]  # a field, or a field and a key
 
 
-def numbers(row: Any, names: Iterable[str]) -> Iterator[tuple[Name, float]]:
+def iter_numbers(row: Any, names: Iterable[str]) -> Iterator[tuple[ColumnKey, float]]:
     """The numbers in some fields of a `StepMetrics` or a `MetricsRow`."""
     for name in names:
         value = getattr(row, name)
@@ -132,15 +134,15 @@ MetricsRow = msgspec.defstruct(
     [
         ("step", int),
         ("step_s", float),
-        *((n, float | None, None) for n in SCALARS if n not in ("step", "step_s")),
-        *((n, dict[str, float | None] | None, None) for n in KEYED),
+        *((n, float | None, None) for n in SCALAR_FIELDS if n not in ("step", "step_s")),
+        *((n, dict[str, float | None] | None, None) for n in KEYED_FIELDS),
         ("skipped", SkippedUpdate | None, None),
         ("made_by", str | None, None),
     ],
 )
 
 
-class Spread(NamedTuple):
+class Percentiles(NamedTuple):
     """The 10th, 50th and 90th percentile of a sample."""
 
     p10: float
@@ -148,7 +150,7 @@ class Spread(NamedTuple):
     p90: float
 
 
-def spread(values: Iterable[float]) -> Spread:
+def percentiles(values: Iterable[float]) -> Percentiles:
     """That of the finite values; all nan when there is none."""
     finite = [v for v in values if math.isfinite(v)] or [math.nan]
-    return Spread(*np.percentile(finite, [10, 50, 90]).tolist())
+    return Percentiles(*np.percentile(finite, [10, 50, 90]).tolist())

@@ -44,9 +44,11 @@ PHASE_COLOURS = {
 
 def palette(modules: Sequence[str]) -> Palette:
     """Colours of modules: their own, or by turns those of `OTHER_COLOURS`."""
-    others = [m for m in modules if m not in MODULE_COLOURS]
-    spare = {m: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, m in enumerate(others)}
-    return {m: MODULE_COLOURS.get(m) or spare[m] for m in modules}
+    unnamed_modules = [m for m in modules if m not in MODULE_COLOURS]
+    fallback_colours = {
+        m: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, m in enumerate(unnamed_modules)
+    }
+    return {m: MODULE_COLOURS.get(m) or fallback_colours[m] for m in modules}
 
 
 def ink_on(colour: str) -> str:
@@ -86,10 +88,12 @@ class Panel:
         """Submeshes from top to bottom: in the plan's order, each with the links that leave it;
         others as they begin."""
         links, rows = self.links, list[str]()
-        begun = dict.fromkeys(e.submesh for e in sorted(self.trace.events, key=lambda e: e.start_s))
-        for name in dict.fromkeys([*self.submeshes, *begun]):
+        first_order = dict.fromkeys(
+            e.submesh for e in sorted(self.trace.events, key=lambda e: e.start_s)
+        )
+        for name in dict.fromkeys([*self.submeshes, *first_order]):
             if name not in links:
-                rows += [name, *(row for row in begun if links.get(row) == name)]
+                rows += [name, *(row for row in first_order if links.get(row) == name)]
         return rows + [row for row in links if row not in rows]
 
 
@@ -106,13 +110,13 @@ def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
     traced = [p.module(e) for p in panels for e in p.trace.events]
     colours = palette(list(dict.fromkeys([*planned, *traced])))
     labels = [f"{m} {direction}" for m in colours for direction in (FORWARD, BACKWARD)]
-    rank = {label: i for i, label in enumerate([*labels, SEND, RETURN, REDUCE, UPDATE])}
+    position = {label: i for i, label in enumerate([*labels, SEND, RETURN, REDUCE, UPDATE])}
     entries = {
         p.label(e): DIRECTION_COLOURS.get(e.direction)
         or colours[p.module(e)][e.direction == BACKWARD]
         for p in panels
         for e in p.trace.events
     }
-    return {label: entries[label] for label in sorted(entries, key=lambda x: rank.get(x, -1))} | {
-        "idle": IDLE
-    }
+    return {
+        label: entries[label] for label in sorted(entries, key=lambda x: position.get(x, -1))
+    } | {"idle": IDLE}

@@ -30,14 +30,14 @@ class Progress:
         total_steps: int,
         start: int = 0,
         *,
-        every: int = 0,
+        log_interval: int = 0,
         console: Console | None = None,
         quiet: bool = False,
     ) -> None:
-        self._total, self._done = total_steps, start
-        self._every = every or max(1, total_steps // 20)
+        self._total, self._n_done = total_steps, start
+        self._log_interval = log_interval or max(1, total_steps // 20)
         self._console = console or Console(stderr=True, quiet=quiet)
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._recent_step_s: deque[float] = deque(maxlen=RECENT_STEPS)
         columns = (
             rich_progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             rich_progress.BarColumn(bar_width=None),
@@ -57,35 +57,37 @@ class Progress:
 
     def restart(self, start: int) -> None:
         """Count from `start` steps done."""
-        self._done = start
+        self._n_done = start
         self._bar.update(self._task, completed=start)
 
     def update(self, row: StepMetrics) -> None:
         """Count one finished step and show its figures."""
-        self._done += 1
-        self._recent.append(row.step_s)
-        mean_s = sum(self._recent) / len(self._recent)
-        text = describe(row, mean_s * max(0, self._total - self._done))
-        self._bar.update(self._task, completed=self._done, description=text)
-        last = self._done >= self._total
-        if not self._console.is_terminal and (self._done % self._every == 0 or last):
-            self.log(f"step {self._done}/{self._total}  {text}")
+        self._n_done += 1
+        self._recent_step_s.append(row.step_s)
+        mean_s = sum(self._recent_step_s) / len(self._recent_step_s)
+        text = describe(row, mean_s * max(0, self._total - self._n_done))
+        self._bar.update(self._task, completed=self._n_done, description=text)
+        last = self._n_done >= self._total
+        if not self._console.is_terminal and (self._n_done % self._log_interval == 0 or last):
+            self.log(f"step {self._n_done}/{self._total}  {text}")
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def describe(row: StepMetrics, left_s: float) -> str:
+def describe(row: StepMetrics, remaining_s: float) -> str:
     """One line of figures: loss, rates, MFU where a peak is known, busy share of each submesh, time
     left."""
     busy = row.busy_fraction
-    parts = [f"loss {number(row.loss, digits=4)}", f"{number(row.tokens_per_s)} tok/s"]
-    parts.append(f"{flops_text(row.flops_per_s)}/s")
+    texts = [f"loss {number(row.loss, digits=4)}", f"{number(row.tokens_per_s)} tok/s"]
+    texts.append(f"{flops_text(row.flops_per_s)}/s")
     if row.mfu is not None:
-        parts.append(f"MFU {row.mfu:.1%}")
+        texts.append(f"MFU {row.mfu:.1%}")
     if len(busy) > 3:  # a line has no room for more
-        parts.append(f"busy {min(busy.values()):.0%}-{max(busy.values()):.0%}")
+        texts.append(f"busy {min(busy.values()):.0%}-{max(busy.values()):.0%}")
     elif busy:
-        parts.append("busy " + " ".join(f"{name} {share:.0%}" for name, share in busy.items()))
-    return "  ".join([*parts, f"left {duration(left_s)}"])
+        texts.append(
+            "busy " + " ".join(f"{name} {fraction:.0%}" for name, fraction in busy.items())
+        )
+    return "  ".join([*texts, f"left {duration(remaining_s)}"])

@@ -19,25 +19,34 @@ import msgspec
 import numpy as np
 
 from dflop_jax.records import Plan
-from dflop_jax.report.metrics import KEYED, SCALARS, WARMUP_STEPS, Name, numbers, spread
+from dflop_jax.report.metrics import (
+    KEYED_FIELDS,
+    SCALAR_FIELDS,
+    WARMUP_STEPS,
+    ColumnKey,
+    iter_numbers,
+    percentiles,
+)
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
     CONFIG,
     METRICS,
     SIMULATED,
     TRACE,
-    HeldOutRow,
+    EvaluationRow,
     metrics_file,
     metrics_rows,
-    no_step,
+    no_step_error,
     read_evaluations,
     read_plan,
 )
 from dflop_jax.report.trace import read_trace
-from dflop_jax.report.wall_time import Spent, read_spent
+from dflop_jax.report.wall_time import WallTime, read_wall_time
 
-CURVE_POINTS = 4096  # stretches of the loss curve: two points for each pixel of the widest picture
-PICTURE_POINTS = 600  # max. points of a page's curve
+MAX_LOSS_STRETCHES = (
+    4096  # stretches of the loss curve: two points for each pixel of the widest picture
+)
+MAX_CHART_POINTS = 600  # max. points of a page's curve
 
 
 @dataclass
@@ -51,9 +60,9 @@ class Columns:
     n_steps: int = 0
     n_skipped: int = 0
     made_by: Counter[str] = field(default_factory=Counter)
-    values: dict[Name, np.ndarray] = field(default_factory=dict)
+    values: dict[ColumnKey, np.ndarray] = field(default_factory=dict)
 
-    def of(self, name: Name) -> np.ndarray:
+    def column(self, name: ColumnKey) -> np.ndarray:
         """A field over all steps."""
         return self.values.get(name, np.full(self.n_steps, math.nan))
 
@@ -61,32 +70,32 @@ class Columns:
         """The keys of a field that is itself keyed (by submesh or module), in first order."""
         return [k[1] for k in self.values if isinstance(k, tuple) and k[0] == name]
 
-    def steady(self, name: Name) -> np.ndarray:
+    def after_warmup(self, name: ColumnKey) -> np.ndarray:
         """A field over the steps after warm-up; over all of a run that is no longer."""
-        return self.of(name)[WARMUP_STEPS if self.n_steps > WARMUP_STEPS else 0 :]
+        return self.column(name)[WARMUP_STEPS if self.n_steps > WARMUP_STEPS else 0 :]
 
-    def median(self, name: Name) -> float:
+    def median(self, name: ColumnKey) -> float:
         """The median of a field over the steps after warm-up; nan where it has no value."""
-        return spread(self.steady(name)).median
+        return percentiles(self.after_warmup(name)).median
 
     def medians(self, name: str) -> dict[str, float]:
         """The medians of a field that is itself keyed."""
         return {key: self.median((name, key)) for key in self.keys(name)}
 
-    def curve(self, max_stretches: int = CURVE_POINTS) -> tuple[list[float], list[float]]:
+    def curve(self, max_stretches: int = MAX_LOSS_STRETCHES) -> tuple[list[float], list[float]]:
         """(steps, losses); of a run of more steps the lowest and the highest loss of as many
         stretches."""
-        losses = self.of("loss")
-        at = extremes(losses, max_stretches)
-        return self.of("step")[at].tolist(), losses[at].tolist()
+        losses = self.column("loss")
+        indices = extreme_indices(losses, max_stretches)
+        return self.column("step")[indices].tolist(), losses[indices].tolist()
 
-    def picture_steps(self) -> list[float]:
+    def chart_steps(self) -> list[float]:
         """The first step of each stretch of a page's curve."""
-        return self.of("step")[:: _stretch(self.n_steps, PICTURE_POINTS)].tolist()
+        return self.column("step")[:: _stretch_length(self.n_steps, MAX_CHART_POINTS)].tolist()
 
-    def picture(self, name: Name) -> list[float | None]:
+    def chart_points(self, name: ColumnKey) -> list[float | None]:
         """The mean of a field over each stretch of a page's curve; None where it has no value."""
-        return means(self.of(name))
+        return stretch_means(self.column(name))
 
 
 def read_columns(folder: str | Path) -> Columns:
@@ -96,51 +105,51 @@ def read_columns(folder: str | Path) -> Columns:
       ValueError: as for `read_metrics`.
     """
     path, columns = metrics_file(folder), Columns()
-    values: dict[Name, array[float]] = {}
+    values: dict[ColumnKey, array[float]] = {}
     for n, row in enumerate(metrics_rows(path)):
         columns.n_steps += 1
         columns.n_skipped += row.skipped is not None
         columns.made_by[row.made_by or "unknown"] += 1
-        for name, value in numbers(row, (*SCALARS, *KEYED)):
+        for name, value in iter_numbers(row, (*SCALAR_FIELDS, *KEYED_FIELDS)):
             column = values.setdefault(name, array("d"))
             column.extend([math.nan] * (n - len(column)))  # of the steps since it was there last
             column.append(value)
     if not columns.n_steps:
-        raise no_step(path)
+        raise no_step_error(path)
     for name, column in values.items():
         column.extend([math.nan] * (columns.n_steps - len(column)))
         columns.values[name] = np.frombuffer(column)
     return columns
 
 
-def extremes(values: np.ndarray, max_stretches: int) -> np.ndarray:
+def extreme_indices(values: np.ndarray, max_stretches: int) -> np.ndarray:
     """Indices, ascending, of the lowest and the highest value of each stretch of equal length;
     all of them where there are no more values than stretches."""
-    length = _stretch(len(values), max_stretches)
+    length = _stretch_length(len(values), max_stretches)
     if length == 1:
         return np.arange(len(values))
     padded = np.full(-(-len(values) // length) * length, math.nan)
     padded[: len(values)] = values
     stretches = padded.reshape(-1, length)
-    begin = np.arange(len(stretches)) * length
+    starts = np.arange(len(stretches)) * length
     # A nan gives way to any number.
-    low = np.where(np.isnan(stretches), math.inf, stretches).argmin(axis=1)
-    high = np.where(np.isnan(stretches), -math.inf, stretches).argmax(axis=1)
-    return np.unique([begin + low, begin + high])
+    lowest = np.where(np.isnan(stretches), math.inf, stretches).argmin(axis=1)
+    highest = np.where(np.isnan(stretches), -math.inf, stretches).argmax(axis=1)
+    return np.unique([starts + lowest, starts + highest])
 
 
-def means(values: np.ndarray, max_stretches: int = PICTURE_POINTS) -> list[float | None]:
+def stretch_means(values: np.ndarray, max_stretches: int = MAX_CHART_POINTS) -> list[float | None]:
     """The mean of the finite values of each stretch of equal length; None where it has none."""
     if not len(values):
         return []
-    begin = np.arange(0, len(values), _stretch(len(values), max_stretches))
-    is_known = np.isfinite(values)
-    totals = np.add.reduceat(np.where(is_known, values, 0.0), begin)
-    counts = np.add.reduceat(is_known.astype(int), begin)
+    starts = np.arange(0, len(values), _stretch_length(len(values), max_stretches))
+    is_finite = np.isfinite(values)
+    totals = np.add.reduceat(np.where(is_finite, values, 0.0), starts)
+    counts = np.add.reduceat(is_finite.astype(int), starts)
     return [float(t / n) if n else None for t, n in zip(totals, counts)]
 
 
-def _stretch(n: int, max_stretches: int) -> int:
+def _stretch_length(n: int, max_stretches: int) -> int:
     """Values in each of at most so many stretches of `n`."""
     return max(1, -(-n // max_stretches))
 
@@ -162,9 +171,9 @@ class RunRecord:
     folder: Path
     plan: Plan
     rows: Columns
-    evaluations: Sequence[HeldOutRow]
+    evaluations: Sequence[EvaluationRow]
     config: dict[str, Any]
-    spent: Spent | None
+    wall_time: WallTime | None
 
     @cached_property
     def traces(self) -> list[tuple[Panel, dict[int, str]]]:
@@ -203,8 +212,8 @@ def read_run(folder: str | Path, name: str = "") -> RunRecord:
         rows=read_columns(path) if needs_steps or has_steps else Columns(),
         plan=read_plan(path),
         evaluations=read_evaluations(path),
-        config=_config(path),
-        spent=read_spent(path),
+        config=_read_config(path),
+        wall_time=read_wall_time(path),
     )
 
 
@@ -221,7 +230,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     return [read_run(p, s if short.count(s) == 1 else str(p)) for s, p in zip(short, paths)]
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):

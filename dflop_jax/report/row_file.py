@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dflop_jax.folders import FULL
+from dflop_jax.folders import DISK_FULL_ERRNOS
 
 log = logging.getLogger("dflop_jax")
 Row = TypeVar("Row")
@@ -43,7 +43,7 @@ class RowFile:
         self._pending += msgspec.json.encode(row) + b"\n"
         self._flush()
 
-    def keep(self, wanted: Callable[[RowKey], bool]) -> int:
+    def drop_except(self, is_kept: Callable[[RowHeader], bool]) -> int:
         """Drop the other rows, and a last one that a kill cut short; returns how many whole ones.
         The new file is renamed over the old one, so that a kill in between loses no row."""
         self._flush()
@@ -52,16 +52,16 @@ class RowFile:
             self._file = None
         if not self.path.exists():
             return 0
-        fresh, dropped = self.path.with_suffix(".tmp"), 0
-        with self.path.open("rb") as old, fresh.open("wb") as new:
+        new_path, n_dropped = self.path.with_suffix(".tmp"), 0
+        with self.path.open("rb") as old, new_path.open("wb") as new:
             for line in old:
-                key = key_of(line)
-                if key is not None and wanted(key):
+                header = read_header(line)
+                if header is not None and is_kept(header):
                     new.write(line.rstrip(b"\n") + b"\n")
                 else:
-                    dropped += key is not None
-        fresh.replace(self.path)
-        return dropped
+                    n_dropped += header is not None
+        new_path.replace(self.path)
+        return n_dropped
 
     def close(self) -> None:
         """Write what can be written; a warning says that the rest is lost."""
@@ -78,7 +78,7 @@ class RowFile:
                     self._file = FileIO(self.path, "ab")
                 del self._pending[: self._file.write(self._pending)]
         except OSError as e:
-            if e.errno not in FULL:
+            if e.errno not in DISK_FULL_ERRNOS:
                 self._pending.clear()
                 raise
             if not self._has_warned:
@@ -90,37 +90,37 @@ class RowFile:
             self._has_warned = True
 
 
-class RowKey(msgspec.Struct):
+class RowHeader(msgspec.Struct):
     """What tells which rows stay; `prices` are those of a sampled step."""
 
     step: int
     prices: str = ""
 
 
-_KEYS = msgspec.json.Decoder(RowKey)
+_HEADER_DECODER = msgspec.json.Decoder(RowHeader)
 
 
-def key_of(line: bytes) -> RowKey | None:
+def read_header(line: bytes) -> RowHeader | None:
     """The key of a whole row; None of one that was cut short: a cut object never parses."""
     try:
-        return _KEYS.decode(line)
+        return _HEADER_DECODER.decode(line)
     except msgspec.DecodeError:
         return None
 
 
-def whole_lines(path: Path) -> Iterator[bytes]:
+def complete_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file of rows without a last one that a kill cut short; none without the
     file."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n") or key_of(line) is not None:
+            if line.endswith(b"\n") or read_header(line) is not None:
                 yield line.rstrip(b"\n")
 
 
 def read_rows(
-    path: Path, kind: type[Row], what: str, remedy: str = "remove the line"
+    path: Path, kind: type[Row], description: str, remedy: str = "remove the line"
 ) -> Iterator[Row]:
     """The whole rows of a file as records of a kind; none without the file.
 
@@ -128,8 +128,8 @@ def read_rows(
       ValueError: a line is not `what`, named as file:line.
     """
     decoder = msgspec.json.Decoder(kind)
-    for n, line in enumerate(whole_lines(path), 1):
+    for n, line in enumerate(complete_lines(path), 1):
         try:
             yield decoder.decode(line)
         except msgspec.DecodeError as e:
-            raise ValueError(f"{path}:{n}: not {what} ({e}); {remedy}") from None
+            raise ValueError(f"{path}:{n}: not {description} ({e}); {remedy}") from None

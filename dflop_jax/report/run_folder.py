@@ -13,11 +13,18 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from dflop_jax.folders import FULL, despite_full_disk, made, missing, remove_empty, writing
+from dflop_jax.folders import (
+    DISK_FULL_ERRNOS,
+    make_folder,
+    missing_folders,
+    remove_empty_folders,
+    tolerate_full_disk,
+    writable_path,
+)
 from dflop_jax.records import Plan, Profile, Trace
 from dflop_jax.records.files import load, save
 from dflop_jax.report.metrics import MetricsRow, StepMetrics
-from dflop_jax.report.row_file import RowFile, key_of, read_rows, whole_lines
+from dflop_jax.report.row_file import RowFile, complete_lines, read_header, read_rows
 from dflop_jax.report.trace import write_trace
 from dflop_jax.report.trackers import (
     TENSORBOARD,
@@ -31,22 +38,30 @@ from dflop_jax.report.wall_time import EVENTS
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
-SAMPLES = "corrections.jsonl"
+CORRECTIONS = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
 HUNG = "hung"  # a folder of the stacks of every process of a run that hung
 _LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
-_ANOTHER = "choose another --run_dir"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that knows no flock
+_OTHER_RUN_DIR = "choose another --run_dir"
+_NO_LOCK_ERRNOS = {
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+}  # of a file system that knows no flock
 # What answers hold: a question asked of a run's folder is answered in a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
-_WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES, EVENTS)
-_OF_REPORT = (TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
-_OUTPUTS = (*_WRITTEN_BY_STEP, _LAUNCH, TRACE, *_OF_REPORT)
+_ROW_FILES = (METRICS, EVALUATIONS, CORRECTIONS, EVENTS)
+_REPORT_FILES = (TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
+_OUTPUTS = (*_ROW_FILES, _LAUNCH, TRACE, *_REPORT_FILES)
 # A folder without any of these is nobody's run folder; others write such as config.json, too.
-_MARKS = (METRICS, PROFILE, PLAN, _LOCK, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
-_BESIDE = {".log", ".out", ".err"}  # of what a shell or Slurm writes to a folder before its run
+_RUN_MARKERS = (METRICS, PROFILE, PLAN, _LOCK, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
+_LOG_SUFFIXES = {
+    ".log",
+    ".out",
+    ".err",
+}  # of what a shell or Slurm writes to a folder before its run
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
 
@@ -85,11 +100,11 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self.trackers: Sequence[Tracker] = ()
-        self.track_every = 1  # steps between those that trackers get
-        self.rows = {name: RowFile(self.path / name) for name in _WRITTEN_BY_STEP}
-        check_own(self.path)
-        self._missing = [] if launch else missing(self.path)
-        with writing(made(self.path, _ANOTHER) / _LOCK, _ANOTHER) as lock:
+        self.tracking_interval = 1  # steps between those that trackers get
+        self.rows = {name: RowFile(self.path / name) for name in _ROW_FILES}
+        check_run_dir(self.path)
+        self._created_folders = [] if launch else missing_folders(self.path)
+        with writable_path(make_folder(self.path, _OTHER_RUN_DIR) / _LOCK, _OTHER_RUN_DIR) as lock:
             self._lock = lock.open("ab")
         try:
             self._open(existing)
@@ -109,17 +124,18 @@ class RunFolder:
                 "--run_dir"
             ) from None
         except OSError as e:
-            if e.errno not in _NO_LOCKS:
+            if e.errno not in _NO_LOCK_ERRNOS:
                 raise ValueError(
                     f"{self.path}: cannot be locked ({e.strerror}); choose another --run_dir"
                 ) from None
             _warn_unlocked(self.path, e.strerror or str(e))
         metrics = self.path / METRICS
         metrics.touch()
-        what = "the metrics" if metrics.stat().st_size else "checkpoints"
+        content = "the metrics" if metrics.stat().st_size else "checkpoints"
         if existing == "error" and self._is_worth_keeping((CHECKPOINTS,)):
             raise ValueError(
-                f"{self.path}: holds {what} of another run; choose another --run_dir, go on with "
+                f"{self.path}: holds {content} of another run; choose another --run_dir, go on "
+                "with "
                 "that run (--resume auto) or replace it (--overwrite)"
             )
         if existing == "overwrite":
@@ -132,18 +148,18 @@ class RunFolder:
     def restart(self, start_step: int) -> None:
         """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
         cut short."""
-        self.rows[METRICS].keep(lambda row: row.step < start_step)
+        self.rows[METRICS].drop_except(lambda row: row.step < start_step)
         # An evaluation is numbered by the steps before it.
-        self.rows[EVALUATIONS].keep(lambda row: row.step <= start_step)
+        self.rows[EVALUATIONS].drop_except(lambda row: row.step <= start_step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        if self._missing and not self._is_worth_keeping():
+        if self._created_folders and not self._is_worth_keeping():
             shutil.rmtree(self.path, ignore_errors=True)
-            remove_empty(self._missing[1:])
+            remove_empty_folders(self._created_folders[1:])
 
     def close(self) -> None:
         try:
@@ -174,7 +190,7 @@ class RunFolder:
         """Add one row to metrics.jsonl, and to the trackers; it is on its way to disk when this
         returns, or waits for room there (see `RowFile`)."""
         self.rows[METRICS].append(row)
-        if (row.step + 1) % self.track_every == 0:
+        if (row.step + 1) % self.tracking_interval == 0:
             self._track(row.step, step_scalars(row))
 
     def append_evaluation(self, row: Any) -> None:
@@ -183,12 +199,12 @@ class RunFolder:
         Trackers have it at the last of the steps before it, unless they had it already.
         """
         rows = self.rows[EVALUATIONS]
-        keys = [key_of(line) for line in whole_lines(rows.path)]
-        known = any(key is not None and key.step >= row.step for key in keys)
-        if known:
-            rows.keep(lambda old: old.step != row.step)
+        headers = [read_header(line) for line in complete_lines(rows.path)]
+        is_repeated = any(header is not None and header.step >= row.step for header in headers)
+        if is_repeated:
+            rows.drop_except(lambda old: old.step != row.step)
         rows.append(row)
-        if not known:
+        if not is_repeated:
             self._track(row.step - 1, evaluation_scalars(row))
 
     def _track(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -197,7 +213,7 @@ class RunFolder:
             try:
                 tracker.log(step, scalars)
             except OSError as e:
-                if e.errno not in FULL:
+                if e.errno not in DISK_FULL_ERRNOS:
                     raise
                 self.trackers = [t for t in self.trackers if t is not tracker]
                 log.warning(
@@ -211,17 +227,17 @@ class RunFolder:
     def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
         """Write trace.json, if the disk has room; `labels` are those of the traced schedule's
         groups."""
-        with despite_full_disk(self.path / TRACE):
+        with tolerate_full_disk(self.path / TRACE):
             write_trace(self.path / TRACE, traces, labels)
 
 
 @cache  # once for a folder
-def _warn_unlocked(path: Path, why: str) -> None:
+def _warn_unlocked(path: Path, reason: str) -> None:
     log.warning(
         "%s: the file system knows no locks (%s), so nothing keeps a second run out of this "
         "folder: start none there while this one runs",
         path,
-        why,
+        reason,
     )
 
 
@@ -236,8 +252,8 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """
     path = metrics_file(folder)
     if not [*metrics_rows(path)]:
-        raise no_step(path)
-    return [msgspec.json.decode(line) for line in whole_lines(path)]
+        raise no_step_error(path)
+    return [msgspec.json.decode(line) for line in complete_lines(path)]
 
 
 def metrics_rows(path: Path) -> Iterator[Any]:
@@ -257,11 +273,11 @@ def metrics_file(folder: str | Path) -> Path:
     return path
 
 
-def no_step(path: Path) -> ValueError:
+def no_step_error(path: Path) -> ValueError:
     return ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
 
 
-class HeldOutRow(msgspec.Struct):
+class EvaluationRow(msgspec.Struct):
     """What a report reads of a row of evaluations.jsonl (of `train.evaluate`)."""
 
     step: int
@@ -270,35 +286,35 @@ class HeldOutRow(msgspec.Struct):
     by_source: dict[str, dict[str, float | None]] = {}
 
 
-def read_evaluations(folder: str | Path) -> list[HeldOutRow]:
+def read_evaluations(folder: str | Path) -> list[EvaluationRow]:
     """The whole rows of a run's evaluations.jsonl, none without it; ValueError names a broken
     one."""
-    return [*read_rows(Path(folder) / EVALUATIONS, HeldOutRow, "a row of evaluations")]
+    return [*read_rows(Path(folder) / EVALUATIONS, EvaluationRow, "a row of evaluations")]
 
 
-def has_begun(folder: str | Path) -> bool:
+def holds_run(folder: str | Path) -> bool:
     """Whether a run has begun in a folder, as its records tell: it may run, be over, or be of
     another version of this program."""
     names = (_LOCK, CONFIG, METRICS, TRACE, CHECKPOINTS)
     return any((Path(folder) / name).exists() for name in names)
 
 
-def check_own(folder: str | Path) -> None:
+def check_run_dir(folder: str | Path) -> None:
     """ValueError where a folder holds something, and nothing that this program writes to run
     folders: what a run writes and replaces does not go among other files."""
     path = Path(folder)
-    if not path.is_dir() or any(any(path.glob(mark)) for mark in _MARKS):
+    if not path.is_dir() or any(any(path.glob(mark)) for mark in _RUN_MARKERS):
         return
     for file in path.iterdir():
         is_empty = file.name.startswith(".") or file.name == "lost+found"  # to who lists it
-        if not is_empty and file.suffix not in _BESIDE:
+        if not is_empty and file.suffix not in _LOG_SUFFIXES:
             raise ValueError(
                 f"{path}: holds {file.name} and no run; choose a new or empty folder as --run_dir"
             )
 
 
 def answer_folder(
-    run_dir: str | Path, question: str, out: str | None = None, *, keep: bool = True
+    run_dir: str | Path, answer_name: str, out: str | None = None, *, is_kept: bool = True
 ) -> Path:
     """Return the folder that the answer to a question is written to, made where it is missing:
     `out`, or `run_dir`, where a run has begun there `run_dir`/`question`. So no run's record is
@@ -313,15 +329,15 @@ def answer_folder(
     remedy = "choose another --out" if out else "choose another --run_dir, or give --out"
     folder = Path(out or run_dir)
     if not out:
-        check_own(folder)
-    if not out and has_begun(folder):
-        folder /= question
-    if has_begun(folder):
+        check_run_dir(folder)
+    if not out and holds_run(folder):
+        folder /= answer_name
+    if holds_run(folder):
         raise ValueError(f"{folder}: holds a run, whose records stay; {remedy}")
-    were_missing = missing(folder)
-    made(folder, remedy)
-    if not keep:
-        remove_empty(were_missing)
+    created_folders = missing_folders(folder)
+    make_folder(folder, remedy)
+    if not is_kept:
+        remove_empty_folders(created_folders)
     return folder
 
 
@@ -330,11 +346,11 @@ def check_answer_file(file: str | Path) -> None:
     path = Path(file)
     if path.is_dir():
         raise ValueError(f"{path}: is a folder; name a file in it")
-    if path.name in _RECORDS and has_begun(path.parent):
+    if path.name in _RECORDS and holds_run(path.parent):
         raise ValueError(f"{path}: is a record of a run, which stays; choose another --out")
 
 
-def launch_of(folder: str | Path) -> str:
+def read_launch_name(folder: str | Path) -> str:
     """The name of the launch that has begun the run in a folder; "" for none."""
     file = Path(folder) / _LAUNCH
     return file.read_text() if file.exists() else ""

@@ -12,14 +12,22 @@ from pathlib import Path
 import numpy as np
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
-from dflop_jax.report.metrics import WARMUP_STEPS, spread
+from dflop_jax.report.metrics import WARMUP_STEPS, percentiles
 from dflop_jax.report.number_format import duration, flops_text, number, percent
 from dflop_jax.report.reader import RunRecord, read_run
-from dflop_jax.report.run_folder import LOSS, METRICS, SUMMARY, TIMELINE, TRACE, HeldOutRow, no_step
-from dflop_jax.report.wall_time import TRAINING, Spent
+from dflop_jax.report.run_folder import (
+    LOSS,
+    METRICS,
+    SUMMARY,
+    TIMELINE,
+    TRACE,
+    EvaluationRow,
+    no_step_error,
+)
+from dflop_jax.report.wall_time import TRAINING, WallTime
 
 # How numbers of units are written that are no suffix: shares, FLOPs and seconds of a whole run.
-_TEXTS = {"%": percent, "FLOP": flops_text, "s": duration}
+_UNIT_FORMATS = {"%": percent, "FLOP": flops_text, "s": duration}
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Figure:
     def _text(self, value: float | str) -> str:
         if isinstance(value, str | int):
             return str(value)
-        if text := _TEXTS.get(self.unit):
+        if text := _UNIT_FORMATS.get(self.unit):
             return text(value)
         return f"{number(value)} {self.unit}".rstrip()
 
@@ -59,7 +67,7 @@ def figures(run: RunRecord) -> list[Figure]:
     """
     rows, predicted = run.rows, run.plan.predicted
     if not rows.n_steps:
-        raise no_step(run.folder / METRICS)
+        raise no_step_error(run.folder / METRICS)
 
     def one(label: str, *values: float | str, unit: str = "", between: str = " / ") -> Figure:
         return Figure(label, unit, values, between)
@@ -71,9 +79,13 @@ def figures(run: RunRecord) -> list[Figure]:
         values = rows.medians(name).items()
         return [one(label.format(key), scale * value, unit=unit) for key, value in values]
 
-    steps, losses, step_s = rows.of("step"), rows.of("loss"), spread(rows.steady("step_s"))
+    steps, losses, step_s = (
+        rows.column("step"),
+        rows.column("loss"),
+        percentiles(rows.after_warmup("step_s")),
+    )
     n_lost = max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps)
-    waited_ms = 1e3 * float(np.nansum(rows.steady("schedule_wait_s")))
+    waited_ms = 1e3 * float(np.nansum(rows.after_warmup("schedule_wait_s")))
     across = rows.medians("moved_across_nodes")
     busy = predicted.busy_fraction, rows.medians("busy_fraction")
     return [
@@ -105,39 +117,41 @@ def figures(run: RunRecord) -> list[Figure]:
         median("makespan, scheduled", "makespan_s", "ms", 1e3),
         median("schedule over its proved bound", "schedule_gap", "%"),
         one("schedules found by", ", ".join(f"{k} {n}" for k, n in rows.made_by.most_common())),
-        one("steps with an integer program's bound", int((rows.of("integer_bound_s") > 0).sum())),
-        one("compiles after warm-up", int(np.nansum(rows.of("compiles")[WARMUP_STEPS:]))),
+        one(
+            "steps with an integer program's bound", int((rows.column("integer_bound_s") > 0).sum())
+        ),
+        one("compiles after warm-up", int(np.nansum(rows.column("compiles")[WARMUP_STEPS:]))),
         median("schedule solved in", "schedule_s", "ms", 1e3),
         one("schedule waited for, total", waited_ms, unit="ms"),
         one("loss, first -> last", *losses[[0, -1]].tolist(), between=" -> "),
-        *(figure for row in run.evaluations[-1:] for figure in _held_out(row)),
+        *(figure for row in run.evaluations[-1:] for figure in _evaluation_figures(row)),
         *medians("own metric {}, median", "own", ""),
-        one("samples replaced", int(np.nansum(rows.of("n_bad")))),
+        one("samples replaced", int(np.nansum(rows.column("n_bad")))),
         one("steps that changed no parameter", rows.n_skipped),
-        *(_spent(run.spent) if run.spent else []),
+        *(_wall_time_figures(run.wall_time) if run.wall_time else []),
     ]
 
 
-def _held_out(row: HeldOutRow) -> list[Figure]:
-    whole = {"loss": row.loss, "accuracy": row.accuracy}
+def _evaluation_figures(row: EvaluationRow) -> list[Figure]:
+    total = {"loss": row.loss, "accuracy": row.accuracy}
     return [
-        Figure(f"held-out {what}{name and f', {name}'}", unit, (math.nan if v is None else v,))
-        for name, losses in {"": whole, **row.by_source}.items()
-        for what, unit in (("loss", ""), ("accuracy", "%"))
-        for v in [losses.get(what)]
+        Figure(f"held-out {metric}{name and f', {name}'}", unit, (math.nan if v is None else v,))
+        for name, losses in {"": total, **row.by_source}.items()
+        for metric, unit in (("loss", ""), ("accuracy", "%"))
+        for v in [losses.get(metric)]
     ]
 
 
-def _spent(spent: Spent) -> list[Figure]:
+def _wall_time_figures(spent: WallTime) -> list[Figure]:
     """Where a run's time went."""
     return [
         Figure("wall time", "s", (spent.wall_s,)),
         Figure("starts", "", (spent.starts,)),
         Figure("goodput: time of steps that count", "%", (spent.goodput,)),
         *(
-            Figure(f"time of {part}", "%", (share,))
-            for part, share in spent.shares().items()
-            if part != TRAINING
+            Figure(f"time of {category}", "%", (fraction,))
+            for category, fraction in spent.fractions().items()
+            if category != TRAINING
         ),
     ]
 
@@ -197,8 +211,8 @@ def markdown(run: RunRecord, pictures: list[str]) -> str:
     """summary.md: figures, plan, pictures (file names beside it)."""
     lines = [f"# Run {run.name}", "", "| figure | value |", "|---|---:|"]
     lines += [f"| {figure.label} | {figure.text} |" for figure in figures(run)]
-    note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
-    lines += ["", note, "", "## Plan", "", *(f"- {line}" for line in plan_lines(run))]
+    warmup_note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
+    lines += ["", warmup_note, "", "## Plan", "", *(f"- {line}" for line in plan_lines(run))]
     lines += ["", "## Pictures", "", *(f"![{name}]({name})\n" for name in pictures)]
     if TIMELINE in pictures:
         lines.append(f"Open `{TRACE}` at https://ui.perfetto.dev to look closer.")

@@ -32,15 +32,18 @@ BAR = 0.80  # height of a bar in a row of height 1
 Curve = tuple[Sequence[float], Sequence[float]]  # steps, losses
 
 
-def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], out: str | Path) -> None:
+def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], picture_path: str | Path) -> None:
     """Draw panels, each with an event, under one time axis and, below them, the loss curves by run,
     to a PNG; either part may be empty."""
     legend = legend_entries(panels) if panels else {}
-    foot = FOOT_IN + 0.2 * math.ceil(len(legend) / LEGEND_COLUMNS)
-    below = LOSS_IN if curves else 0.0
+    foot_in = FOOT_IN + 0.2 * math.ceil(len(legend) / LEGEND_COLUMNS)
+    losses_in = LOSS_IN if curves else 0.0
     rows_in = [ROW_IN * len(p.rows) + HEAD_IN + GAP_IN for p in panels]
-    fig = Figure((WIDTH_IN, below + sum(rows_in) + foot * bool(panels)), facecolor="white")
-    longest_s, bottom_in = max((p.trace.makespan_s for p in panels), default=0.0), below + foot
+    fig = Figure((WIDTH_IN, losses_in + sum(rows_in) + foot_in * bool(panels)), facecolor="white")
+    longest_s, bottom_in = (
+        max((p.trace.makespan_s for p in panels), default=0.0),
+        losses_in + foot_in,
+    )
     units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
     unit, per_s = next(((u, k) for u, k in units if longest_s * k >= 1), units[-1])
     for panel, height in zip(reversed(panels), reversed(rows_in)):
@@ -53,10 +56,10 @@ def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], out: str | Path) 
             ax.tick_params(axis="x", bottom=False, labelbottom=False)
         bottom_in += height
     if legend:
-        _draw_legend(fig, legend, below)
+        _draw_legend(fig, legend, losses_in)
     if curves:
         _draw_losses(_axes(fig, 0.6, LOSS_IN - 1.0), curves)
-    fig.savefig(out, dpi=DPI)
+    fig.savefig(picture_path, dpi=DPI)
 
 
 def _axes(fig: Figure, bottom_in: float, height_in: float) -> Axes:
@@ -90,8 +93,8 @@ def _draw_panel(
         PatchCollection(boxes, facecolors=shades, edgecolors="white", linewidths=edges, zorder=2)
     )
     for row, name in enumerate(names):
-        share, side = f"{busy.get(name, 0.0):.0%}", ax.get_yaxis_transform()
-        ax.text(1.008, row, share, transform=side, va="center", color=INK, weight="bold")
+        busy_text, transform = f"{busy.get(name, 0.0):.0%}", ax.get_yaxis_transform()
+        ax.text(1.008, row, busy_text, transform=transform, va="center", color=INK, weight="bold")
     ax.set_ylim(len(names) - 0.5, -0.5)
     short = [name if len(name) <= 17 else name[:16] + "…" for name in names]
     ax.set_yticks(range(len(names)), short, fontsize=10, color=INK)
@@ -99,11 +102,11 @@ def _draw_panel(
     ax.grid(axis="x", color="white", linewidth=0.8)
     ax.set_axisbelow(True)  # above the idle band, below the bars
     ax.axvline(makespan, color=INK, linewidth=1.0, linestyle=(0, (3, 2)), clip_on=False, zorder=4)
-    _head(ax, 0.0, f"{panel.title}, makespan {number(makespan)} {unit}", weight="bold")
-    _head(ax, 1.008, "busy")
+    _draw_heading(ax, 0.0, f"{panel.title}, makespan {number(makespan)} {unit}", weight="bold")
+    _draw_heading(ax, 1.008, "busy")
 
 
-def _head(ax: Axes, x: float, text: str, **style: Any) -> None:
+def _draw_heading(ax: Axes, x: float, text: str, **style: Any) -> None:
     """Text just above an axes, at the fraction `x` of its width."""
     ax.annotate(text, (x, 1), (0, 5), "axes fraction", "offset points", color=INK, **style)
 
@@ -126,7 +129,7 @@ def _draw_losses(ax: Axes, curves: Mapping[str, Curve]) -> None:
         marker = "o" if len(steps) == 1 else ""
         dashes = "-" if i == 0 else (0, (5, 1 + 0.5 * i))  # equal curves stay visible
         ax.plot(steps, losses, color=colour, label=name, linewidth=1.8, ls=dashes, marker=marker)
-    _head(ax, 0.0, "loss", weight="bold")
+    _draw_heading(ax, 0.0, "loss", weight="bold")
     ax.set_xlabel("step", color=FAINT, fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     ax.grid(color=IDLE, linewidth=1.0)

@@ -46,8 +46,8 @@ def write_trace(
             events.append(thread | {"name": "thread_sort_index", "args": {"sort_index": tid}})
         events += [_slice(pid, submeshes.index(e.submesh), e, labels or {}) for e in trace.events]
     heads = [{"step": t.step, "source": t.source} for t in traces]
-    made = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"traces": heads}}
-    Path(path).write_bytes(msgspec.json.encode(made))
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"traces": heads}}
+    Path(path).write_bytes(msgspec.json.encode(document))
 
 
 def _slice(pid: int, tid: int, e: Event, labels: Mapping[int, str]) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def _from_chrome(obj: Mapping[str, Any]) -> list[Labelled]:
         if "bucket" in task:
             labels[e["pid"]][task["group"]] = task["bucket"]
     return [
-        (Trace(h["step"], h["source"], tuple(of_trace)), called)
-        for h, of_trace, called in zip(heads, events, labels, strict=True)
+        (Trace(h["step"], h["source"], tuple(of_trace)), trace_labels)
+        for h, of_trace, trace_labels in zip(heads, events, labels, strict=True)
     ]
 
 

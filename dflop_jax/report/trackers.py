@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dflop_jax.config import Config
-from dflop_jax.report.metrics import TRACKED, StepMetrics, numbers
+from dflop_jax.report.metrics import TRACKED_FIELDS, StepMetrics, iter_numbers
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
 _OPTIONS = {"wandb_project": "wandb", "tensorboard": "tensorboardX"}  # option -> package
@@ -34,7 +34,7 @@ def step_scalars(row: StepMetrics) -> dict[str, float]:
     """What is tracked of a step, by field or "field/key"."""
     return {
         name if isinstance(name, str) else "/".join(name): value
-        for name, value in numbers(row, TRACKED)
+        for name, value in iter_numbers(row, TRACKED_FIELDS)
     }
 
 
@@ -42,10 +42,10 @@ def evaluation_scalars(row: Any) -> dict[str, float]:
     """What is tracked of an evaluation (of `train.evaluate`), by name."""
     scalars = {}
     for name, losses in {"": row, **row.by_source}.items():
-        place = f"held_out/{name}/" if name else "held_out/"
-        scalars[f"{place}loss"] = losses.loss
+        prefix = f"held_out/{name}/" if name else "held_out/"
+        scalars[f"{prefix}loss"] = losses.loss
         if losses.accuracy is not None:
-            scalars[f"{place}accuracy"] = losses.accuracy
+            scalars[f"{prefix}accuracy"] = losses.accuracy
     return scalars
 
 
@@ -85,11 +85,11 @@ class TensorBoard:
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
         self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
         folder.mkdir(parents=True, exist_ok=True)
-        n = len(list(folder.glob("*.tfevents.*")))  # read in the order of their names
-        self._file = package.RecordWriter(str(folder / f"events.out.tfevents.{n:06d}"))
+        n_files = len(list(folder.glob("*.tfevents.*")))  # read in the order of their names
+        self._file = package.RecordWriter(str(folder / f"events.out.tfevents.{n_files:06d}"))
         self._write(file_version="brain.Event:2")
-        begin = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._write(step=start, session_log=begin)
+        session_start = self._event.SessionLog(status=self._event.SessionLog.START)
+        self._write(step=start, session_log=session_start)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a step; it is on disk when this returns."""

@@ -24,12 +24,12 @@ START, TRAINING, LOST, STOPPED = "start", "training", "lost steps", "stopped"
 CONNECT, PROFILE, PLAN, COMPILE = "connect", "profile", "plan", "compile"
 DATA, SCHEDULE, SAVE = "wait for data", "wait for the schedule", "wait for a save"
 EVALUATION, REDECISION, END = "evaluation", "re-decision", "end"
-PARTS = (
+CATEGORIES = (
     TRAINING, DATA, SCHEDULE, SAVE, EVALUATION, REDECISION, LOST,
     CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
 )  # fmt: skip
-_LEAST_S = 1e-3  # of a row that tells nothing but seconds
-_MOST_WAITING = 1_000  # rows: a run begins with dozens, and only process 0 has a file
+_MIN_ROW_S = 1e-3  # of a row that tells nothing but seconds
+_MAX_PENDING_ROWS = 1_000  # rows: a run begins with dozens, and only process 0 has a file
 
 
 class EventRow(msgspec.Struct):
@@ -57,49 +57,51 @@ class TimeLog:
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
-        self.on_part: Callable[[str], None] = lambda name: None  # called when another one begins
+        self.on_category: Callable[[str], None] = lambda name: (
+            None
+        )  # called when another one begins
         self._until_s = clock()
-        self._begun_s: float | None = self._until_s
-        self._part = START
+        self._run_start_s: float | None = self._until_s
+        self._category = START
         self._rows: RowFile | None = None
-        self._waiting: deque[EventRow] = deque(maxlen=_MOST_WAITING)
+        self._pending_rows: deque[EventRow] = deque(maxlen=_MAX_PENDING_ROWS)
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def track(self, name: str) -> Iterator[None]:
         """What is done in here counts as `name`, but for parts inside of it."""
-        before = self._part
-        self.go_on_with(name)
+        outer = self._category
+        self.switch_to(name)
         try:
             yield
         finally:
-            self.go_on_with(before)
+            self.switch_to(outer)
 
-    def go_on_with(self, name: str) -> None:
+    def switch_to(self, name: str) -> None:
         """From here on time counts as `name`."""
-        self._note()
-        self._part = name
-        self.on_part(name)
+        self._add_row()
+        self._category = name
+        self.on_category(name)
 
     def step(self, step: int, waits_s: Mapping[str, float]) -> None:
         """A step has ended, in which devices waited so long for what is named."""
-        self._note(step=step, waits_s=waits_s)
+        self._add_row(step=step, waits_s=waits_s)
 
     def resumed(self, step: int) -> None:
         """Steps from `step` on are run (again)."""
-        self._note(resumed=step)
+        self._add_row(resumed=step)
 
     def write_to(self, rows: RowFile) -> None:
         """Write what is noted to a file, from now on."""
-        rows.keep(lambda _: True)  # drops a row that a kill cut short
+        rows.drop_except(lambda _: True)  # drops a row that a kill cut short
         self._rows = rows
         self._flush()
 
-    def stop_writing(self) -> None:
+    def finish_writing(self) -> None:
         """Write what is left; the file may then be closed."""
-        self._note()
+        self._add_row()
         self._rows = None
 
-    def _note(
+    def _add_row(
         self,
         *,
         step: int = -1,
@@ -107,28 +109,30 @@ class TimeLog:
         waits_s: Mapping[str, float] | None = None,
     ) -> None:
         now_s = max(self._clock(), self._until_s)  # a clock that is set back
-        says_more = step >= 0 or resumed is not None or self._begun_s is not None
-        if now_s - self._until_s < _LEAST_S and not says_more:
+        is_needed = step >= 0 or resumed is not None or self._run_start_s is not None
+        if now_s - self._until_s < _MIN_ROW_S and not is_needed:
             return  # goes to what comes next
-        rest_s, seconds = now_s - self._until_s, {}
+        remaining_s, seconds = now_s - self._until_s, {}
         for name, wait_s in (waits_s or {}).items():
-            if (waited_s := min(wait_s, rest_s)) > 0:
+            if (waited_s := min(wait_s, remaining_s)) > 0:
                 seconds[name] = waited_s
-                rest_s -= waited_s
-        row = EventRow(now_s, {self._part: rest_s, **seconds}, step, self._begun_s, resumed)
-        self._begun_s, self._until_s = None, now_s
-        self._waiting.append(row)
+                remaining_s -= waited_s
+        row = EventRow(
+            now_s, {self._category: remaining_s, **seconds}, step, self._run_start_s, resumed
+        )
+        self._run_start_s, self._until_s = None, now_s
+        self._pending_rows.append(row)
         self._flush()
 
     def _flush(self) -> None:
         if self._rows is not None:
-            for row in self._waiting:
+            for row in self._pending_rows:
                 self._rows.append(row)
-            self._waiting.clear()
+            self._pending_rows.clear()
 
 
 @dataclass(frozen=True)
-class Spent:
+class WallTime:
     """Seconds of a run by what they went to, in the order of `PARTS`; `starts` counts the processes
     0 that it had."""
 
@@ -141,36 +145,40 @@ class Spent:
         """Share of the run's time in which devices ran steps that counted."""
         return self.seconds.get(TRAINING, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
 
-    def shares(self) -> dict[str, float]:
+    def fractions(self) -> dict[str, float]:
         """Of the run's time, what is at least a thousandth of it."""
-        every = {k: s / self.wall_s for k, s in self.seconds.items() if self.wall_s > 0}
-        return {k: share for k, share in every.items() if share >= 1e-3}
+        fractions = {k: s / self.wall_s for k, s in self.seconds.items() if self.wall_s > 0}
+        return {k: fraction for k, fraction in fractions.items() if fraction >= 1e-3}
 
 
-def read_spent(folder: str | Path) -> Spent | None:
+def read_wall_time(folder: str | Path) -> WallTime | None:
     """What a run folder's events tell; None without any.
 
     Raises:
       ValueError: a broken row, named as file:line.
     """
-    seconds = dict.fromkeys(PARTS, 0.0)
-    of_steps: dict[int, float] = {}  # training seconds of every step that counts
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    training_s_by_step: dict[int, float] = {}  # training seconds of every step that counts
     first_s = until_s = 0.0  # when the run began and when the last row was written, since the epoch
-    starts = 0
+    n_starts = 0
     for row in read_rows(Path(folder) / EVENTS, EventRow, "a row of events"):
         if row.begun_s is not None:
-            starts += 1
+            n_starts += 1
             first_s = first_s or row.begun_s
             seconds[STOPPED] += max(row.begun_s - until_s, 0.0) if until_s else 0.0
-        for part, s in row.seconds.items():
-            seconds[part] = seconds.get(part, 0.0) + s
+        for category, s in row.seconds.items():
+            seconds[category] = seconds.get(category, 0.0) + s
         if row.resumed is not None:
-            lost_s = sum(of_steps.pop(step) for step in [*of_steps] if step >= row.resumed)
+            lost_s = sum(
+                training_s_by_step.pop(step)
+                for step in [*training_s_by_step]
+                if step >= row.resumed
+            )
             seconds[TRAINING] -= lost_s
             seconds[LOST] += lost_s
         if row.step >= 0:
-            of_steps[row.step] = row.seconds.get(TRAINING, 0.0)
+            training_s_by_step[row.step] = row.seconds.get(TRAINING, 0.0)
         until_s = row.until_s
-    if not starts:
+    if not n_starts:
         return None
-    return Spent({k: s for k, s in seconds.items() if s > 0}, until_s - first_s, starts)
+    return WallTime({k: s for k, s in seconds.items() if s > 0}, until_s - first_s, n_starts)

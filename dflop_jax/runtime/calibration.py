@@ -28,7 +28,7 @@ from dflop_jax.records import (
     ProgramId,
     SendId,
     Task,
-    with_host_work,
+    add_host_work,
 )
 from dflop_jax.runtime.communicator import send, zeros
 from dflop_jax.runtime.initial_state import zero_gradients
@@ -96,7 +96,9 @@ def calibrate(
             call = _trial_call(programs, state, groups, arrays, evaluate=evaluate)
             for task in order:
                 if task.group != NO_GROUP:
-                    _time_task(call, task, ProgramId.of(task, groups[task.group]), recorded, sync)
+                    _time_task(
+                        call, task, ProgramId.for_task(task, groups[task.group]), recorded, sync
+                    )
                 elif not groups:
                     _time_task(call, task, task, recorded, sync)
     if not ends:
@@ -225,7 +227,7 @@ def merge_calibrations(
         device_s = {k: max(arrival_s[k], s) for k, s in device_s.items()}
     return Prices(
         {
-            k: Price(float(with_host_work(s, host_s, shares_cores=shares_cores)))
+            k: Price(float(add_host_work(s, host_s, shares_cores=shares_cores)))
             for k, s in device_s.items()
             if isinstance(k, ProgramId)
         },

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import ADAPTER, Array, Params, n_rows, stacked_parts, taps_of
+from dflop_jax.contract import ADAPTER, Array, Params, n_stacked_layers, stacked_parts, taps_of
 from dflop_jax.records import MANUAL_AXES
 from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.lowering import manual_spec
@@ -72,7 +72,7 @@ def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
 
 def _row_keys(segment: Segment, part: str, key: Array) -> Array:
     """The key of each row that is held of a stacked part."""
-    keys = jax.random.split(key, n_rows(segment.module, part))
+    keys = jax.random.split(key, n_stacked_layers(segment.module, part))
     return keys[np.array(segment.layer_rows[part])]
 
 

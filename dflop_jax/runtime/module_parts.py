@@ -18,7 +18,7 @@ from dflop_jax.contract import (
     float32_names_of,
     last_key,
     layer_kinds_of,
-    n_rows,
+    n_stacked_layers,
     stacked_parts,
     taps_of,
     working_dtype_of,
@@ -37,7 +37,7 @@ def segment_parts(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     layer_parts = {part: is_read for part, is_read in stacked.items() if part in kinds}
     read_by_segment = {"entry": s.first, **layer_parts, "exit": s.last}
     for name, layers in taps_of(module).items():
-        read_by_segment[name] = name in module.inputs and s.runs_to(layers)
+        read_by_segment[name] = name in module.inputs and s.runs_through(layers)
     adapters = {
         adapter_of(part): is_read for part, is_read in read_by_segment.items() if part not in kinds
     }
@@ -90,7 +90,7 @@ def module_structs(
     """All parts of a module, layers stacked, with the shapes and dtypes that `of` gives."""
 
     def structs(part: str) -> Params:
-        lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
+        lead = (n_stacked_layers(module, part),) if part in stacked_parts(module) else ()
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding),
             struct_of(module, part),

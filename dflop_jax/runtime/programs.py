@@ -151,7 +151,7 @@ class Programs:
                 output_struct(self.segments[link.source], link.edge, low),
                 self.signature(link.target, high).x[link.edge.name],
                 link.edge.sources,
-                self.layout.exchange_room(link.edge, low, high),
+                self.layout.exchange_capacity(link.edge, low, high),
             )
 
         return cache(made)
@@ -209,7 +209,7 @@ def make_programs(
         evaluates,
         {n: Lowering(s) for n, s in segments.items()},
         {
-            n: Lowering(replace(s, plan=s.plan.keeping))
+            n: Lowering(replace(s, plan=s.plan.with_less_remat))
             for n, s in segments.items()
             if s.plan.remat_less is not None
         },

@@ -171,7 +171,7 @@ def bucket_variants(buckets: Sequence[Bucket], batch: Batch, limit: int) -> tupl
         for b in buckets:
             shapes = {m: s for m, s in b.shapes if m not in missing}
             if shapes and len(variants) < limit:
-                variants[Bucket.of(shapes)] = None
+                variants[Bucket.from_shapes(shapes)] = None
     return tuple(variants)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from dflop_jax.records import Load, Maker, Plan, Prices, Schedule, Status
+from dflop_jax.records import Load, Plan, Prices, Schedule, ScheduleMaker, Status
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget
 from dflop_jax.schedule.batch import Batch, bucket_variants, capacity_of, check_fits
 from dflop_jax.schedule.bounds import lower_bound_s
@@ -57,7 +57,7 @@ class GroupSolution:
     space: PackingSpace
     assignment: Assignment
     schedule: Schedule
-    made_by: Maker
+    made_by: ScheduleMaker
     bound_s: float = 0.0
     work: float = 0.0
 
@@ -137,7 +137,7 @@ def quick_schedule(
 
 def _group_work(plan: Plan, work: float) -> float:
     """Units of work for the groups."""
-    return work * (1 - _ORDER_SHARE - _MEMORY_SHARE * bool(plan.scheduling.kept))
+    return work * (1 - _ORDER_SHARE - _MEMORY_SHARE * bool(plan.scheduling.residuals))
 
 
 def _load_batch(loads: Sequence[Load], plan: Plan) -> Batch:
@@ -190,7 +190,7 @@ def assign_groups(
         batch.with_content_weights(weights), buckets, capacity, bucket_ticks(costs, buckets), priced
     )
     bound_s, tolerance = 0.0, dict[str, float]()
-    assignments: list[tuple[Maker, list[BucketRun]]]
+    assignments: list[tuple[ScheduleMaker, list[BucketRun]]]
     if not balanced:
         assignments = [("arrival", arrival_assignment(space))]
     else:

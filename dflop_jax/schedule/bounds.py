@@ -36,7 +36,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     Task,
-    content_s,
+    content_seconds,
 )
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
@@ -100,8 +100,10 @@ def bound_terms(
             content_bound(length_P, content_P, shapes, ranks, capacity.group_size)
             for content_P in batch.features[module]
         ]
-        content_R += content_s(unit_CFR.min(axis=0), content_F)
-        shared_content += float(content_s((unit_CFR * weight_R).sum(axis=2).min(axis=0), content_F))
+        content_R += content_seconds(unit_CFR.min(axis=0), content_F)
+        shared_content += float(
+            content_seconds((unit_CFR * weight_R).sum(axis=2).min(axis=0), content_F)
+        )
     end_s = {REDUCE: none_R.copy(), UPDATE: none_R.copy()}
     awaited_R = np.ones(costs.n_resources, bool)
     for s in layout.segments:
@@ -170,7 +172,7 @@ def _volume_bound(
     """[R]: the lowest cost of groups of these shapes that hold all pieces of a module: of whole
     groups that satisfy the volume conditions, or of fractional groups if there are too many counts
     to list."""
-    buckets = [Bucket.of({module: s}) for s in shapes]
+    buckets = [Bucket.from_shapes({module: s}) for s in shapes]
     conditions = volume_conditions(batch, buckets, capacity, [module], is_bound=True)
     suffices_C = (conditions.capacity_DC > 0).all(axis=0)
     alone_C = np.where(suffices_C, np.ceil(conditions.alone_C), np.inf)

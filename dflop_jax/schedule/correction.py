@@ -84,7 +84,9 @@ def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float,
     times: dict[ProgramId, tuple[float, ...]] = {}
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
-            program = ProgramId.of(Task(e.segment, e.group, e.direction), schedule.groups[e.group])
+            program = ProgramId.for_task(
+                Task(e.segment, e.group, e.direction), schedule.groups[e.group]
+            )
             times[program] = (*times.get(program, ()), e.end_s - e.start_s)
     return times
 
@@ -304,7 +306,7 @@ class CorrectionState:
 
 def price_digest(prices: Prices) -> str:
     """A digest of prices; equal for equal prices."""
-    price_list = PriceList.of(prices)
+    price_list = PriceList.from_prices(prices)
     encoded = [
         sorted(map(msgspec.json.encode, pairs))
         for pairs in (price_list.programs, price_list.step_end, price_list.sends)

@@ -60,7 +60,7 @@ def with_memory_plan(
 ) -> Schedule:
     """The schedule with the groups that keep more residuals and its makespan in the same order.
     Unchanged if no segment has a second policy or nothing is gained."""
-    if not plan.scheduling.kept:
+    if not plan.scheduling.residuals:
         return schedule
     remat_less: dict[int, list[str]] = {}
     for device in device_memories(plan, schedule, prices):
@@ -86,10 +86,10 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
     Moments are the times at which a resource holds most: the last forward before a backward. Each
     segment is assumed to hold one more input, of the group that waits.
     """
-    usual_bytes = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
-    extra_bytes = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
+    usual_bytes = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.residuals}
+    extra_bytes = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.residuals}
     largest: dict[str, float] = {}
-    for k in plan.scheduling.kept:
+    for k in plan.scheduling.residuals:
         largest[k.segment] = max(largest.get(k.segment, 0.0), k.n_bytes)
     limit, resource = in_flight_limit(plan), segment_resources(plan.layout)
     reserved = {n: limit[n] * n_bytes for n, n_bytes in largest.items()}
@@ -130,7 +130,7 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
 def peak_residual_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
     """Peak bytes of the residuals on each resource, of groups between forward and backward under
     the recompute policies that they run under."""
-    kept = {(k.segment, k.shape): k for k in plan.scheduling.kept}
+    kept = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
     resource = segment_resources(plan.layout)
     live = dict.fromkeys(resource.values(), 0.0)
     peak_bytes = dict(live)
@@ -152,7 +152,7 @@ def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
         less = replace(usual, remat_less=True)
         if usual not in prices.programs or less not in prices.programs:
             return 0.0
-        usual_s, less_s = (prices.programs[p].of(group.content) for p in (usual, less))
+        usual_s, less_s = (prices.programs[p].seconds(group.content) for p in (usual, less))
         saved_s += usual_s - less_s
     return saved_s
 

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop_jax.records import (
-    ExchangeRoom,
+    ExchangeCapacity,
     Layout,
     Load,
     PackedPieces,
     Plan,
     Schedule,
     Shape,
-    crossing,
-    homes,
+    crossing_traffic,
+    home_ranks,
     rank_nodes,
-    traffic,
+    rank_traffic,
 )
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch
@@ -124,7 +124,7 @@ def _permute_module(
                 tokens_VD += tokens_read(modules, source, target, space.batch, n_VD)
         of_rank = np.array(layout.devices(edge.source))
         source_devices = RankDevices(of_rank, node)
-        home_devices = RankDevices(of_rank[homes(*n_VD)], node)
+        home_devices = RankDevices(of_rank[home_ranks(*n_VD)], node)
         if module == edge.source:
             local_RP += local_tokens(tokens_VD, source_devices, home_devices)
         else:
@@ -152,7 +152,7 @@ def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -
         source_ranks, target_ranks = ranks[edge.source], ranks[edge.target]
         if source_ranks == 1:
             continue
-        node_of, home_D = rank_nodes(plan, edge.source), homes(source_ranks, target_ranks)
+        node_of, home_D = rank_nodes(plan, edge.source), home_ranks(source_ranks, target_ranks)
         for t in (
             t for t in assignment if edge.source in t.placements and edge.target in t.placements
         ):
@@ -219,12 +219,12 @@ def tokens_read(
         batch.sample[m][p.piece_id] for m, p in zip(modules, (source, target))
     )
     amount = batch.lengths[modules[0]][source.piece_id]
-    return traffic(source_samples, source.rank, amount, target_samples, target.rank, n)
+    return rank_traffic(source_samples, source.rank, amount, target_samples, target.rank, n)
 
 
 def exchange_rooms(
     layout: Layout, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
-) -> tuple[ExchangeRoom, ...]:
+) -> tuple[ExchangeCapacity, ...]:
     """The exchange buffer sizes with which these schedules send least: one round is enough for most
     groups, and a few groups need another."""
     shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
@@ -236,12 +236,12 @@ def exchange_rooms(
                 if n[0] > 1:
                     modules = source.module, target.module
                     read = tokens_read(modules, source.pieces, target.pieces, batch, n)
-                    traffic_between = crossing(read, np.zeros(n[0], np.int64))
+                    traffic_between = crossing_traffic(read, np.zeros(n[0], np.int64))
                     held_tokens = source.microbatches * source.shape.size
                     key = *modules, source.shape, target.shape
-                    shares.setdefault(key, []).append(traffic_between.most / held_tokens)
+                    shares.setdefault(key, []).append(traffic_between.max_amount / held_tokens)
     best = {key: _cheapest_share(np.array(needs)) for key, needs in shares.items()}
-    return tuple(ExchangeRoom(*key, share) for key, share in best.items())
+    return tuple(ExchangeCapacity(*key, share) for key, share in best.items())
 
 
 def _cheapest_share(needs: np.ndarray) -> float:

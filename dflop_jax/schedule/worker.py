@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from dflop_jax.child_processes import Child, begin, ignore_signals
+from dflop_jax.child_processes import Child, ignore_signals, open_child_pipes
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.schedule.correction import predicted_gain_s
@@ -93,7 +93,7 @@ def answer_request(setup: SolverSetup, request: BatchRequest, prices: Prices) ->
 def main() -> None:
     """Run the child process."""
     ignore_signals()
-    requests, output = begin()
+    requests, output = open_child_pipes()
     setup = from_json(requests.readline(), SolverSetup)
     prices = Prices({})
     for request_line in requests:
@@ -143,7 +143,7 @@ class ScheduleWorker:
         self.n_deaths = 0
         self.n_solved_in_parent = 0  # batches that the parent solved in the child's place
         lists = {-1: prices, **(changes or {})}
-        self._prices = {step: PriceList.of(p) for step, p in lists.items()}
+        self._prices = {step: PriceList.from_prices(p) for step, p in lists.items()}
         self._thread = ThreadPoolExecutor(1, "schedule-worker")
         self._request_until(first_step + ahead)
 
@@ -156,7 +156,7 @@ class ScheduleWorker:
         """Use these prices, instead of all changes, for batches requested from now on (`ahead`
         steps from here); returns the first such step."""
         with self._lock:
-            self._prices = {self._next_step: PriceList.of(prices)}
+            self._prices = {self._next_step: PriceList.from_prices(prices)}
             return self._next_step
 
     def request_gain(
@@ -164,7 +164,10 @@ class ScheduleWorker:
     ) -> None:
         """Request `predicted_gain_s` for this batch. It is computed after the schedules that were
         requested before: it takes seconds for thousands of devices."""
-        price_list, corrected_list = PriceList.of(prices), PriceList.of(new_prices)
+        price_list, corrected_list = (
+            PriceList.from_prices(prices),
+            PriceList.from_prices(new_prices),
+        )
         request = BatchRequest(step, tuple(loads), price_list, corrected_list)
         self._gain_request = request, self._thread.submit(self._send_request, request)
 
@@ -219,7 +222,7 @@ class ScheduleWorker:
                 self._child.kill()
         self._thread.shutdown()
         if self._child is not None:
-            self._child.end()
+            self._child.close()
 
     def __enter__(self) -> ScheduleWorker:
         return self
@@ -248,12 +251,12 @@ class ScheduleWorker:
                 raise ChildProcessError
             if self._child is None:
                 self._child, self._child_prices = Child(__name__), None
-                self._child.tell(to_json(self._setup))
+                self._child.send(to_json(self._setup))
             child = self._child
         has_prices = request.prices is self._child_prices  # they are most of the bytes of a request
-        child.tell(to_json(replace(request, prices=None) if has_prices else request))
+        child.send(to_json(replace(request, prices=None) if has_prices else request))
         self._child_prices = request.prices
-        reply_line = child.answer()
+        reply_line = child.receive()
         try:
             reply = from_json(reply_line, ScheduleReply)
         except msgspec.DecodeError as e:
@@ -269,7 +272,7 @@ class ScheduleWorker:
         if self._closed:
             return
         child.kill()
-        exit_code = child.end()
+        exit_code = child.close()
         with self._lock:
             self._child = None
         self.n_deaths += 1

@@ -163,9 +163,11 @@ def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
             return prices.step_end.get(task, 0.0)
         key = task.segment, same_program[task.group], task.direction
         if key not in programs:
-            programs[key] = prices.programs.get(ProgramId.of(task, schedule.groups[task.group]))
+            programs[key] = prices.programs.get(
+                ProgramId.for_task(task, schedule.groups[task.group])
+            )
         price = programs[key]
-        return price.of(schedule.groups[task.group].content) if price else 0.0
+        return price.seconds(schedule.groups[task.group].content) if price else 0.0
 
     return seconds
 

@@ -179,13 +179,13 @@ def choose_plan(
     on_checked()
     if profile is None:
         progress.log("profiling model and data")
-        with context.time_log.part(PROFILE):
+        with context.time_log.track(PROFILE):
             measured = make_profile(context, source)
             profile = context.peers.broadcast("profiled", measured, Profile)
     remat = context.config.train.remat
     if plan and remat != "auto" and (plan_with_remat := with_remat(plan, remat)) != plan:
         plan, prices = plan_with_remat, None
-    with context.time_log.part(PLAN):
+    with context.time_log.track(PLAN):
         trials = PlanTrials(context, profile, progress, context.plannable_bytes)
         if context.peers.is_primary:
             if plan is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dflop_jax.records import Prices, Trace
 from dflop_jax.report.row_file import RowFile, read_rows
-from dflop_jax.report.run_folder import SAMPLES
+from dflop_jax.report.run_folder import CORRECTIONS
 from dflop_jax.schedule.correction import (
     Correction,
     CorrectionState,
@@ -46,7 +46,7 @@ def restore_learnt(
     """What is known of these prices before step `start`: what a checkpoint knew (`known`), and the
     samples beyond it. Samples of steps to come under other prices are dropped."""
     key = price_digest(prices)
-    samples.keep(lambda s: s.step < first_step or s.prices == key)
+    samples.drop_except(lambda s: s.step < first_step or s.prices == key)
     learnt = stored if stored and stored.prices == key else CorrectionState(key)
     return replay_samples(learnt, read_samples(samples), first_step)
 
@@ -134,7 +134,7 @@ class Corrector:
             step, first_step, previous.prices, ratios, self._gain_s, self._overhead_s
         )
         assert self._run.folder is not None
-        self._run.folder.rows[SAMPLES].append(sample)
+        self._run.folder.rows[CORRECTIONS].append(sample)
         self._learnt = add_sample(drop_old_changes(previous, step), sample)
 
     def _decide(self, batch: PackedBatch) -> None:

@@ -98,7 +98,7 @@ class Evaluator:
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate the parameters after `step` steps, all of them finished, and report it."""
         run = self._run
-        with run.context.time_log.part(EVALUATION):
+        with run.context.time_log.track(EVALUATION):
             self.row = row = self._compute_losses(step)
         run.progress.log(f"after step {step}: {row}")
         for name, loss in row.by_source.items():

@@ -22,7 +22,7 @@ from dflop_jax.records import (
     Plan,
     Schedule,
     Shape,
-    crossing,
+    crossing_traffic,
     rank_nodes,
 )
 from dflop_jax.report.trace import group_label
@@ -273,9 +273,9 @@ class Packer:
             target = schedule.groups[g].module
             for f, reads in arrays.read_counts.items():
                 feeder = schedule.groups[f]
-                crossed = crossing(reads, rank_nodes(self.plan, feeder.module))
-                max_crossing[f"{g}/{f}"] = int(crossed.most)
-                link_counts = crossed.of(sorted(self.ranks.counted[target]))
+                crossed = crossing_traffic(reads, rank_nodes(self.plan, feeder.module))
+                max_crossing[f"{g}/{f}"] = int(crossed.max_amount)
+                link_counts = crossed.for_target_ranks(sorted(self.ranks.counted[target]))
                 n_bytes = self._feature_bytes(feeder.module, target, feeder.shape)
                 name = f"{feeder.module} > {target}"
                 in_node[name] += n_bytes * link_counts.in_node

@@ -22,7 +22,7 @@ from dflop_jax.checkpoint.store import (
 )
 from dflop_jax.config import Config
 from dflop_jax.config_fields import RATES, named_numbers
-from dflop_jax.contract import MultimodalModel, Params, folded
+from dflop_jax.contract import MultimodalModel, Params, fold_adapters
 from dflop_jax.report.run_folder import CHECKPOINTS
 from dflop_jax.runtime.layout import trained_groups
 from dflop_jax.runtime.module_parts import module_structs
@@ -276,6 +276,6 @@ def read_merged_params(
       ValueError: see `open_params`.
     """
     return [
-        ModuleParams(name, folded(model.modules[name], params, apply_lazily))
+        ModuleParams(name, fold_adapters(model.modules[name], params, apply_lazily))
         for name, params in open_params(reader, model, average=average).items()
     ]

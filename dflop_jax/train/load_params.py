@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
-from dflop_jax.contract import MultimodalModel, Params, folded
+from dflop_jax.contract import MultimodalModel, Params, fold_adapters
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 from dflop_jax.runtime.module_parts import module_structs
 from dflop_jax.runtime.update import EMA_KEY
@@ -57,7 +57,7 @@ def load_params(
                 if isinstance(placement, Mapping)
                 else _single_device_structs(lazy_params, placement)
             )
-            params[name] = folded(
+            params[name] = fold_adapters(
                 model.modules[name], jax.tree.map(_make_device_array, structs, lazy_params)
             )
         return LoadedParams(params, reader.step, folder)

@@ -21,7 +21,7 @@ from dflop_jax.distributed.process_exit import RunFailed, preemption
 from dflop_jax.distributed.processes import report_step
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import PriceList
-from dflop_jax.report.run_folder import SAMPLES
+from dflop_jax.report.run_folder import CORRECTIONS
 from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
 from dflop_jax.runtime.step_result import StepHandle
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
@@ -90,7 +90,7 @@ class TrainLoop:
             self._evaluate(first_step)  # the run may have ended before it did
         batches = feed_batches(self.loader, worker, self.packer, steps)
         with preemption(self.progress.log) as signal_received:
-            context.time_log.go_on_with(TRAINING)
+            context.time_log.switch_to(TRAINING)
             pending_tasks = self.ex.pending_tasks
             context.sections.tasks = lambda: TaskProgress(*pending_tasks.progress())
             with closing(batches):
@@ -98,11 +98,11 @@ class TrainLoop:
                     mark_sections(context.sections, batches, first_step), signal_received
                 )
             context.sections.tasks = TaskProgress
-            context.time_log.go_on_with(END)
+            context.time_log.switch_to(END)
             if self.next_plan is not None:  # a signal may have come while it was searched
                 preempted |= any(self.peers.all_gather("asked", signal_received.is_set(), bool))
             steps_done = self._steps_done
-            with context.time_log.part(SAVE):
+            with context.time_log.track(SAVE):
                 if config.checkpoint.saves:
                     self._save(steps_done)
                 self.saver.wait()
@@ -137,11 +137,11 @@ class TrainLoop:
         folder, prices, config = self._run.folder, self._run.prices, self.config.schedule
         if folder is None:
             return None
-        learnt, samples = None, folder.rows[SAMPLES]
+        learnt, samples = None, folder.rows[CORRECTIONS]
         if config.correct:
             learnt = restore_learnt(prices, stored_learnt, samples, first_step)
         else:
-            samples.keep(lambda sample: sample.step < first_step)
+            samples.drop_except(lambda sample: sample.step < first_step)
         plan = self.ex.plan
         program = load_count_program(plan, self.config.cache_dir)
         setup = SolverSetup(plan, tuple(self.ex.trainable), config.work or None, program)
@@ -239,7 +239,7 @@ class TrainLoop:
             drain()
             self._evaluate(steps_done)
         if redecide_every and steps_done % redecide_every == 0:
-            with self._run.context.time_log.part(REDECISION):
+            with self._run.context.time_log.track(REDECISION):
                 self.next_plan = self._redecider.propose_plan(
                     steps_done, self.log.step_s[-redecide_every:]
                 )
@@ -291,7 +291,7 @@ class TrainLoop:
             self.loader.state(steps_done),
             self.ex.plan,
             run.profile,
-            PriceList.of(run.prices),
+            PriceList.from_prices(run.prices),
             planned_under(run.context) if self.peers.is_primary else {},
             self._corrector.learnt(steps_done) if self._corrector else None,
             trained_under=trained_under(self.config),

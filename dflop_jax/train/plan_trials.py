@@ -33,9 +33,9 @@ from dflop_jax.records import (
     Profile,
     ProgramId,
     Schedule,
-    content_s,
+    content_seconds,
 )
-from dflop_jax.records.files import load_or_make
+from dflop_jax.records.files import load_or_compute
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.wall_time import COMPILE
 from dflop_jax.runtime.calibration import Calibration, merge_calibrations
@@ -190,7 +190,7 @@ class TimedPlan:
             unit_s = by_profile.programs.get(key, timed).content_s
             module = ex.model.modules[layout.segment(key.segment).module]
             content = [layout.group_size * n for n in content_of_rows(module, key.shape).values()]
-            return Price(max(timed.static_s - content_s(unit_s, content), 0.0), unit_s)
+            return Price(max(timed.static_s - content_seconds(unit_s, content), 0.0), unit_s)
 
         programs = {key: with_content(key, price) for key, price in measured.programs.items()}
         return dataclasses.replace(
@@ -212,7 +212,7 @@ def compile_and_time(
     """
     peers = context.peers
     limit_s = context.config.distributed.peer_timeout_s
-    with context.time_log.part(COMPILE), count_compiles() as counts:
+    with context.time_log.track(COMPILE), count_compiles() as counts:
         compiling = partial(run_with_memory_check, peers, ex.plan, "compiling its programs")
         n = compiling(lambda sync: ex.compile(lambda *_: context.sections.renew(), sync))
         n_found = counts.cache_hits
@@ -235,7 +235,7 @@ def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
     code = hashlib.sha256(Path(counts_program.__file__).read_bytes()).hexdigest()
     facts = f"{sizes} {version('cvxpy')} {code}"
     file = Path(cache_dir, f"counts-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
-    return load_or_make(CountProgram, file, lambda: canonicalize(sizes))
+    return load_or_compute(CountProgram, file, lambda: canonicalize(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,10 +280,12 @@ class PlanTrials:
 
         def time_programs() -> PriceList:
             self._progress.log(f"timing the programs of {describe_plan(plan)}")
-            return PriceList.of(self._run_on_all(TimingRequest(plan)).prices(self._profile.model))
+            return PriceList.from_prices(
+                self._run_on_all(TimingRequest(plan)).prices(self._profile.model)
+            )
 
         file = Path(self._context.config.cache_dir, f"times-{self._plan_key(plan)}.json")
-        return load_or_make(PriceList, file, time_programs).prices
+        return load_or_compute(PriceList, file, time_programs).prices
 
     def try_step(self, plan: Plan, prices: Prices) -> None:
         """Run one step of a plan, where devices have limited memory, so that all that a step holds
@@ -301,7 +303,7 @@ class PlanTrials:
     def choose(self, plan: Plan, prices: Prices) -> None:
         """End `follow` on the other processes with the chosen plan and its prices; process 0
         only."""
-        self._send_request(TimingRequest(plan, prices=PriceList.of(prices)))
+        self._send_request(TimingRequest(plan, prices=PriceList.from_prices(prices)))
 
     def serve_requests(self) -> tuple[Plan, Prices]:
         """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""

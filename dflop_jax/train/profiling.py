@@ -19,7 +19,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.contract import (
     Module,
     MultimodalModel,
-    n_rows,
+    n_stacked_layers,
     stacked_parts,
     working_dtype_of,
 )
@@ -120,7 +120,7 @@ def parameter_bytes(module: Module) -> dict[str, float]:
     return {
         part_name: 4.0
         * sum(prod(p.sizes) for p in param_dims(module, part_name))
-        * (n_rows(module, part_name) if part_name in stacked_parts(module) else 1)
+        * (n_stacked_layers(module, part_name) if part_name in stacked_parts(module) else 1)
         for part_name in module.freeze_groups
     }
 

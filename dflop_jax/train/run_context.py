@@ -21,7 +21,7 @@ from dflop_jax.distributed.devices import connect_process_pairs
 from dflop_jax.distributed.hang_watch import Sections
 from dflop_jax.distributed.initialize import initialize, run_devices
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.folders import writing
+from dflop_jax.folders import writable_path
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
 from dflop_jax.report.wall_time import CONNECT, DATA, EVALUATION, SAVE, TRAINING, TimeLog
@@ -233,11 +233,11 @@ def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
     """
     if config.plan.hardware:
         return _make_planning_context(config)
-    with writing(config.cache_dir, "choose another --cache_dir") as cache:
+    with writable_path(config.cache_dir, "choose another --cache_dir") as cache:
         cache.mkdir(exist_ok=True)
     use_cache(config.cache_dir)
     time_log = TimeLog()
-    with time_log.part(CONNECT):
+    with time_log.track(CONNECT):
         n_planned = config.plan.devices
         peers = initialize(config.distributed, n_planned)
         is_single_process = peers.n_processes == 1
@@ -252,7 +252,7 @@ def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
     model = build_model_for_chip(chip_of(devices[0]), config)
     distributed = config.distributed
     sections = Sections(distributed.hang_factor, distributed.hang_least_s, REPEATED_SECTIONS)
-    time_log.on_part = sections.begin
+    time_log.on_category = sections.begin
     hosts = tuple(peers.all_gather("hosts", socket.gethostname(), str))
     context = RunContext(config, model, devices, peers, None, hosts, time_log, sections)
     assert context.trained.rates  # raises for a stage or rates that the model does not have

@@ -11,7 +11,7 @@ import msgspec
 
 from dflop_jax.config import Config
 from dflop_jax.distributed.processes import is_restart, launch_name
-from dflop_jax.report.run_folder import CONFIG, has_begun, launch_of
+from dflop_jax.report.run_folder import CONFIG, holds_run, read_launch_name
 
 if TYPE_CHECKING:
     from dflop_jax.distributed.messages import ProcessGroup
@@ -35,7 +35,7 @@ def _make_name(pattern: str, resume: bool) -> str:
     restart = is_restart()
     if restart or resume:
         folders = sorted(glob.glob("*".join(map(glob.escape, pattern.split(TIME_PLACEHOLDER)))))
-        matching = [f for f in folders if has_begun(f) and (not restart or belongs_to_launch(f))]
+        matching = [f for f in folders if holds_run(f) and (not restart or belongs_to_launch(f))]
         if matching:
             return matching[-1]
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -63,4 +63,4 @@ def read_run_config(folder: str | Path) -> Config:
 
 def belongs_to_launch(folder: str | Path) -> bool:
     """Whether the launch that this process belongs to has begun the run in a folder."""
-    return launch_of(folder) == launch_name()
+    return read_launch_name(folder) == launch_name()

@@ -25,13 +25,13 @@ from dflop_jax.distributed.hang_watch import HangWatch
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import TransientError, exit_code_of, is_cli_process
 from dflop_jax.distributed.processes import is_restart, launch_name
-from dflop_jax.folders import despite_full_disk
+from dflop_jax.folders import tolerate_full_disk
 from dflop_jax.records import Plan, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import (
     CHECKPOINTS,
+    CORRECTIONS,
     HUNG,
-    SAMPLES,
     SUMMARY,
     FolderInUse,
     RunFolder,
@@ -161,7 +161,7 @@ class Trainer:
                 n_compiles += result.compiles_after_warmup
                 if result.preempted or new_plan is None:
                     break
-                self.context.time_log.go_on_with(REDECISION)
+                self.context.time_log.switch_to(REDECISION)
                 self._existing, self.profile = "resume", new_plan.profile
                 self._given_executor = make_executor(self.context, new_plan.plan)
             ordered_losses = tuple(losses[step] for step in sorted(losses))
@@ -190,13 +190,13 @@ class Trainer:
         folder = None
         if peers.is_primary:
             folder = stack.enter_context(open_run_folder(config.run_dir, self._existing))
-            stack.callback(time_log.stop_writing)
-            for _ in read_samples(folder.rows[SAMPLES]):
+            stack.callback(time_log.finish_writing)
+            for _ in read_samples(folder.rows[CORRECTIONS]):
                 pass  # a broken line is refused
             if not resumed:
                 time_log.write_to(folder.rows[EVENTS])
         steps, every, quiet = config.train.steps, config.train.log_every, not peers.is_primary
-        progress = stack.enter_context(Progress(steps, start, every=every, quiet=quiet))
+        progress = stack.enter_context(Progress(steps, start, log_interval=every, quiet=quiet))
         begun_s = time.perf_counter()
         meta = resumed.state if resumed else None
         chosen = choose_plan(
@@ -265,7 +265,7 @@ class Trainer:
         )
         result = loop.run(stack, resumed)
         if folder and result.losses:
-            with despite_full_disk(folder.path / SUMMARY):
+            with tolerate_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)
         peers.barrier("done")
         return result, loop.next_plan
@@ -283,7 +283,7 @@ class Trainer:
             self.context.time_log.write_to(folder.rows[EVENTS])
         self.context.time_log.resumed(first_step)
         folder.trackers = open_trackers(config, folder.path, first_step)
-        folder.track_every = config.train.log_every or 1
+        folder.tracking_interval = config.train.log_every or 1
         folder.write_config(config)
         folder.write_profile(profile)
 

@@ -70,7 +70,11 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
     shapes = {m: Shape(1, model.piece_tokens.get(m, TOKENS)) for m in model.modules}
     tied = tuple(m for m, module in model.modules.items() if module.tied)
     return replace(
-        laid, submeshes=submeshes, buckets=(Bucket.of(shapes),), edges=edges_of(model), tied=tied
+        laid,
+        submeshes=submeshes,
+        buckets=(Bucket.from_shapes(shapes),),
+        edges=edges_of(model),
+        tied=tied,
     )
 
 

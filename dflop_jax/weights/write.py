@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflop_jax.folders import made
+from dflop_jax.folders import make_folder
 from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
 from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 
@@ -68,7 +68,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"{path}: exists already; choose another folder or remove it")
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    made(partial, "choose another folder")
+    make_folder(partial, "choose another folder")
     try:
         yield partial
         os.replace(partial, path)

@@ -54,7 +54,7 @@ def several_buckets(plan: Plan) -> Plan:
     (largest,) = plan.layout.buckets
     last = plan.layout.modules[-1]
     smaller = [
-        Bucket.of({m: _scaled(s, part, whole_rows=m != last) for m, s in largest.shapes})
+        Bucket.from_shapes({m: _scaled(s, part, whole_rows=m != last) for m, s in largest.shapes})
         for part in PARTS
     ]
     return plan.with_layout(buckets=(largest, *smaller))

@@ -73,7 +73,7 @@ def whole_groups(case: Case, plan: Plan) -> Plan:
 def one_policy(plan: Plan) -> Plan:
     """The plan whose segments have one recompute policy each."""
     segments = tuple(replace(s, remat_less=None) for s in plan.layout.segments)
-    return plan.with_layout(segments=segments).with_scheduling(kept=(), free_bytes={})
+    return plan.with_layout(segments=segments).with_scheduling(residuals=(), free_bytes={})
 
 
 def textbook(case: Case, plan: Plan, steps: Sequence[Step]) -> tuple[Step, ...]:

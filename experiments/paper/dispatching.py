@@ -9,8 +9,8 @@ from math import prod
 import numpy as np
 
 from dflop_jax.data.content import features_struct
-from dflop_jax.records import Hardware, Load, Plan, crossing, homes
-from dflop_jax.records.traffic import Crossing
+from dflop_jax.records import Hardware, Load, Plan, crossing_traffic, home_ranks
+from dflop_jax.records.traffic import CrossingTraffic
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.rank_permutation import tokens_read
 from experiments.paper.cases import Case, Step
@@ -39,7 +39,7 @@ def exchange(case: Case, plan: Plan, step: Step, loads: Sequence[Load], named: b
         if not named:
             size_VD = size_VD[rng.permutation(len(size_VD))]
         node_V = np.array(plan.layout.devices(source)) // case.hardware.devices_per_node
-        moved = crossing(size_VD, node_V)
+        moved = crossing_traffic(size_VD, node_V)
         inside += moved.in_node
         across += moved.across_nodes
         seconds += 2 * _slowest_s(moved, case.hardware)
@@ -57,14 +57,16 @@ def home_nodes(case: Case, plan: Plan) -> tuple[int, int]:
     which that first module works."""
     first, last = plan.layout.modules[0], plan.layout.modules[-1]
     node_V = np.array(plan.layout.devices(first)) // case.hardware.devices_per_node
-    home_D = homes(len(node_V), plan.layout.data_ranks(last))
+    home_D = home_ranks(len(node_V), plan.layout.data_ranks(last))
     return len(set(node_V[home_D].tolist())), len(set(node_V.tolist()))
 
 
-def _slowest_s(moved: Crossing, hardware: Hardware) -> float:
+def _slowest_s(moved: CrossingTraffic, hardware: Hardware) -> float:
     """Seconds of the rank that sends or receives longest."""
-    s_VD = moved.amount / np.where(moved.far, hardware.network_bandwidth, hardware.link_bandwidth)
-    received_s = np.bincount(homes(*s_VD.shape), s_VD.sum(axis=0))
+    s_VD = moved.amount / np.where(
+        moved.is_across_nodes, hardware.network_bandwidth, hardware.link_bandwidth
+    )
+    received_s = np.bincount(home_ranks(*s_VD.shape), s_VD.sum(axis=0))
     return float(max(received_s.max(), s_VD.sum(axis=1).max()))
 
 

@@ -32,7 +32,7 @@ from dflop_jax.records import (
     Schedule,
     SegmentPlan,
     Shape,
-    content_s,
+    content_seconds,
     piece_content,
 )
 from dflop_jax.schedule import balance
@@ -113,7 +113,8 @@ def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array
             predictions = costs.predict(s.module, mesh.model, rows, tokens)
             segment = costs.segment(replace(s, zero=1), mesh)  # no transfers between data ranks
             known[key] = sum(
-                segment.task_s(1, predictions, d) + content_s(segment.content_s(1, d), content)
+                segment.task_s(1, predictions, d)
+                + content_seconds(segment.content_s(1, d), content)
                 for d in tasks_of(costs, s)
             )
         seconds[s.name] = known[key]
@@ -225,7 +226,7 @@ def schedules_of(
 
 def with_shapes(plan: Plan, schedule: Schedule) -> Plan:
     """The plan with the shapes that the schedule has."""
-    buckets = dict.fromkeys(Bucket.of({g.module: g.shape}) for g in schedule.groups)
+    buckets = dict.fromkeys(Bucket.from_shapes({g.module: g.shape}) for g in schedule.groups)
     return plan.with_layout(buckets=tuple(buckets))
 
 
@@ -267,5 +268,5 @@ def run_step(
 def peak_bytes(costs: CostModel, plan: Plan, largest: Mapping[str, float]) -> float:
     """Bytes of the device that needs most, with `largest` amounts on a rank of each module."""
     shapes = {m: shape for m, n in largest.items() if (shape := shape_of(costs.profile, m, n))}
-    plan = plan.with_layout(buckets=(Bucket.of(shapes),))
+    plan = plan.with_layout(buckets=(Bucket.from_shapes(shapes),))
     return max(memory.peak_bytes(plan.layout, costs, in_flight_limit(plan)).values())

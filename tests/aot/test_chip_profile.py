@@ -186,14 +186,16 @@ for line in sys.stdin.buffer:
 @pytest.mark.slow
 def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(child_processes, "program", running(FAKE))
+    monkeypatch.setattr(child_processes, "child_source", running(FAKE))
     probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]
     ticks = []
     found = compiling.compile_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
     assert [found[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
     assert found[probes[2]].error == "the compiler died (signal 6): no tile fits"
     assert sorted(ticks) == [(n, 4) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr(child_processes, "program", running("import sys; sys.exit('no disk left')"))
+    monkeypatch.setattr(
+        child_processes, "child_source", running("import sys; sys.exit('no disk left')")
+    )
     again = compiling.compile_probes(config(tmp_path), MODEL, probes)
     assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
     assert again == {p: found[p] for p in probes if p.depth != 3}

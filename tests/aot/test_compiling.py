@@ -193,7 +193,7 @@ for line in sys.stdin.buffer:
 
 def test_the_compilers_death_is_one_programs_failure(monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(child_processes, "program", running(FAKE))
+    monkeypatch.setattr(child_processes, "child_source", running(FAKE))
     seen = []
     with closing(Compiler()) as compiler:
         report = compile_plan(CompileJob(config(), NANO), lambda *n: seen.append(n), compiler)
@@ -210,7 +210,9 @@ def test_the_compilers_death_is_one_programs_failure(monkeypatch):
 
 def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(child_processes, "program", running("import sys; sys.exit('no disk left')"))
+    monkeypatch.setattr(
+        child_processes, "child_source", running("import sys; sys.exit('no disk left')")
+    )
     with pytest.raises(RuntimeError, match=r"exit code 1.*no disk left"):
         compile_plan(CompileJob(config(), NANO))
 
@@ -218,7 +220,9 @@ def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
 def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys, monkeypatch):
     for module in (compiling, chips):
         monkeypatch.setattr(module, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(child_processes, "program", running(FAKE.replace("os.abort()", "pass")))
+    monkeypatch.setattr(
+        child_processes, "child_source", running(FAKE.replace("os.abort()", "pass"))
+    )
     code = main(
         ["compile", experiment, "--plan.hardware", "h200", "--plan-file", "plan.json",
          "--plan.memory_bytes", "4e8"]

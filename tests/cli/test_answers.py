@@ -10,13 +10,13 @@ import jax
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
-from dflop_jax.cli.experiment import question
+from dflop_jax.cli.experiment import answer_name
 from dflop_jax.cli.main import COMMANDS
 from dflop_jax.contract import edges_of
 from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from dflop_jax.records import Plan
 from dflop_jax.records.files import load
-from dflop_jax.report.run_folder import RunFolder, answer_folder, has_begun
+from dflop_jax.report.run_folder import RunFolder, answer_folder, holds_run
 from models import llava
 from tests.cli.command_line import refused, run
 from tests.plans import NANO, nano_profile
@@ -139,7 +139,7 @@ def test_names_of_questions(capsys):
                     {"data.path": "x" * 300}, {"data.path": "x" * 299}):  # fmt: skip
         for experiment in ("nano.py", "far/other.py"):
             args = {"command": "plan", "experiment": experiment, "run_dir": "elsewhere", **options}
-            asked[question(argparse.Namespace(**args, json=True, run=print))] = args
+            asked[answer_name(argparse.Namespace(**args, json=True, run=print))] = args
     assert len(asked) == 12
     assert {"plan-nano", "plan-other-plan.policy-blind"} < asked.keys()
     assert all(re.fullmatch(r"[\w.-]{1,130}", name) for name in asked)
@@ -160,9 +160,9 @@ def test_a_running_run_is_not_disturbed(left, capsys):
 
 
 def test_a_run_that_has_only_begun_is_known(tmp_path):
-    assert not has_begun(tmp_path / "run")
+    assert not holds_run(tmp_path / "run")
     RunFolder(tmp_path / "run").close()
-    assert has_begun(tmp_path / "run")
+    assert holds_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["plan.json", "profile.json"])

@@ -10,7 +10,7 @@ from dflop_jax.config import fields
 from dflop_jax.records import Plan, Profile
 from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.wall_time import read_spent
+from dflop_jax.report.wall_time import read_wall_time
 from dflop_jax.runtime.executor import Executor
 from tests.cli.command_line import refused, run
 from tests.plans import NANO, nano_profile
@@ -199,7 +199,7 @@ def test_train_end_to_end_and_again_bit_for_bit(capsys, monkeypatch):
     assert load(Plan, "run/plan.json").layout.submeshes == NANO.layout.submeshes
     assert json.loads(Path("run/config.json").read_text())["train"]["steps"] == 3
     assert "makespan" in Path("run/summary.md").read_text()
-    spent = read_spent("run")
+    spent = read_wall_time("run")
     assert sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
     assert {"start", "compile", "training", "end"} <= spent.seconds.keys()
 

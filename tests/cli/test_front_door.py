@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.cli import train
-from dflop_jax.cli.derive_config import asked
+from dflop_jax.cli.derive_config import derive_config
 from dflop_jax.cli.main import _parser
 from dflop_jax.config import Config, DataConfig
 from dflop_jax.data import MediaSpec, make_source
@@ -29,12 +29,12 @@ def named():
 
 
 def ask(*words):
-    return asked(_parser().parse_known_args(["train", *words])[0])
+    return derive_config(_parser().parse_known_args(["train", *words])[0])
 
 
 def test_what_a_run_goes_on_or_begins_with(named):
     def existing(*words):
-        return train._existing(_parser().parse_known_args(["train", *words])[0])
+        return train._existing_run_policy(_parser().parse_known_args(["train", *words])[0])
 
     assert existing() == "error"
     assert existing("--overwrite") == "overwrite"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.cli import plan, terminal
-from dflop_jax.cli.terminal import HeldNotes, show, table
+from dflop_jax.cli.terminal import DelayedNotes, make_table, show
 
 LIMIT_S = 30.0
 
@@ -16,10 +16,10 @@ def shown(capsys):
 
 
 def test_notes_wait_until_they_are_ready(capsys):
-    notes = HeldNotes()
+    notes = DelayedNotes()
     notes.add("a")
     assert shown(capsys) == []
-    notes.add("b", ready=True)
+    notes.add("b", shows_now=True)
     notes.add("c")
     assert shown(capsys) == ["a", "b", "c"]
     notes.show()
@@ -28,7 +28,7 @@ def test_notes_wait_until_they_are_ready(capsys):
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_notes_that_are_dropped_never_come(capsys, n):
-    notes = HeldNotes()
+    notes = DelayedNotes()
     for k in range(n):
         notes.add(f"{k}")
     notes.drop()
@@ -37,8 +37,8 @@ def test_notes_that_are_dropped_never_come(capsys, n):
 
 
 def test_notes_come_when_it_takes_long(capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "HELD_S", 0.01)
-    notes, seen, stop_s = HeldNotes(), [], time.monotonic() + LIMIT_S
+    monkeypatch.setattr(terminal, "NOTE_DELAY_S", 0.01)
+    notes, seen, stop_s = DelayedNotes(), [], time.monotonic() + LIMIT_S
     notes.add("a")
     while not seen and time.monotonic() < stop_s:
         time.sleep(0.01)
@@ -54,11 +54,13 @@ def placements(name):
     )  # fmt: skip
     other = SimpleNamespace(**vars(one) | {"makespan_s": 0.5})
     counts = {"n_evaluated": 9, "n_candidates": 9, "n_placements": 9, "n_fit": 9}
-    return plan.ranking(SimpleNamespace(candidates=[one, other], **counts), True)
+    return plan.ranking_table(SimpleNamespace(candidates=[one, other], **counts), True)
 
 
 def of_runs(name):
-    return table("", ("figure", *(f"run-{i}" for i in range(8))), [(name, *["1,234.5 ms"] * 8)])
+    return make_table(
+        "", ("figure", *(f"run-{i}" for i in range(8))), [(name, *["1,234.5 ms"] * 8)]
+    )
 
 
 @pytest.mark.parametrize("make, figures", [(placements, ["40.98", "500.0"]), (of_runs, ["1,2"])])

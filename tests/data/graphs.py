@@ -21,7 +21,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     SubmeshPlan,
-    first_pieces,
+    first_piece_numbers,
 )
 from tests.rows import group_of_rows
 
@@ -118,7 +118,11 @@ def random_case(rng, *, group_size=1, ranks=None, smaller=0.0):
         Layout(
             tuple(SubmeshPlan(m, 0, 1, ranks[m], 1) for m in BLOCKS),
             tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in BLOCKS),
-            (Bucket.of({m: next(g.shape for g in groups if g.module == m) for m in BLOCKS}),),
+            (
+                Bucket.from_shapes(
+                    {m: next(g.shape for g in groups if g.module == m) for m in BLOCKS}
+                ),
+            ),
             edges=EDGES,
             group_size=group_size,
         ),
@@ -152,7 +156,7 @@ def less(rng, load):
 
 def deal(rng, module, n_groups, inside, loads, chosen, group_size, ranks, feeds):
     """Groups that hold all pieces of these samples at random, in their microbatches."""
-    first = first_pieces(loads, module)
+    first = first_piece_numbers(loads, module)
     n_rows = int(rng.integers(1, 4))
     mine = [(p, s) for s in inside for p in range(first[s], first[s + 1])]
     rng.shuffle(mine)

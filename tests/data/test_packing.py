@@ -7,7 +7,7 @@ from dflop_jax.data import pack_groups
 from dflop_jax.data.gathers import count_features as counted
 from dflop_jax.data.packing import LocalRanks, derive_seeds, local_samples
 from dflop_jax.data.sample import EMPTY, FeatureGather, Sample
-from dflop_jax.records import Load, Schedule, Shape, first_pieces, numbered
+from dflop_jax.records import Load, Schedule, Shape, first_piece_numbers, piece_positions
 from tests.data.graphs import BLOCKS, EDGES, random_case
 from tests.rows import group_of_rows, rows_of
 
@@ -25,7 +25,7 @@ def nested(case, group):
 def naive_fields(case, group):
     """Every field of a group, written token by token."""
     g = case.schedule.groups[group]
-    pieces, ranks = numbered(case.loads, g.module), case.plan.layout.data_ranks(g.module)
+    pieces, ranks = piece_positions(case.loads, g.module), case.plan.layout.data_ranks(g.module)
     rows = (g.microbatches, ranks * g.shape.rows)
     if g.module == "a":
         made = {"picture": np.zeros((*rows, 2, 3), np.uint8), "size": np.zeros(rows, np.int32)}
@@ -62,7 +62,7 @@ def naive_fields(case, group):
 def owners(case, source):
     """(feeding group, microbatch, flat feature) -> (sample, its feature), of a whole module."""
     found = {}
-    pieces = numbered(case.loads, source)
+    pieces = piece_positions(case.loads, source)
     for i, g in enumerate(case.schedule.groups):
         if g.module != source:
             continue
@@ -87,7 +87,7 @@ def owners(case, source):
 def check_places(case, group, packed):
     """Every place of every token names the feature that its sample names, in one feeding group."""
     g = case.schedule.groups[group]
-    pieces = numbered(case.loads, g.module)
+    pieces = piece_positions(case.loads, g.module)
     for edge in (e for e in EDGES if e.target == g.module):
         whose, feeders = owners(case, edge.source), case.schedule.fed_by(group, edge.source)
         left = {f: packed.gathers[f][0].copy() for f in feeders}
@@ -196,7 +196,7 @@ def test_numbers_of_tokens_follow_from_the_sample_and_the_place_in_it(seed, draw
     for g, packed in zip(case.schedule.groups, every, strict=True):
         numbers, want = packed.fields["seeds"], np.zeros_like(packed.fields["seeds"])
         assert numbers.dtype == np.uint32
-        pieces = numbered(case.loads, g.module)
+        pieces = piece_positions(case.loads, g.module)
         for (m, r, k), row in (
             ((m, r, k), row)
             for m, ranks in enumerate(nested(case, g))
@@ -266,7 +266,7 @@ def test_own_samples_are_those_of_the_ranks(seed):
     for module in BLOCKS:
         own = local_samples(case.plan.layout, case.schedule, case.loads,
                           LocalRanks({**nobody, module: {1}}, nobody))  # fmt: skip
-        first = first_pieces(case.loads, module)
+        first = first_piece_numbers(case.loads, module)
         assert own == sorted({
             s for g in case.schedule.groups if g.module == module for mb in nested(case, g)
             for row in mb[1] for p in row

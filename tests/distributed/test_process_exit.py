@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.cli.experiment import end_together
+from dflop_jax.cli.experiment import finish_run
 from dflop_jax.config import Config
 from dflop_jax.distributed import initialize, process_exit
 from dflop_jax.distributed.messages import ProcessGroup
@@ -189,7 +189,7 @@ def test_who_leaves_alone_says_so(monkeypatch, exit_code, ends_with):
     monkeypatch.setattr(
         process_exit, "exit_with_message", lambda why, code: ends.append((why, code))
     )
-    end_together(ProcessGroup(), exit_code)
+    finish_run(ProcessGroup(), exit_code)
     ((why, code),) = ends
     assert "not all of its processes came to its end in 10 s" in why
     assert code == ends_with

@@ -21,9 +21,9 @@ from tests.front.made import llava_data, processor_files
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(terminal, "HELD_S", 1e6)
-    monkeypatch.setattr(check, "SECONDS", 300.0)  # however slow the machine is
-    monkeypatch.setattr(check, "SAMPLE_S", 60.0)
+    monkeypatch.setattr(terminal, "NOTE_DELAY_S", 1e6)
+    monkeypatch.setattr(check, "MAX_SECONDS", 300.0)  # however slow the machine is
+    monkeypatch.setattr(check, "SAMPLE_TIMEOUT_S", 60.0)
 
 
 def answer(capsys, *words):
@@ -49,7 +49,7 @@ def test_every_record_of_sound_data_is_seen(capsys):
     # One of the pictures is too thin for any grid: that is no fault of the file.
     assert (said["records"], said["listed"], said["bad_by_reason"]) == (6, 6, {})
     assert said["decoded"] == 6
-    model = build_model(ModelConfig(*check.STAND_IN))
+    model = build_model(ModelConfig(*check.DEFAULT_MODEL))
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     source = make_source(DataConfig(path=str(file), max_tokens=10**6), spec, in_processes=False)
     loads = [source.load(i) for i in range(len(source))]
@@ -97,7 +97,7 @@ def test_bad_records_are_counted_by_reason(capsys):
 
 
 def test_sounds_that_are_heard_in_part_are_counted(capsys, caplog):
-    model = build_model(ModelConfig(*check.STAND_IN))
+    model = build_model(ModelConfig(*check.DEFAULT_MODEL))
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     heard_s = spec.prepared(Limits())["audio"].spec.max_samples // 16_000
     for k, seconds in enumerate((1, heard_s, heard_s + 1, 3 * heard_s)):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.records import Schedule, Shape, first_pieces, piece_tokens
+from dflop_jax.records import Schedule, Shape, first_piece_numbers, piece_tokens
 from dflop_jax.runtime import segment
 from tests.graphs.made_up import GRAINS, MadeUp, MadeUpData, plain_loss, scales_of
 from tests.plans import graph_plan
@@ -62,7 +62,7 @@ def make_schedule(plan, loads, n_groups, seed, fan_in=1):
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(loads))
     tokens = {m: piece_tokens(loads, m) for m in plan.layout.modules}
-    first = {m: first_pieces(loads, m) for m in plan.layout.modules}
+    first = {m: first_piece_numbers(loads, m) for m in plan.layout.modules}
     groups = []
 
     def pieces_of(module, members):

@@ -210,7 +210,7 @@ PLAN = Plan(
             SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
             SegmentPlan("generator", "generator", 0, 2, "generator", True, True),
         ),
-        (Bucket.of({"llm": Shape(1, 32), "generator": Shape(1, 64)}),),
+        (Bucket.from_shapes({"llm": Shape(1, 32), "generator": Shape(1, 64)}),),
         edges=edges_of(MODEL),
     ),
 )

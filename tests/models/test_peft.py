@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hf_reference import torch, transformers
 
-from dflop_jax.contract import chip_of, folded, n_rows, stacked_parts
+from dflop_jax.contract import chip_of, fold_adapters, n_stacked_layers, stacked_parts
 from dflop_jax.generate.row import row_of
 from dflop_jax.verify import compare, reference
 from dflop_jax.verify.samples import mixed_samples
@@ -58,7 +58,7 @@ def with_random_adapters(model, params, seed):
     for m, module in model.modules.items():
         for part in getattr(module, "adapters", {}):
             one = jax.eval_shape(lambda key, p=part, it=module: it.init(p, key), jax.random.key(0))
-            rows = n_rows(module, part) if part in stacked_parts(module) else 0
+            rows = n_stacked_layers(module, part) if part in stacked_parts(module) else 0
             lead = (rows,) if rows else ()
             full = jax.tree.map(lambda a, lead=lead: np.empty((*lead, *a.shape), bool), one)
             out[m][part] = jax.tree.map(drawn, full)
@@ -124,7 +124,7 @@ def test_peft_reads_the_adapters_of_every_kind(kind, write, build, how, tmp_path
     assert error <= tolerance
     before = logits_of(plain, base_of(folder, plain), row)
     assert np.abs(before - got).max() > 0.003  # they matter
-    merged = {m: folded(module, params[m]) for m, module in model.modules.items()}
+    merged = {m: fold_adapters(module, params[m]) for m, module in model.modules.items()}
     error, _ = compare.logit_errors(logits_of(plain, merged, row), want)
     assert error <= tolerance
 

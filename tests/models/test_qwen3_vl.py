@@ -32,7 +32,7 @@ def test_text_without_positions_counts_alike_in_time_row_and_column():
     layout = Layout(
         (SubmeshPlan("llm", 0),),
         (SegmentPlan("llm", "llm", 0, 2, "llm", True, True),),
-        (Bucket.of({"llm": shape}),),
+        (Bucket.from_shapes({"llm": shape}),),
     )
     (found,) = pack_groups(layout, schedule, [bare], [bare.load], model=MODEL)
     n = bare.load.tokens("llm")

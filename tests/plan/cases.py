@@ -161,7 +161,7 @@ def capacity(module, loads, problem):
 def simple_buckets(loads, problem, *, effort, **options):
     """A rule in place of the bucket search, which has tests of its own and takes seconds: one
     bucket for all, and one without tiles."""
-    both = Bucket.of({m: capacity(m, loads, problem) for m in problem.ranks})
+    both = Bucket.from_shapes({m: capacity(m, loads, problem) for m in problem.ranks})
     without = [(m, s) for m, s in both.shapes if m != "vision"]
     return BucketChoice(tuple(dict.fromkeys([both, Bucket(tuple(without))])), 0.0, {})
 
@@ -218,7 +218,7 @@ def smaller_than(bucket, profile, longest):
             tokens = min(tokens, 32 * math.ceil(max(tokens * SMALLER, longest[m]) / 32))
         shapes[m] = Shape(rows, tokens)
         shares += [rows * tokens / s.size] * (shapes[m] != s)
-    return Bucket.of(shapes), max(shares, default=1.0)
+    return Bucket.from_shapes(shapes), max(shares, default=1.0)
 
 
 def counted(batch, bucket, ranks, group_size, profile, longest):
@@ -335,7 +335,7 @@ def every_candidate(policy, n_devices, profile, data, config):
         model = {s.module: place.submesh(s.submesh).model for s in place.segments}
 
         def bucket_of(microbatches, ranks=ranks, model=model):
-            return Bucket.of(
+            return Bucket.from_shapes(
                 {m: shape_of(m, microbatches, data, profile, r, model[m]) for m, r in ranks.items()}
             )
 

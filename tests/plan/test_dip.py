@@ -145,8 +145,8 @@ def least_dearest(n, parts, entry, leave):
 def test_groups_that_feed_are_cut_into_efficient_ones(tiles, parts):
     rules = prepared(dataclasses.replace(deep_profile(), task_overhead_s=1e-3)).context
     placed = chunked_layout(rules, RANKS, {"vision": 1, "llm": 1})
-    buckets = (Bucket.of({"vision": Shape(tiles, TILE), "llm": Shape(1, 256)}),
-               Bucket.of({"vision": Shape(1, TILE), "llm": Shape(1, 128)}))  # fmt: skip
+    buckets = (Bucket.from_shapes({"vision": Shape(tiles, TILE), "llm": Shape(1, 256)}),
+               Bucket.from_shapes({"vision": Shape(1, TILE), "llm": Shape(1, 128)}))  # fmt: skip
     layout = with_sub_microbatches(dataclasses.replace(placed, buckets=buckets), rules)
     efficient = efficient_rows(rules, "vision", 1, TILE)
     assert layout.fan_in == min(MAX_SUB_MICROBATCHES, -(-tiles // efficient))

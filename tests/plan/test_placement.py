@@ -122,7 +122,7 @@ def laid_out(space, n, layers, **limits):
 
 def check(placement, n_devices, layers, disjoint):
     """A placement is a valid plan that covers every device and layer."""
-    bucket = Bucket.of({m: Shape(1, 8) for m in layers})
+    bucket = Bucket.from_shapes({m: Shape(1, 8) for m in layers})
     plan = Plan(
         "t",
         Layout(

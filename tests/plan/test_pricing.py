@@ -72,9 +72,9 @@ def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()
         ends = i == 0, i == segments - 1
         parts.append(SegmentPlan(f"b{i}", "b", i * k, (i + 1) * k, f"b{i}", *ends))
     buckets = (
-        Bucket.of({"a": Shape(2, 16), "b": Shape(1, 64)}),
-        Bucket.of({"b": Shape(2, 32)}),
-        Bucket.of({"a": Shape(2, 16), "b": Shape(1, 96)}),
+        Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 64)}),
+        Bucket.from_shapes({"b": Shape(2, 32)}),
+        Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 96)}),
     )
     joined = tuple(Edge("a", "b", f"f{i}") for i in range(edges))
     return Plan(

@@ -89,7 +89,7 @@ def rules(buckets, longest=20):
 
 def ladder(vision, llm, buckets, **options):
     """Share -> shapes of the smaller buckets."""
-    bucket = Bucket.of({"vision": Shape(*vision), "llm": Shape(*llm)})
+    bucket = Bucket.from_shapes({"vision": Shape(*vision), "llm": Shape(*llm)})
     layout = replace(chain(2, vision=1).layout, buckets=(bucket,))
     given = rules(buckets, **options)
     (first, whole), *rest = buckets_with_shares(layout, given).items()
@@ -181,9 +181,9 @@ def test_groups_keep_more_where_there_is_room(free, share):
     evaluator = prepared(4, profile, config=config, memory_bytes=limit)
     assert max(plan.predicted.peak_bytes.values()) <= limit
     one = tuple(replace(s, remat_less=None) for s in plan.layout.segments)
-    plain = plan.with_layout(segments=one).with_scheduling(kept=(), free_bytes={})
-    assert bool(plan.scheduling.kept) == (one != plan.layout.segments)
-    if plan.scheduling.kept:
+    plain = plan.with_layout(segments=one).with_scheduling(residuals=(), free_bytes={})
+    assert bool(plan.scheduling.residuals) == (one != plan.layout.segments)
+    if plan.scheduling.residuals:
         with_s, without_s = (
             sum(evaluator.simulate_trial(p, i) for i in range(2)) for p in (plan, plain)
         )

@@ -77,12 +77,14 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     def choose(loads, problem, *, effort, with_milp=True, start=None):
         tried.append((effort, with_milp))
         tiles, tokens = (capacity(m, loads, problem) for m in problem.ranks)
-        large = Bucket.of({"vision": tiles, "llm": tokens})
+        large = Bucket.from_shapes({"vision": tiles, "llm": tokens})
         if effort == "quick":
             assert start == (BucketChoice((large,), 0.0, {}) if with_milp else None)
             return BucketChoice((large,), 0.0, {})
-        small = tuple(Bucket.of({"vision": tiles, "llm": Shape(1, t)}) for t in (32, 64, 96))
-        huge = Bucket.of({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
+        small = tuple(
+            Bucket.from_shapes({"vision": tiles, "llm": Shape(1, t)}) for t in (32, 64, 96)
+        )
+        huge = Bucket.from_shapes({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
         return BucketChoice((large if fits else huge, *small), 0.0, {})
 
     monkeypatch.setattr(finalists, "choose_buckets", choose)
@@ -150,7 +152,9 @@ def test_nodes_share_among_themselves_where_memory_holds_it():
 def test_options_follow_the_buckets_that_were_chosen():
     plan = with_remat(run(profile=keeps_little()).plan, "layers")
     small, large = (
-        plan.with_layout(buckets=(Bucket.of({"vision": Shape(9, TILE), "llm": Shape(1, t)}),))
+        plan.with_layout(
+            buckets=(Bucket.from_shapes({"vision": Shape(9, TILE), "llm": Shape(1, t)}),)
+        )
         for t in (96, 9600)
     )
 

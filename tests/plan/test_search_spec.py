@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dflop_jax import PlanConfig
-from dflop_jax.cli.plan import limits as explained
+from dflop_jax.cli.plan import describe_limits as explained
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.search_spec import (

@@ -20,7 +20,7 @@ FIRST = time_plans._MIN_TRIALS
 
 def candidate(name, buckets=1, kept=(), **known):
     layout = SimpleNamespace(buckets=(None,) * buckets)
-    plan = SimpleNamespace(name=name, layout=layout, scheduling=SimpleNamespace(kept=kept))
+    plan = SimpleNamespace(name=name, layout=layout, scheduling=SimpleNamespace(residuals=kept))
     return Candidate(plan, **known)
 
 

@@ -169,7 +169,7 @@ def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=
         SegmentPlan(n, "llm", i * k, (i + 1) * k, n, i == 0, i == parts - 1, rounds=rounds)
         for i, n in enumerate(names)
     ]
-    buckets = (bucket or Bucket.of({"vision": Shape(3, PATCHES), "llm": Shape(2, 64)}),)
+    buckets = (bucket or Bucket.from_shapes({"vision": Shape(3, PATCHES), "llm": Shape(2, 64)}),)
     return Plan(
         "t", Layout(tuple(submeshes), tuple(segments), buckets, edges=edges, group_size=group_size)
     )

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.cli.plan import by_kind
+from dflop_jax.cli.plan import kind_table
 from dflop_jax.contract import layer_kinds_of
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.explain import kind_costs
@@ -205,5 +205,5 @@ def test_what_layers_cost_is_said_by_kind(costs):
     more = kind_costs(Profile(dataclasses.replace(profile, timings=timings), full))
     assert more[1].forward_s - gate.forward_s == pytest.approx(2 * 96**2)
     assert more[1].backward_s - gate.backward_s == pytest.approx(3 * 2 * 96**2)
-    table = by_kind(more)
+    table = kind_table(more)
     assert [*table.columns[0].cells] == ["vision", "llm.gate", "llm.mean"]

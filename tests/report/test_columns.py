@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dflop_jax.report.reader import extremes, means, read_columns
+from dflop_jax.report.reader import extreme_indices, read_columns, stretch_means
 from dflop_jax.report.run_folder import read_metrics
 
 
@@ -35,15 +35,15 @@ def made_rows(n):
 def test_a_short_run_has_the_figures_of_all_its_rows(tmp_path, n):
     got, rows = read_columns(write(tmp_path / "run", made_rows(n))), [*made_rows(n)]
     steady = rows[2:] or rows
-    assert got.steady("step_s").tolist() == [r["step_s"] for r in steady]
+    assert got.after_warmup("step_s").tolist() == [r["step_s"] for r in steady]
     enc = [r["busy_fraction"]["enc"] for r in steady]
-    assert got.steady(("busy_fraction", "enc")).tolist() == enc
+    assert got.after_warmup(("busy_fraction", "enc")).tolist() == enc
     assert got.keys("busy_fraction") == ["enc", "llm"][: 1 + (n > 3)]
     llm = [r["busy_fraction"].get("llm", math.nan) for r in steady]
-    assert [str(v) for v in got.steady(("busy_fraction", "llm"))] == [*map(str, llm)]
-    assert np.isnan(got.of("grad_norm")).all()
-    assert (got.n_steps, got.of("step").tolist()) == (n, [*range(n)])
-    assert got.of("n_bad").sum() == n
+    assert [str(v) for v in got.after_warmup(("busy_fraction", "llm"))] == [*map(str, llm)]
+    assert np.isnan(got.column("grad_norm")).all()
+    assert (got.n_steps, got.column("step").tolist()) == (n, [*range(n)])
+    assert got.column("n_bad").sum() == n
     assert got.curve()[0] == [*range(n)]
     losses = [math.nan if r["loss"] is None else r["loss"] for r in rows]
     assert [str(v) for v in got.curve()[1]] == [*map(str, losses)]
@@ -79,8 +79,8 @@ def test_means_are_those_of_equal_stretches(n):
     length = max(1, math.ceil(n / 8))
     stretches = [values[i : i + length] for i in range(0, n, length)]
     seen = [s[~np.isnan(s)] for s in stretches]
-    assert means(values, 8) == [pytest.approx(s.mean()) if len(s) else None for s in seen]
-    assert means(np.full(n, math.nan), 8) == [None] * len(stretches)
+    assert stretch_means(values, 8) == [pytest.approx(s.mean()) if len(s) else None for s in seen]
+    assert stretch_means(np.full(n, math.nan), 8) == [None] * len(stretches)
     assert len(stretches) <= 8
 
 
@@ -89,10 +89,10 @@ def test_a_thinned_curve_keeps_its_extremes():
     values[[0, 5, 300, 301, 776]] = math.nan
     known = values[~np.isnan(values)]
     for most in (64, 31, 5, 1):
-        at = extremes(values, most)
+        at = extreme_indices(values, most)
         assert (np.diff(at) > 0).all()
         assert len(at) <= 2 * most
         assert (np.nanmin(values[at]), np.nanmax(values[at])) == (known.min(), known.max())
-    assert extremes(values, 777).tolist() == [*range(777)]
-    assert extremes(np.empty(0), 8).tolist() == []
-    assert extremes(np.full(20, math.nan), 4).tolist() == [0, 5, 10, 15]
+    assert extreme_indices(values, 777).tolist() == [*range(777)]
+    assert extreme_indices(np.empty(0), 8).tolist() == []
+    assert extreme_indices(np.full(20, math.nan), 4).tolist() == [0, 5, 10, 15]

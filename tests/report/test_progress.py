@@ -23,13 +23,13 @@ def run(total: int, start: int = 0, terminal: bool = False, **options) -> str:
     [(0, 0, 0, []), (1, 0, 0, [1]), (10, 0, 4, [4, 8, 10]), (10, 6, 4, [8, 10]), (5, 5, 0, [])],
 )
 def test_a_log_gets_a_plain_line_now_and_then(total, start, every, steps):
-    lines = run(total, start, every=every).splitlines()
+    lines = run(total, start, log_interval=every).splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {s}/{total}" for s in steps]
     assert all("\x1b" not in line for line in lines)
 
 
 def test_a_line_says_how_training_goes():
-    assert run(10, every=4).splitlines()[0] == (
+    assert run(10, log_interval=4).splitlines()[0] == (
         "step 4/10  loss 1.250  2,000 tok/s  1.50 TFLOP/s  busy enc 60% llm 80%  left 12 s"
     )
     assert "  1.50 TFLOP/s  MFU 41.2%  busy" in describe(make_row(0, mfu=0.412), 0.0)

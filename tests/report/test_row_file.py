@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from dflop_jax.report import row_file, run_folder
-from dflop_jax.report.row_file import whole_lines
+from dflop_jax.report.row_file import complete_lines
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.report.trackers import step_scalars
 from dflop_jax.train.callbacks import Evaluation
@@ -140,9 +140,9 @@ def test_a_tracker_on_a_full_disk_is_given_up(tmp_path, caplog):
 ])  # fmt: skip
 def test_a_last_line_that_a_kill_cut_short_is_not_read(tmp_path, content, rows):
     file = tmp_path / "rows"
-    assert [*whole_lines(file)] == []
+    assert [*complete_lines(file)] == []
     file.write_bytes(content)
-    assert [json.loads(line)["step"] for line in whole_lines(file)] == rows
+    assert [json.loads(line)["step"] for line in complete_lines(file)] == rows
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
@@ -151,8 +151,8 @@ def test_rows_that_go_are_cut_off_or_left_out(tmp_path, order, end):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"step": k, "x": "y"}) for k in order) + end)
     rows = row_file.RowFile(file)
-    assert rows.keep(lambda row: row.step < 2) == 2
+    assert rows.drop_except(lambda row: row.step < 2) == 2
     assert file.read_text() == '{"step": 0, "x": "y"}\n{"step": 1, "x": "y"}\n'
-    assert rows.keep(lambda row: True) == 0
-    assert rows.keep(lambda row: False) == 2
+    assert rows.drop_except(lambda row: True) == 0
+    assert rows.drop_except(lambda row: False) == 2
     assert file.read_bytes() == b""

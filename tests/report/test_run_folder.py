@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from dflop_jax.config import Config
-from dflop_jax.report.metrics import StepMetrics, spread
+from dflop_jax.report.metrics import StepMetrics, percentiles
 from dflop_jax.report.reader import read_columns
 from dflop_jax.report.run_folder import PAGE, RunFolder, read_metrics, read_plan
 from tests.report.runs import make_plan, make_row, read_traces
@@ -44,7 +44,7 @@ def test_a_loss_that_is_not_finite_survives_as_nan(tmp_path):
     with RunFolder(tmp_path) as run:
         run.append(make_row(0, loss=math.nan))
     assert '"loss":null' in (tmp_path / "metrics.jsonl").read_text()  # strict JSON
-    assert math.isnan(read_columns(tmp_path).of("loss")[-1])
+    assert math.isnan(read_columns(tmp_path).column("loss")[-1])
 
 
 def test_a_run_without_a_step_leaves_no_folder_that_it_made(tmp_path):
@@ -160,10 +160,10 @@ def test_a_row_with_impossible_time_cannot_be_made():
 
 
 def test_statistics_against_closed_forms():
-    s = spread([float(i) for i in range(11)])
+    s = percentiles([float(i) for i in range(11)])
     assert (s.median, s.p10, s.p90) == (5.0, 1.0, 9.0)
-    assert spread([3.0]) == spread([3.0, math.nan, math.inf])
-    assert all(map(math.isnan, spread([])))
+    assert percentiles([3.0]) == percentiles([3.0, math.nan, math.inf])
+    assert all(map(math.isnan, percentiles([])))
 
 
 class Kept:
@@ -183,7 +183,7 @@ class Kept:
 def test_trackers_get_every_so_many_steps_and_rows_are_all_there(tmp_path, every, told):
     tracker = Kept()
     with RunFolder(tmp_path) as run:
-        run.trackers, run.track_every = [tracker], every
+        run.trackers, run.tracking_interval = [tracker], every
         for i in range(7):
             run.append(make_row(i))
     assert tracker.steps == [*told]

@@ -6,16 +6,16 @@ import pytest
 
 from dflop_jax.report.row_file import RowFile
 from dflop_jax.report.wall_time import (
+    CATEGORIES,
     DATA,
     EVENTS,
     LOST,
-    PARTS,
     PLAN,
     START,
     STOPPED,
     TRAINING,
     TimeLog,
-    read_spent,
+    read_wall_time,
 )
 from tests.report.runs import cells_of
 
@@ -40,14 +40,14 @@ def begin(tmp_path):
     def run(clock, resumed):
         log = TimeLog(clock)
         clock.passes(3.0)
-        log.go_on_with(START)
+        log.switch_to(START)
         clock.passes(1.0)
-        with log.part(PLAN):
+        with log.track(PLAN):
             clock.passes(5.0)
         files.append(RowFile(tmp_path / EVENTS))
         log.write_to(files[-1])
         log.resumed(resumed)
-        log.go_on_with(TRAINING)
+        log.switch_to(TRAINING)
         return log
 
     files = []
@@ -69,8 +69,8 @@ def test_a_run_that_was_killed_lost_the_steps_that_are_run_again(begin, tmp_path
     log = begin(clock, 3)
     clock.passes(4.0)
     log.step(3, {})
-    log.stop_writing()
-    spent = read_spent(tmp_path)
+    log.finish_writing()
+    spent = read_wall_time(tmp_path)
     assert spent.starts == 2
     trained = {0: 1.5, 1: 2.5, 2: 3.5, 3: 4.0}
     assert spent.seconds == pytest.approx(
@@ -98,13 +98,13 @@ def test_seconds_add_up_to_the_clock_whatever_happens(begin, tmp_path, seed):
             clock.passes(rng.choice([0.0, 1.0, 3.0]))
             log.step(done, {DATA: rng.choice([0.0, 0.5, 9.0])})
             done += 1
-        log.stop_writing()
+        log.finish_writing()
         ended_s = clock()
         clock.passes(rng.uniform(0, 50))
-    spent = read_spent(tmp_path)
+    spent = read_wall_time(tmp_path)
     assert sum(spent.seconds.values()) == pytest.approx(spent.wall_s) == ended_s - 1_000.0
     assert all(s >= 0 for s in spent.seconds.values())
-    assert spent.seconds.keys() <= set(PARTS)
+    assert spent.seconds.keys() <= set(CATEGORIES)
 
 
 def test_a_clock_that_is_set_back_takes_nothing_away(tmp_path):
@@ -113,15 +113,15 @@ def test_a_clock_that_is_set_back_takes_nothing_away(tmp_path):
     rows = RowFile(tmp_path / EVENTS)
     log.write_to(rows)
     clock.passes(-100.0)
-    log.go_on_with(START)
-    log.stop_writing()
+    log.switch_to(START)
+    log.finish_writing()
     rows.close()
-    assert read_spent(tmp_path).wall_s == 0.0 == read_spent(tmp_path).goodput
+    assert read_wall_time(tmp_path).wall_s == 0.0 == read_wall_time(tmp_path).goodput
 
 
 def test_without_events_nothing_is_told_and_a_broken_row_is_named(make_run, tmp_path):
     run = make_run()
-    assert read_spent(run) is None
+    assert read_wall_time(run) is None
     assert "wall time" not in cells_of(run)
     (run / EVENTS).write_text('{"step": 3}\n')
     with pytest.raises(ValueError, match=r"events\.jsonl:1: not a row of events.*remove"):
@@ -133,7 +133,7 @@ def test_figures(begin, make_run, tmp_path):
     log = begin(clock, 0)
     clock.passes(11.0)
     log.step(0, {})
-    log.stop_writing()
+    log.finish_writing()
     run = make_run("with")
     (tmp_path / EVENTS).rename(run / EVENTS)
     cells = cells_of(run)

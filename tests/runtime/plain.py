@@ -368,7 +368,7 @@ def plan_of(
         )
     tall = Shape(rows, bucket[1])
     tiles = Shape(bucket[0], model.piece_tokens["vision"]) if vision else None
-    buckets = (Bucket.of({"vision": tiles, "llm": tall}), Bucket.of({"llm": tall}))
+    buckets = tuple(map(Bucket.from_shapes, ({"vision": tiles, "llm": tall}, {"llm": tall})))
     stages = {m.name: m.stage for m in submeshes}
     segments = [replace(s, rounds=rounds if stages[s.submesh] > 1 else 1) for s in segments]
     return Plan(

@@ -7,7 +7,7 @@ import jax
 import optax
 import pytest
 
-from dflop_jax.records import NO_GROUP, ExchangeRoom, ProgramId, Task
+from dflop_jax.records import NO_GROUP, ExchangeCapacity, ProgramId, Task
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.simulate.task_graph import SegmentLink
 from tests.small import Small
@@ -74,8 +74,8 @@ def test_rounds_of_an_exchange_end_one_by_one():
     samples = plain.random_samples(model, 12, 0)
     plan = plain.plan_of(model, (0, 1, 4, 1), (4, 1, 2, 1), bucket=(36, 240))
     low, high = plan.layout.shapes("vision")[0], plan.layout.shapes("llm")[0]
-    room = ExchangeRoom("vision", "llm", low, high, 0.01)
-    plan = plan.with_layout(exchange_rooms=(room,))
+    room = ExchangeCapacity("vision", "llm", low, high, 0.01)
+    plan = plan.with_layout(exchange_capacities=(room,))
     schedule = plain.random_schedule(plan, samples, 2, seed=1)
     arrays = plain.pack(model, plan, schedule, samples)
     ex = Executor(model, plan, optax.adam(1e-3))

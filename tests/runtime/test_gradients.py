@@ -236,7 +236,7 @@ def chunked(m, ranks, rounds, parts, *, data=1, model=1):
             rank = f"rank{i % ranks}"
             segments.append(SegmentPlan(f"{module}{i}", module, a, b, rank, *ends))
     row, tiles = Shape(1, 240), Shape(-(-36 // parts), m.piece_tokens["vision"])
-    buckets = (Bucket.of({"vision": tiles, "llm": row}), Bucket.of({"llm": row}))
+    buckets = (Bucket.from_shapes({"vision": tiles, "llm": row}), Bucket.from_shapes({"llm": row}))
     tied = ("llm",) if m.tied else ()
     layout = Layout(submeshes, tuple(segments), buckets, edges=edges_of(m), fan_in=parts, tied=tied)
     return Plan("dip", layout)

@@ -14,8 +14,8 @@ from dflop_jax.records import (
     MeshShape,
     SegmentPlan,
     Shape,
-    rank_share,
     token_dim,
+    tp_share,
 )
 from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.layout import device_mesh
@@ -41,7 +41,7 @@ def segment(ways, *, ends=False):
 )  # fmt: skip
 def test_rows_or_tokens_are_split_where_the_degree_divides(rows, tokens, ways, dim):
     assert token_dim(rows, tokens, ways) == dim
-    share = rank_share(np.array([rows]), np.array([tokens]), ways)
+    share = tp_share(np.array([rows]), np.array([tokens]), ways)
     assert share.tolist() == [1 if dim is None else 1 / ways]
 
 

@@ -32,7 +32,7 @@ def bucket(a=None, b=None):
     """A bucket of modules "a" and "b" by (rows, tokens); `a` may be a number of tiles."""
     if isinstance(a, int):
         a = (a, TILE) if a else None
-    return Bucket.of({"a": Shape(*a) if a else None, "b": Shape(*b) if b else None})
+    return Bucket.from_shapes({"a": Shape(*a) if a else None, "b": Shape(*b) if b else None})
 
 
 def make_plan(buckets, ranks=None, group_size=1, grouping="balanced", edges=None, shared=()):

@@ -92,8 +92,8 @@ def test_graphs_of_other_shapes(n):
     ]
     sizes = {"a": Shape(2, 64), "b": Shape(4, 20), "c": Shape(1, 128)}
     buckets = [
-        Bucket.of(sizes),
-        Bucket.of(sizes | {"c": Shape(1, 256), "a": Shape(4, 64), "b": Shape(8, 20)}),
+        Bucket.from_shapes(sizes),
+        Bucket.from_shapes(sizes | {"c": Shape(1, 256), "a": Shape(4, 64), "b": Shape(8, 20)}),
     ]
     ranks = {"a": 2, "b": 3, "c": 2}
     for edges in ([("a", "c"), ("b", "c")], [("a", "b"), ("b", "c")]):
@@ -110,8 +110,8 @@ def test_no_sample_is_lost_between_buckets_of_unlike_rows(seed):
     for c in rng.random(30) < 0.4:
         more = {"c": (int(rng.integers(60, 125)),)} if c else {}
         loads.append(Load({"a": (int(rng.integers(10, 60)),), **more}))
-    buckets = [Bucket.of({"a": Shape(3, 64), "c": Shape(1, 128)}),
-               Bucket.of({"a": Shape(6, 64), "c": Shape(3, 128)})]  # fmt: skip
+    buckets = [Bucket.from_shapes({"a": Shape(3, 64), "c": Shape(1, 128)}),
+               Bucket.from_shapes({"a": Shape(6, 64), "c": Shape(3, 128)})]  # fmt: skip
     plan = make_plan(buckets, {"a": 1, "b": 1, "c": 1}, edges=[("a", "c")])
     batch, capacity = Batch(loads, plan.layout.modules), capacity_of(plan.layout)
     for n in range(2, 12):
@@ -194,7 +194,7 @@ def test_first_fit_is_the_rule(n, rows, ranks):
             Load({"vision": (16,) * int(rng.integers(4)), "llm": (int(rng.integers(1, 101)),)})
             for _ in range(n)
         ]
-        bucket = Bucket.of({"vision": Shape(4, 16), "llm": Shape(rows, 100)})
+        bucket = Bucket.from_shapes({"vision": Shape(4, 16), "llm": Shape(rows, 100)})
         capacity = Capacity({"vision": ranks, "llm": ranks})
         batch = Batch(loads, ("vision", "llm"))
         assert n == 0 or batch.anchor == "llm"

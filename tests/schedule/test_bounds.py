@@ -76,7 +76,7 @@ def test_rows_that_one_piece_nearly_fills_are_full():
     """Beside a piece of 15 there is no room for one of 6 in a row of 16 or 20: eight of the first
     and four of the second take ten rows of 16, which volumes alone do not tell."""
     batch = Batch([Load({"m": (n,)}) for n in [15] * 8 + [6] * 4], ["m"])
-    buckets = [Bucket.of({"m": Shape(1, tokens)}) for tokens in (16, 20)]
+    buckets = [Bucket.from_shapes({"m": Shape(1, tokens)}) for tokens in (16, 20)]
 
     def least_rows(**options):
         wanted = volume_conditions(batch, buckets, Capacity({"m": 1}), **options)

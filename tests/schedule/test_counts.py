@@ -197,7 +197,7 @@ def test_what_runs_of_a_bucket_must_be_a_bucket_for_a_bound():
     """Samples of which none has a piece of a module run without its group, which may be cheaper
     than every bucket of the program."""
     ranks = {"a": 1, "b": 1, "c": 1}
-    whole = Bucket.of({m: Shape(4, TILE) for m in ranks})
+    whole = Bucket.from_shapes({m: Shape(4, TILE) for m in ranks})
     plan = make_plan([whole], ranks)
     prices = make_prices(plan)
     text, picture, sound = ({"c": (5,)}, {"a": (TILE,), "c": (5,)}, {"b": (TILE,), "c": (5,)})
@@ -217,6 +217,6 @@ def test_what_runs_of_a_bucket_must_be_a_bucket_for_a_bound():
     assert bound_s(picture, sound) > 0
     # What lacks {a, b} and what lacks {b, d} may share a group that lacks b alone: not known.
     four = {**ranks, "d": 1}
-    plan = make_plan([Bucket.of({m: Shape(4, TILE) for m in four})], four)
+    plan = make_plan([Bucket.from_shapes({m: Shape(4, TILE) for m in four})], four)
     prices = make_prices(plan)
     assert bound_s({"c": (5,), "d": (5,)}, {"a": (TILE,), "c": (5,)}) == 0

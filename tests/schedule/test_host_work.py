@@ -13,7 +13,7 @@ from dflop_jax.records import (
     Prices,
     ProgramId,
     Shape,
-    with_host_work,
+    add_host_work,
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import price_digest
@@ -27,7 +27,7 @@ def prices(host_s, *, shares_cores=True):
     """A row takes the device as long in every shape, so that padding is all a large group costs."""
     programs = {
         ProgramId("b", shape, BACKWARD): Price(
-            float(with_host_work(ROW_S * shape.rows, host_s, shares_cores=shares_cores))
+            float(add_host_work(ROW_S * shape.rows, host_s, shares_cores=shares_cores))
         )
         for shape in PLAN.layout.shapes("b")
     }
@@ -36,12 +36,12 @@ def prices(host_s, *, shares_cores=True):
 
 @pytest.mark.parametrize("seconds", [[], [0.5], [0.5, 2.0, 0.0]])
 def test_host_work_is_added_on_its_own_cores_and_hidden_elsewhere(seconds):
-    together = with_host_work(np.array(seconds), 1.0, shares_cores=True)
+    together = add_host_work(np.array(seconds), 1.0, shares_cores=True)
     assert together.tolist() == [s + 1.0 for s in seconds]
-    hidden = with_host_work(np.array(seconds), 1.0, shares_cores=False)
+    hidden = add_host_work(np.array(seconds), 1.0, shares_cores=False)
     assert hidden.tolist() == [max(s, 1.0) for s in seconds]
     for shares_cores in (True, False):
-        same = with_host_work(np.array(seconds), 0.0, shares_cores=shares_cores)
+        same = add_host_work(np.array(seconds), 0.0, shares_cores=shares_cores)
         assert same.tolist() == seconds
 
 
@@ -73,6 +73,6 @@ def test_prices_are_known_by_their_host_work():
     assert price_digest(without) == "2be9e3e74dd0632b"
     some, other = (replace(without, host_s=0.5, shares_cores=c) for c in (True, False))
     assert len({price_digest(p) for p in (without, some, other)}) == 3
-    assert PriceList.of(some).prices == some
+    assert PriceList.from_prices(some).prices == some
     with pytest.raises(ValueError, match="finite and not negative"):
         Prices({}, host_s=-1.0)

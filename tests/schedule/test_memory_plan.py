@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dflop_jax.records import BACKWARD, FORWARD, Kept, Price, Prices, ProgramId, Schedule
+from dflop_jax.records import BACKWARD, FORWARD, Price, Prices, ProgramId, ResidualBytes, Schedule
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.memory_plan import (
     DeviceMemory,
@@ -80,7 +80,7 @@ def second_policies(rng, plan, prices, free):
     )
     less = {s.name for s in segments if s.remat_less}
     kept = tuple(
-        Kept(n, shape, 4 * MIB * shape.rows, float(rng.integers(1, 9)) * MIB * (n in less))
+        ResidualBytes(n, shape, 4 * MIB * shape.rows, float(rng.integers(1, 9)) * MIB * (n in less))
         for n in names(plan)
         for shape in SHAPES
     )
@@ -91,15 +91,15 @@ def second_policies(rng, plan, prices, free):
             programs[replace(p, remat_less=True)] = replace(price, static_s=half * price.static_s)
     of = submesh_resources(plan.layout)
     by_resource = {r: free * MIB * float(rng.integers(0, 3)) for r in of.values()}
-    plan = plan.with_layout(segments=segments).with_scheduling(kept=kept)
+    plan = plan.with_layout(segments=segments).with_scheduling(residuals=kept)
     plan = plan.with_scheduling(free_bytes={m: by_resource[r] for m, r in of.items()})
     return plan, replace(prices, programs=programs)
 
 
 def held(plan, schedule, less):
     """Bytes of each resource after every task of its that opens a group, counted anew each time."""
-    own = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
-    more = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
+    own = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.residuals}
+    more = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.residuals}
     of, where = submesh_resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
     tasks = {(t.segment, t.group, t.direction) for t in schedule.order}
     for at, last in enumerate(schedule.order):
@@ -129,7 +129,9 @@ def test_what_is_held_fits_at_every_moment(seed):
     again = simulate_step(plan, planned, prices, trainable)
     assert planned.makespan_s == pytest.approx(again.makespan_s)
     of, limit = submesh_resources(plan.layout), in_flight_limit(plan)
-    largest = {k.segment: k.n_bytes for k in sorted(plan.scheduling.kept, key=lambda k: k.n_bytes)}
+    largest = {
+        k.segment: k.n_bytes for k in sorted(plan.scheduling.residuals, key=lambda k: k.n_bytes)
+    }
     most = dict.fromkeys(of.values(), 0.0)  # that the planner reserved, and what was left
     for s in plan.layout.segments:
         most[of[s.submesh]] += largest[s.name] * limit[s.name]
@@ -153,10 +155,10 @@ def test_all_or_nothing_where_memory_says_so(free, share):
     """Two segments; as many groups in flight as 1F1B allows leave what is free and no more."""
     plan = graph("b:2")
     first = replace(plan.layout.segments[0], remat="layers", remat_less="none")
-    kept = tuple(Kept(n, shape, 4.0 * MIB, 8.0 * MIB * (n == "b0"))
+    kept = tuple(ResidualBytes(n, shape, 4.0 * MIB, 8.0 * MIB * (n == "b0"))
                  for n in names(plan) for shape in SHAPES)  # fmt: skip
     plan = plan.with_layout(segments=(first, plan.layout.segments[1])).with_scheduling(
-        kept=kept, free_bytes={m.name: free * MIB for m in plan.layout.submeshes}
+        residuals=kept, free_bytes={m.name: free * MIB for m in plan.layout.submeshes}
     )
     base = same_prices(plan, 1.0, 3.0, 3.0)
     less = {

@@ -159,7 +159,7 @@ def three_modules(seed):
     unlike."""
     shapes = {"a": Shape(8, TILE), "b": Shape(8, TILE), "c": Shape(1, 128)}
     plan = make_plan(
-        [Bucket.of(shapes)],
+        [Bucket.from_shapes(shapes)],
         {"a": 1, "b": 1, "c": 1},
         edges=[("a", "b"), ("b", "c"), ("a", "c")],
         shared=("a", "c"),

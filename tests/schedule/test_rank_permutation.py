@@ -18,10 +18,10 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     SubmeshPlan,
-    crossing,
+    crossing_traffic,
     home_rank,
     rank_nodes,
-    traffic,
+    rank_traffic,
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
@@ -79,7 +79,7 @@ def test_traffic_is_what_loops_count(seed):
     for s, v, amount in zip(sample_P, rank_P, amount_P, strict=True):
         for d in {int(d) for t, d in zip(sample_Q, rank_Q, strict=True) if t == s}:
             expected[v, d] += amount
-    got = traffic(sample_P, rank_P, amount_P, sample_Q, rank_Q, (low, high))
+    got = rank_traffic(sample_P, rank_P, amount_P, sample_Q, rank_Q, (low, high))
     np.testing.assert_array_equal(got, expected)
 
 
@@ -93,7 +93,7 @@ def plan_of(low, high, node=0, devices=8):
         SegmentPlan("s", "sight", 0, 1, "s", True, True),
         SegmentPlan("w", "words", 0, 1, "w", True, True),
     )
-    bucket = Bucket.of({"sight": Shape(16 // low, 16), "words": Shape(8 // high, 128)})
+    bucket = Bucket.from_shapes({"sight": Shape(16 // low, 16), "words": Shape(8 // high, 128)})
     return Plan("test", Layout(meshes, segments, (bucket,), edges=(EDGE,)), Scheduling(node=node))
 
 
@@ -128,7 +128,7 @@ def moved_between(plan, source, target, loads):
     n = plan.layout.data_ranks("sight"), plan.layout.data_ranks("words")
     batch = Batch(loads, plan.layout.modules)
     read = tokens_read(("sight", "words"), source.pieces, target.pieces, batch, n)
-    return crossing(read, rank_nodes(plan, "sight"))
+    return crossing_traffic(read, rank_nodes(plan, "sight"))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -141,11 +141,11 @@ def test_what_crosses_is_what_loops_count(seed):
     for v, d in np.ndindex(low, high):
         home = home_rank(d, low, high)
         moved[bool(node[v] != node[home])] += read[v, d] * (v != home)
-    got = crossing(read, node)
+    got = crossing_traffic(read, node)
     assert (got.across_nodes, got.in_node) == (moved[True], moved[False])
-    parts = [got.of([d]) for d in range(high)]
+    parts = [got.for_target_ranks([d]) for d in range(high)]
     assert sum(p.across_nodes for p in parts) == moved[True]
-    assert got.most == max(p.most for p in parts)
+    assert got.max_amount == max(p.max_amount for p in parts)
 
 
 @pytest.mark.parametrize("low, high", [(4, 4), (8, 2), (2, 8)])
@@ -221,10 +221,10 @@ def test_rooms_take_most_groups_in_one_round():
         for g in schedule.groups:
             for f in g.feeds:
                 moved = moved_between(plan, g, schedule.groups[f], loads)
-                needs.append(moved.most / (g.shape.size * g.microbatches))
+                needs.append(moved.max_amount / (g.shape.size * g.microbatches))
     rounds = [max(1, int(np.ceil(need / room.share - 1e-9))) for need in needs]
     assert np.mean(np.array(rounds) > 1) <= 0.5
     assert room.share <= max(needs)
-    assert plan.layout.exchange_room(EDGE, room.low, room.high) is None
-    known = plan.with_layout(exchange_rooms=(room,))
-    assert known.layout.exchange_room(EDGE, room.low, room.high) == room.share
+    assert plan.layout.exchange_capacity(EDGE, room.source_shape, room.target_shape) is None
+    known = plan.with_layout(exchange_capacities=(room,))
+    assert known.layout.exchange_capacity(EDGE, room.source_shape, room.target_shape) == room.share

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import Load, Schedule, Shape, first_pieces
+from dflop_jax.records import Load, Schedule, Shape, first_piece_numbers
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import lower_bound_s
@@ -73,7 +73,7 @@ def test_every_piece_is_once_in_parts_of_one_shape(divided, seed):
     else:
         parts = [len(g.feeds) for g in got.groups if g.module == "a"]
         assert len(loads) < 30 or max(parts) > 1
-        first = {m: first_pieces(loads, m) for m in plan.layout.modules}
+        first = {m: first_piece_numbers(loads, m) for m in plan.layout.modules}
         owner = {m: np.repeat(np.arange(len(loads)), np.diff(first[m])) for m in first}
         for g in (g for g in got.groups if g.module == "a"):
             texts = {owner["b"][p] for f in g.feeds for p in got.groups[f].pieces.piece_id}
@@ -142,7 +142,7 @@ def cut_at_random(rng, n):
 def read_by_hand(rng, loads, plan):
     """A schedule of random groups of tiles, each read by one row of text for each of its samples or
     for two; None if some do not fit."""
-    first = {m: first_pieces(loads, m) for m in plan.layout.modules}
+    first = {m: first_piece_numbers(loads, m) for m in plan.layout.modules}
     (whole,), (part,) = (plan.layout.shapes(m) for m in ("a", "b"))
     groups = []
     for samples in cut_at_random(rng, len(loads)):
@@ -166,7 +166,7 @@ def read_by_hand(rng, loads, plan):
 def fed_by_hand(rng, loads, plan):
     """A schedule of random groups: samples in a random order, cut at random; None if some do not
     fit."""
-    first = {m: first_pieces(loads, m) for m in plan.layout.modules}
+    first = {m: first_piece_numbers(loads, m) for m in plan.layout.modules}
     part = plan.layout.shapes("a")[0]
     groups = []
     for samples in cut_at_random(rng, len(loads)):

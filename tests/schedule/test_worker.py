@@ -84,7 +84,7 @@ def test_who_is_late_is_not_waited_for_and_changes_no_schedule(small_plan, caplo
     """The child that never answers is waited for once; the parent's schedules are what its own
     would have been."""
     monkeypatch.setattr(
-        "dflop_jax.child_processes.program", lambda *_: "import time; time.sleep(600)"
+        "dflop_jax.child_processes.child_source", lambda *_: "import time; time.sleep(600)"
     )
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices, grace_s=0.01) as worker:
@@ -101,7 +101,7 @@ def test_what_libraries_print_is_no_schedule(small_plan, monkeypatch):
         "import os, sys; sys.path[:0] = {1!r}; import {0} as w; answer = w.answer_request\n"
         "w.answer_request = lambda *a: [os.write(1, b'hello\\n'), answer(*a)][1]; w.main()"
     )
-    monkeypatch.setattr("dflop_jax.child_processes.program", noisy.format)
+    monkeypatch.setattr("dflop_jax.child_processes.child_source", noisy.format)
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices, stop_step=1) as worker:
         assert worker.get(0)[0].groups == inline(0, small_plan, prices).groups
@@ -117,7 +117,7 @@ CHATTY = "print('hello', flush=True); import sys; sys.stdin.read()"
 def test_a_child_that_gives_no_schedules_is_given_up(
     small_plan, monkeypatch, caplog, program, said
 ):
-    monkeypatch.setattr("dflop_jax.child_processes.program", lambda *_: program)
+    monkeypatch.setattr("dflop_jax.child_processes.child_source", lambda *_: program)
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices) as worker:
         assert without_time(worker.get(0)[0]) == inline(0, small_plan, prices)

@@ -46,7 +46,7 @@ def graph(*modules, edges=(), first=None, order="1f1b", **more):
         SegmentPlan(f"{m}{i}", m, i, i + 1, f"{m}{i}", i == 0, i == n - 1) for m, i, n in names
     )
     joined = tuple(e if isinstance(e, Edge) else Edge(e[0], e[1], f"from_{e[0]}") for e in edges)
-    buckets = tuple(Bucket.of({m: shape for m, _ in sizes}) for shape in SHAPES)
+    buckets = tuple(Bucket.from_shapes({m: shape for m, _ in sizes}) for shape in SHAPES)
     layout = Layout(submeshes, segments, buckets, joined, **more)
     return Plan("test", layout, Scheduling(order=order))
 

@@ -178,7 +178,8 @@ def test_inner_edges_join_the_segments_that_hold_their_layers():
     )
     shapes = {"v": Shape(1, 4), "l": Shape(1, 8)}
     plan = Plan(
-        "test", Layout(meshes, segments, (Bucket.of(shapes),), edges=(Edge("v", "l", "x"), tap))
+        "test",
+        Layout(meshes, segments, (Bucket.from_shapes(shapes),), edges=(Edge("v", "l", "x"), tap)),
     )
     every = groups(plan, [0])
     graph = step_graph(plan.layout, every, [s.name for s in segments])
@@ -248,7 +249,7 @@ def test_overlapping_submeshes_share_a_resource_through_a_third():
         SegmentPlan(n, "llm", i, i + 1, n, i == 0, i == 3)
         for i, n in enumerate(("a", "b", "c", "far"))
     )
-    plan = Plan("test", Layout(submeshes, segments, (Bucket.of({"llm": Shape(1, 8)}),)))
+    plan = Plan("test", Layout(submeshes, segments, (Bucket.from_shapes({"llm": Shape(1, 8)}),)))
     of = submesh_resources(plan.layout)
     assert of["a"] == of["b"] == of["c"] != of["far"]
     assert in_flight_limit(plan) == {"a": 2, "b": 2, "c": 2, "far": 1}

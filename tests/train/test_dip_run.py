@@ -18,9 +18,9 @@ from dflop_jax import (
 )
 from dflop_jax.records import (
     Bucket,
-    Kept,
     Layout,
     Plan,
+    ResidualBytes,
     Scheduling,
     SegmentPlan,
     Shape,
@@ -46,16 +46,16 @@ PLAN = Plan(
         (SubmeshPlan("rank0", 0, 1, 1, 1), SubmeshPlan("rank1", 1, 1, 1, 1)),
         SEGMENTS,
         (
-            Bucket.of({"vision": TILES, "llm": TEXT[0]}),
-            Bucket.of({"vision": TILES, "llm": TEXT[1]}),
+            Bucket.from_shapes({"vision": TILES, "llm": TEXT[0]}),
+            Bucket.from_shapes({"vision": TILES, "llm": TEXT[1]}),
         ),
         edges=(EDGE,),
         fan_in=4,
         tied=("llm",),
     ),
     Scheduling(
-        kept=tuple(
-            Kept(s.name, shape, 1.0, 4.0 * (s.module == "vision"))
+        residuals=tuple(
+            ResidualBytes(s.name, shape, 1.0, 4.0 * (s.module == "vision"))
             for s in SEGMENTS
             for shape in ((TILES,) if s.module == "vision" else TEXT)
         ),

@@ -13,7 +13,7 @@ import pytest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.records import SubmeshPlan
 from dflop_jax.report.run_folder import CHECKPOINTS, read_metrics
-from dflop_jax.report.wall_time import STOPPED, read_spent
+from dflop_jax.report.wall_time import STOPPED, read_wall_time
 from dflop_jax.train.trainer import Trainer
 
 from ..benchmarks.scripts import module
@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     assert kills.table(done, len(done)).row_count == len(done)
 
     # What its time went to is known of all starts together.
-    spent = read_spent(tmp_path / "killed")
+    spent = read_wall_time(tmp_path / "killed")
     assert spent.starts == 1 + said.count("restart ")
     assert sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
     assert spent.seconds[STOPPED] > 0

@@ -12,7 +12,7 @@ import pytest
 
 from dflop_jax.checkpoint.checkpointer import specs_of, state_arrays
 from dflop_jax.config import TrainConfig
-from dflop_jax.contract import folded
+from dflop_jax.contract import fold_adapters
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.parameter_layout import grad_structs, param_specs, param_structs
 from dflop_jax.train.optimizer import make_optimizer
@@ -217,7 +217,7 @@ def test_merged_weights_make_a_plain_folder(tmp_path):
     plan = plan_of("2 segments of stage 2", m)
     want, params, ex = evaluated(m, plan, let_act, freeze=FREEZE)
     held = [
-        ModuleParams(s.plan.module, folded(s.module, ex.state.params[n]), s.layer_rows)
+        ModuleParams(s.plan.module, fold_adapters(s.module, ex.state.params[n]), s.layer_rows)
         for n, s in ex.programs.segments.items()
     ]
     for part in held:

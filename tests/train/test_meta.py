@@ -39,7 +39,7 @@ def under(config: Config = CONFIG, **devices) -> dict:
     return {**flags_that_plan(config), **DEVICES, **devices}
 
 
-META = Meta(9, {"step": 9}, NANO, PROFILE, PriceList.of(PRICES), under())
+META = Meta(9, {"step": 9}, NANO, PROFILE, PriceList.from_prices(PRICES), under())
 ALL = Continued(NANO, PROFILE, PRICES)
 
 

@@ -35,7 +35,7 @@ def plan_of(node):
         Layout(
             (SubmeshPlan("a", 0, 1, 4, 1), SubmeshPlan("b", 0, 1, 4, 1)),
             tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in "ab"),
-            (Bucket.of({"a": LOW, "b": HIGH}),),
+            (Bucket.from_shapes({"a": LOW, "b": HIGH}),),
             edges=(Edge("a", "b", "in"),),
         ),
         Scheduling(node=node),

@@ -52,7 +52,7 @@ def test_no_compile_whatever_the_sizes_and_the_largest_left_out(tmp_path, monkey
         Layout(
             (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
             tuple(SegmentPlan(m, m, 0, it.n_layers, m, True, True) for m, it in modules),
-            tuple(Bucket.of({"vision": Shape(*v), "llm": Shape(*n)}) for v, n in buckets),
+            tuple(Bucket.from_shapes({"vision": Shape(*v), "llm": Shape(*n)}) for v, n in buckets),
             edges=edges_of(model),
             tied=("llm",),
         ),

@@ -328,7 +328,9 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
         pairs = 4 * 16**2 if key.segment == "l0" else 0
         assert price.content_s == (5e-4,)
         assert price.static_s == pytest.approx(own.programs[key].static_s - 5e-4 * pairs)
-        assert price.of([2 * pairs]) == pytest.approx(own.programs[key].static_s + 5e-4 * pairs)
+        assert price.seconds([2 * pairs]) == pytest.approx(
+            own.programs[key].static_s + 5e-4 * pairs
+        )
 
 
 def test_a_program_takes_no_less_than_nothing_without_content(monkeypatch):

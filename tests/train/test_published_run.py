@@ -97,7 +97,7 @@ def test_pictures_clips_and_sound_in_one_run(tmp_path):
                 for m, n in (("vision", 2), ("audio", 2), ("llm", 4))
             ),
             (
-                Bucket.of(
+                Bucket.from_shapes(
                     {
                         "vision": Shape(16, OMNI.piece_tokens["vision"]),
                         "audio": Shape(16, OMNI.piece_tokens["audio"]),

@@ -19,8 +19,8 @@ from dflop_jax.cli import main
 from dflop_jax.distributed.process_exit import TransientError
 from dflop_jax.records import Plan, PriceList
 from dflop_jax.records.files import load, save
+from dflop_jax.report.run_folder import CORRECTIONS, RunFolder, read_metrics
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
-from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
 from dflop_jax.runtime import executor
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule import worker as worker_module
@@ -283,7 +283,7 @@ def prices_by_step(monkeypatch) -> dict[int, list[PriceList]]:
 
 
 def samples(folder) -> list[StepSample]:
-    lines = (Path(folder) / SAMPLES).read_bytes().splitlines()
+    lines = (Path(folder) / CORRECTIONS).read_bytes().splitlines()
     return [msgspec.json.decode(line, type=StepSample) for line in lines]
 
 
@@ -303,9 +303,9 @@ def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
     assert len({msgspec.json.encode(asked[step]) for step in again_run}) >= 2
     assert asked[10] != asked[0]
     killed = as_killed(corrected, saved=6, rows=10)
-    lines = (killed / SAMPLES).read_bytes().splitlines(keepends=True)
+    lines = (killed / CORRECTIONS).read_bytes().splitlines(keepends=True)
     left = [s for s in known if s.step < 10]
-    (killed / SAMPLES).write_bytes(b"".join(lines[: len(left)]) + lines[0][:20])
+    (killed / CORRECTIONS).write_bytes(b"".join(lines[: len(left)]) + lines[0][:20])
     for copy in ("bare", "plain"):
         shutil.copytree(killed, copy)
     fit(killed, "resume", **correct)
@@ -316,7 +316,7 @@ def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
         first, second = asked[step]
         assert first == second, step
     # Without the file a checkpoint has what was learnt before it.
-    Path("bare", SAMPLES).unlink()
+    Path("bare", CORRECTIONS).unlink()
     fit("bare", "resume", **correct)
     assert asked[6][2] == asked[6][0]
     assert all(s.step > 4 for s in samples("bare"))
@@ -328,7 +328,7 @@ def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
 
 def test_a_broken_line_of_samples_is_named(whole):
     folder = copy_of(whole)
-    (folder / SAMPLES).write_text('{"step": 3, "first": 3}\n{}\n')
+    (folder / CORRECTIONS).write_text('{"step": 3, "first": 3}\n{}\n')
     says = refused(folder)
     assert "corrections.jsonl:1: not a sampled step" in says
     assert "remove the line" in says

@@ -27,7 +27,11 @@ PLAN = Plan(
             SegmentPlan("a", "llm", 0, 2, "a", True, False),
             SegmentPlan("b", "llm", 2, 6, "b", False, True, rounds=2),
         ),
-        (Bucket.of({"vision": Shape(2, MODEL.piece_tokens["vision"]), "llm": Shape(1, 64)}),),
+        (
+            Bucket.from_shapes(
+                {"vision": Shape(2, MODEL.piece_tokens["vision"]), "llm": Shape(1, 64)}
+            ),
+        ),
         edges=edges_of(MODEL),
         group_size=2,
     ),

@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 import msgspec
 import numpy as np
 
-from dflop_jax.child_processes import command
+from dflop_jax.child_processes import child_command
 from dflop_jax.data.datasets.record_table import IndexRow
 from dflop_jax.data.decoder import BadSample, DecodeResult, ThreadDecoder, check_load
 from dflop_jax.data.sample import Sample, Source, SourceFactory
@@ -190,7 +190,7 @@ class DecoderPool:
         self._control, theirs = Pipe()
         with theirs:
             self._server = subprocess.Popen(
-                [*command("dflop_jax.data.pool.fork_server_main"), str(theirs.fileno())],
+                [*child_command("dflop_jax.data.pool.fork_server_main"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},
             )  # fmt: skip

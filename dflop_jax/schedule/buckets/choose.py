@@ -215,7 +215,7 @@ def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capaci
             needs = max(rows_needed(load.lengths(m), shape) for load in front.loads)
             is_short = needs > shape.rows * capacity.ranks[m]
             shapes[m] = Shape(shape.rows + 1, shape.tokens) if is_short else shape
-        grown = Bucket.of(shapes)
+        grown = Bucket.from_shapes(shapes)
         assert grown != first, "a row that holds the longest piece was chosen"
         first = grown
     return (first, *rest)
@@ -286,7 +286,7 @@ def _candidates(
         tokens = {m: s.volume / (cut * max_cuts(sizes, problem)) for m, s in sizes.items()}
         options = [sizes[m].choices(tokens[m], work.other_lengths) for m in other_modules]
         for shapes in product(*options, sizes[last].choices(tokens[last], work.last_lengths)):
-            candidates[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
+            candidates[Bucket.from_shapes(dict(zip(sizes, shapes, strict=True)))] = None
     return list(candidates)
 
 

@@ -55,7 +55,7 @@ def arrival_buckets(
         needs[m] = rows_N[picks].sum(axis=2).max(axis=1), int(rows_N.max()) * per_rank
 
     def bucket(amounts: Mapping[str, int]) -> Bucket:
-        return Bucket.of(
+        return Bucket.from_shapes(
             {
                 m: (Shape(per_rank, n) if m == last else Shape(n, row_tokens[m])) if n else None
                 for m, n in amounts.items()
@@ -100,4 +100,4 @@ def spare_bucket(
         row = Shape(1, piece_tokens.get(m) or round_up(longest, multiple))
         rows = max(int(rows_needed(load.lengths(m), row)) for load in loads)
         shapes[m] = Shape(-(-rows // ranks), row.tokens) if longest else None
-    return Bucket.of(shapes)
+    return Bucket.from_shapes(shapes)

@@ -39,7 +39,7 @@ def with_variants(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dic
     for c, missing in product(range(len(candidates)), absences):
         shapes = {m: s for m, s in candidates[c].shapes if m not in missing}
         if shapes:
-            parents.setdefault(Bucket.of(shapes), set()).add(c)
+            parents.setdefault(Bucket.from_shapes(shapes), set()).add(c)
     return parents
 
 

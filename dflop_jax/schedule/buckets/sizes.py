@@ -139,7 +139,7 @@ def make_bucket(
 ) -> Bucket:
     """The bucket of about so many tokens of each module on a rank."""
     shapes = {m: s.shape(tokens.get(m, 0.0), rows, holds_largest) for m, s in sizes.items()}
-    return Bucket.of(shapes)
+    return Bucket.from_shapes(shapes)
 
 
 def max_cuts(sizes: Sizes, problem: BucketProblem) -> float:
@@ -191,7 +191,7 @@ class Move:
             m: self._change_shape(shape, sizes[m]) if m in self.modules else shape
             for m, shape in bucket.shapes
         }
-        return Bucket.of(shapes) if any(shapes.values()) else None
+        return Bucket.from_shapes(shapes) if any(shapes.values()) else None
 
     def _change_shape(self, shape: Shape, size: ModuleSizes) -> Shape | None:
         if self.scale == 0:

@@ -230,7 +230,7 @@ def test_chains_and_moves_keep_to_the_limits(loads, limits):
                 assert s.tokens % (TILE if m == "a" else 32) == 0
                 assert s.size <= limits.get(m, 10**9)
     assert moves[-1].applied(starts[0][0], sizes).shape("a") is None
-    assert Move(0, ("b",), 0.0).applied(Bucket.of({"b": Shape(1, 32)}), sizes) is None
+    assert Move(0, ("b",), 0.0).applied(Bucket.from_shapes({"b": Shape(1, 32)}), sizes) is None
 
 
 def test_several_short_rows_where_long_ones_are_dear(loads):

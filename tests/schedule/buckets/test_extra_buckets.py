@@ -29,13 +29,13 @@ def test_the_spare_bucket_holds_each_and_no_row_less_would_do():
             assert shape.tokens - 32 < max(max(load.lengths(m)) for load in loads)
             if shape.rows > 1:
                 less = {**dict(spare.shapes), m: Shape(shape.rows - 1, shape.tokens)}
-                assert oversize_samples(loads, make_plan((Bucket.of(less),), RANKS))
+                assert oversize_samples(loads, make_plan((Bucket.from_shapes(less),), RANKS))
 
 
 def test_tiles_and_absent_modules():
     loads = [Load({"a": (TILE,) * 5}), Load({"a": (TILE,) * 2})]
     spare = spare_bucket(loads, Capacity(RANKS), {"a": TILE}, 32)
-    assert spare == Bucket.of({"a": Shape(3, TILE)})
+    assert spare == Bucket.from_shapes({"a": Shape(3, TILE)})
 
 
 @pytest.mark.parametrize("grouping", ["balanced", "arrival"])

@@ -13,9 +13,10 @@ one turn, and of a choice between branches nothing counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -33,7 +34,7 @@ from dflop_jax.contract import (
 from dflop_jax.profile.kernels import kernels_of
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
-from dflop_jax.profile.traced_parts import Names, TraceSpec, trace_forward_parts
+from dflop_jax.profile.traced_parts import ENDS, Names, TraceSpec, trace_forward_parts
 from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_seconds, token_pairs
 from dflop_jax.runtime.module_parts import segment_layer_kinds
 from dflop_jax.runtime.segment import ProgramKind, Segment
@@ -75,7 +76,7 @@ class Products:
     activations_gradient: float = 0.0
 
     def plus(self, products: Products, factor: float = 1.0) -> Products:
-        """Return the sum with `times` the other."""
+        """Return the sum with `factor` times the other."""
         counts = zip(astuple(self), astuple(products), strict=True)
         return Products(*(a + factor * b for a, b in counts))
 
@@ -90,48 +91,43 @@ def needed_flops(
         where a row holds one.
       frozen: freeze groups that do not train.
     """
-    needs_gradient: dict[
-        tuple[str, str], bool
-    ] = {}  # (module, tap): whether its outputs need a gradient
+    has_gradient: dict[tuple[str, str], bool] = {}  # (module, tap): its outputs need a gradient
     by_module = {}
     for name, module in model.modules.items():
         if name in row_tokens:
             entering = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
-            enters = {(e.name, e.enters) for e in entering if needs_gradient[e.source, e.tap]}
+            edges = {e.name: e.enters for e in entering if has_gradient[e.source, e.tap]}
             trains = frozenset(p for p, g in module.freeze_groups.items() if g not in frozen)
             shape = Shape(1, row_tokens[name])
-            flops, outputs = _module_flops(module, shape, trains, enters)
-            by_module[name] = flops
-            needs_gradient |= {(name, tap): needs for tap, needs in outputs.items()}
+            by_module[name], outputs = _piece_flops(module, shape, trains, edges)
+            has_gradient |= {(name, tap): needs for tap, needs in outputs.items()}
     return by_module
 
 
-def _module_flops(
-    module: Module, shape: Shape, trains: frozenset[str], enters: Collection[tuple[str, int]]
+def _piece_flops(
+    module: Module, shape: Shape, trains: frozenset[str], edges: Mapping[str, int]
 ) -> tuple[PieceFlops, dict[str, bool]]:
-    """FLOPs of a piece, and whether the exit ("") and each tap give something that needs a
-    gradient; `enters` are the fields that bring such, and after how many layers."""
-    edge_fields = tuple(sorted({field for field, depth in enters if depth < 0}))
-    kinds, taps = layer_kinds_of(module), taps_of(module)
-    needs = _gradient_needs(kinds, trains, {depth for _, depth in enters}, first=True)
-    total = without_content = _end_products(module, shape, trains, needs, taps.items(), edge_fields)
-    content_flops: Counter[str] = Counter()
-    for kind_module, layers, n, n_back in _layer_products(module, shape, trains, zip(kinds, needs)):
-        total = total.plus(layers)
-        attention = getattr(kind_module, "attention_flops", None)
-        if attention is not None:  # needed once forward and twice backward
-            content_flops.update({name: (n + 2 * n_back) * f for name, f in attention.items()})
-        else:
-            without_content = without_content.plus(layers)
-    flops = PieceFlops(
-        per_token=(total.weights + total.weights_gradient) / shape.tokens + content_flops[TOKEN],
-        per_pair=(without_content.activations + without_content.activations_gradient)
-        / token_pairs(shape.tokens),
-        content=tuple(content_flops[name] for name in content_of(module, 1)),
+    """FLOPs of a piece, and whether the outputs of the exit ("") and of each tap need a gradient.
+    `edges`: for each edge with a gradient the number of layers before it enters."""
+    taps = taps_of(module)
+    edge_fields = tuple(sorted(name for name, depth in edges.items() if depth < 0))
+    needed = _needed_products(
+        module, layer_kinds_of(module), shape, trains, edge_fields, edges.values(), taps.items()
     )
+    content_flops: Counter[str] = Counter()
+    for kind_module, n, n_gradient in needed.attention:  # once forward and twice backward
+        attention = kind_module.attention_flops.items()
+        content_flops.update({name: (n + 2 * n_gradient) * f for name, f in attention})
+    products = needed.products
+    flops = PieceFlops(
+        (products.weights + products.weights_gradient) / shape.tokens + content_flops[TOKEN],
+        (products.activations + products.activations_gradient) / token_pairs(shape.tokens),
+        tuple(content_flops[name] for name in content_of(module, 1)),
+    )
+    gradient = needed.gradient
     exit_trains = _has_trainable(trains, "exit") or (module.tied and "entry" in trains)
-    tapped = {tap: needs[depth] or _has_trainable(trains, tap) for tap, depth in taps.items()}
-    return flops, {"": needs[-1] or exit_trains, **tapped}
+    outputs = {tap: gradient[n] or _has_trainable(trains, tap) for tap, n in taps.items()}
+    return flops, {"": gradient[-1] or exit_trains, **outputs}
 
 
 def segment_flops(
@@ -143,24 +139,25 @@ def segment_flops(
       shape: per-rank shape of a microbatch.
       with_forward: whether a backward is also the segment's only forward.
     """
-    module, plan, trains = segment.module, segment.plan, frozenset(segment.trainable)
-    with_gradient = segment.wants_gradient
+    module, plan, with_gradient = segment.module, segment.plan, segment.wants_gradient
     edge_fields = tuple(sorted(with_gradient & set(segment.entry_inputs)))
     enters = {depth for name, depth in segment.inlets if name in with_gradient}
     enters |= {-1} if edge_fields or "hidden" in with_gradient else set()
-    kinds = segment_layer_kinds(plan, module)
-    needs = _gradient_needs(kinds, trains, enters, first=plan.first)
-    taps = [(tap, depth) for tap, depth in segment.taps if tap in taps_of(module)]
-    total = _end_products(
-        module, shape, trains, needs, taps, edge_fields, first=plan.first, last=plan.last
+    needed = _needed_products(
+        module,
+        segment_layer_kinds(plan, module),
+        shape,
+        frozenset(segment.trainable),
+        edge_fields,
+        enters,
+        [(tap, depth) for tap, depth in segment.taps if tap in taps_of(module)],
+        ["entry"] * plan.first + ["exit"] * plan.last,
     )
-    for kind_module, layers, n, n_back in _layer_products(module, shape, trains, zip(kinds, needs)):
-        if attention := attention_flops_of(kind_module):
-            row_flops = shape.rows * attention(shape.tokens)
-            layers = replace(
-                layers, activations=n * row_flops, activations_gradient=2.0 * n_back * row_flops
-            )
-        total = total.plus(layers)
+    total = needed.products
+    for kind_module, n, n_gradient in needed.attention:
+        attention = attention_flops_of(kind_module)
+        row_flops = shape.rows * attention(shape.tokens) if attention else 0.0
+        total = total.plus(Products(0.0, 0.0, n * row_flops, 2.0 * n_gradient * row_flops))
     flops = 0.0
     if kind != BACKWARD or with_forward:
         flops += total.weights + total.activations
@@ -180,73 +177,74 @@ def visible_pair_share(module: Module, tokens: int) -> float:
     return sum(visible_shares) / len(visible_shares) if visible_shares else 1.0
 
 
-def _gradient_needs(
-    kinds: Sequence[str], trains: Collection[str], enters: Collection[int], *, first: bool
-) -> list[bool]:
-    """Whether hidden states need a gradient, before each layer and behind the last. `enters`: after
-    how many layers such come that do, -1: before all; `first`: the entry runs."""
-    needs_gradient, needs = -1 in enters or (first and _has_trainable(trains, "entry")), []
+@dataclass(frozen=True)
+class _Needed:
+    """What consecutive layers of a module and its ends need.
+
+    Attributes:
+      products: as traced, without the attention of layers whose module gives its FLOPs.
+      attention: of each kind of such layers the module with that kind alone, the number of layers,
+        and of layers whose attention needs a gradient.
+      gradient: whether hidden states need one, before each layer and after the last.
+    """
+
+    products: Products
+    attention: list[tuple[Any, int, int]]
+    gradient: list[bool]
+
+
+def _needed_products(
+    module: Module,
+    kinds: Sequence[str],
+    shape: Shape,
+    trains: frozenset[str],
+    edge_fields: Names,
+    enters: Collection[int],
+    taps: Iterable[tuple[str, int]],
+    ends: Sequence[str] = ENDS,
+) -> _Needed:
+    """What layers of these kinds and the ends that run need.
+
+    Args:
+      edge_fields: fields of the entry that need a gradient.
+      enters: after how many layers inputs enter that need a gradient, -1: before all.
+      taps: that run, and after how many layers each leaves.
+      ends: "entry" and "exit" where they run.
+    """
+    needs = -1 in enters or ("entry" in ends and _has_trainable(trains, "entry"))
+    gradient = []
     for i in range(len(kinds) + 1):
-        needs_gradient |= i in enters
-        needs.append(needs_gradient)
-        needs_gradient |= i < len(kinds) and _has_trainable(trains, kinds[i])
-    return needs
+        needs |= i in enters
+        gradient.append(needs)
+        needs |= i < len(kinds) and _has_trainable(trains, kinds[i])
+    inputs_of = {"entry": edge_fields, "exit": _hidden_input(gradient[-1])}
+    part_inputs = [(end, inputs_of[end]) for end in ends]
+    part_inputs += [(tap, _hidden_input(gradient[depth])) for tap, depth in taps]
+    total, attention = Products(), []
+    for part, inputs in part_inputs:
+        total = total.plus(part_products(module, part, shape, trains, inputs))
+    for kind in dict.fromkeys(kinds):
+        layer_needs = [g for k, g in zip(kinds, gradient) if k == kind]
+        kind_module = single_kind_modules(module)[kind]
+        names = {kind: LAYERS, adapter_of(kind): ADAPTER}
+        kind_trains = frozenset(names.get(part, part) for part in trains)
+        layers = Products()
+        for needs in (False, True):
+            layer = part_products(kind_module, "layers", shape, kind_trains, _hidden_input(needs))
+            layers = layers.plus(layer, layer_needs.count(needs))
+        if attention_flops_of(kind_module):
+            trained = _has_trainable(trains, kind)
+            attention.append(
+                (kind_module, len(layer_needs), sum(g or trained for g in layer_needs))
+            )
+            layers = replace(layers, activations=0.0, activations_gradient=0.0)
+        total = total.plus(layers)
+    return _Needed(total, attention, gradient)
 
 
 def _has_trainable(trains: Collection[str], part: str) -> bool:
     """Whether a part (also layers of a kind), or its adapters, are among the parts that train."""
     return part in trains or adapter_of(part) in trains
-
-
-def _end_products(
-    module: Module,
-    shape: Shape,
-    trains: frozenset[str],
-    needs: Sequence[bool],
-    taps: Iterable[tuple[str, int]],
-    edge_fields: Names,
-    *,
-    first: bool = True,
-    last: bool = True,
-) -> Products:
-    """Products of the ends and taps that run; `edge_fields`: fields that need a gradient."""
-    inputs = [("entry", edge_fields)] * first + [("exit", _hidden_input(needs[-1]))] * last
-    inputs += [(tap, _hidden_input(needs[depth])) for tap, depth in taps]
-    total = Products()
-    for part, with_gradient in inputs:
-        total = total.plus(part_products(module, part, shape, trains, with_gradient))
-    return total
-
-
-def _layer_products(
-    module: Module, shape: Shape, trains: frozenset[str], needs: Iterable[tuple[str, bool]]
-) -> Iterator[tuple[Module, Products, int, int]]:
-    """By kind: the module with layers of that kind alone, their products as written, how many
-    layers there are, and of how many the attention needs a gradient.
-
-    Args:
-      needs: of each layer its kind, and whether the hidden states before it need a gradient.
-    """
-    needs_by_kind: dict[str, list[bool]] = {}
-    for kind, needs_gradient in needs:
-        needs_by_kind.setdefault(kind, []).append(needs_gradient)
-    for kind, kind_needs in needs_by_kind.items():
-        kind_module = single_kind_modules(module)[kind]
-        names = {kind: LAYERS, adapter_of(kind): ADAPTER}
-        kind_trains = frozenset(names.get(part, part) for part in trains)
-        layers = Products()
-        for needs_gradient in (False, True):
-            layer = part_products(
-                kind_module, "layers", shape, kind_trains, _hidden_input(needs_gradient)
-            )
-            layers = layers.plus(layer, kind_needs.count(needs_gradient))
-        trained = _has_trainable(trains, kind)
-        yield (
-            kind_module,
-            layers,
-            len(kind_needs),
-            sum(needs_gradient or trained for needs_gradient in kind_needs),
-        )
 
 
 def _hidden_input(needs_gradient: bool) -> Names:
@@ -261,7 +259,7 @@ def part_products(
 
     Args:
       trains: names of the parts that train.
-      reached: its inputs that need a gradient: "hidden", or fields of the entry that edges bring.
+      with_gradient: inputs that need a gradient, "hidden" or fields of the entry that edges fill.
     """
     edge_fields = with_gradient if part == "entry" else ()
     closed, inputs = trace_forward_parts(TraceSpec(module, part, shape, edge_fields=edge_fields))

@@ -114,18 +114,6 @@ def test_a_task_of_both_directions_takes_what_its_program_takes(tmp_path, monkey
     assert needs.residuals == pytest.approx(64.0 * 640)
 
 
-def test_layers_between_others_have_nothing_of_the_loss(tmp_path, monkeypatch):
-    costs = CostModel(profile(tmp_path, monkeypatch)[0])
-    inner = SegmentPlan("llm", "llm", 4, 16, "m", False, False, "named")
-    probe = Probe("llm", 1, Shape(1, 640), 12, "named", ends=False)
-    needs = segment_bytes(costs, inner, MeshShape(), 1, 1, 640, trained=False)
-    assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
-    assert needs.residuals == pytest.approx(residuals(probe) + 64.0 * 640, rel=1e-4)
-    for kind in (FORWARD, BACKWARD):
-        got = group_s(costs, inner, MeshShape(), 1, 1, 640, kind) - Efficiency().task_s
-        assert got == pytest.approx(work_s(probe, kind), rel=1e-4)
-
-
 def test_only_what_is_asked_for_is_compiled(tmp_path, monkeypatch):
     every = profile(tmp_path, monkeypatch)[1]
     assert len(every) == len(set(every)) == 2 * 2 * 4 * (2 + 3)

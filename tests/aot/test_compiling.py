@@ -119,14 +119,6 @@ def test_without_ptxas_too(monkeypatch, tmp_path):
     assert environment["JAX_PLATFORMS"] == "cpu"
 
 
-def test_the_folder_of_the_report_must_be_there(experiment, capsys, monkeypatch):
-    monkeypatch.setattr(chips, "compiler_environment", dict)
-    text = refusal(
-        capsys, "compile", experiment, "--plan.hardware", "h100", "--out", "no/where.json"
-    )
-    assert "no/where.json" in text
-
-
 def test_every_chip_is_in_the_table_of_hardware():
     for name, chip in CHIPS.items():
         text = target_config(chip, find_hardware(name))
@@ -206,15 +198,6 @@ def test_the_compilers_death_is_one_programs_failure(monkeypatch):
     assert report.programs[1].error == "the compiler died (signal 6): F1122 no tile fits"
     assert not report.fits
     assert report.exit_code == 1
-
-
-def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
-    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(
-        child_processes, "child_source", running("import sys; sys.exit('no disk left')")
-    )
-    with pytest.raises(RuntimeError, match=r"exit code 1.*no disk left"):
-        compile_plan(CompileJob(config(), NANO))
 
 
 def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys, monkeypatch):

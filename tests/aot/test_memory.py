@@ -53,14 +53,6 @@ def test_the_peak_is_state_inputs_and_the_largest_program():
     assert b.peak_bytes == (8 + 2 * 0.25 + 2.0) * GIB
 
 
-def test_segments_on_the_same_devices_share_them():
-    states = [state("a", 0), state("b", 0)]
-    programs = [program("a", "backward", 3.0), program("b", "backward", 5.0)]
-    (both,) = device_memory(states, programs)
-    assert both.submesh == "a, b"
-    assert both.peak_bytes == (8 + 2.0 + 5.0) * GIB
-
-
 @pytest.mark.parametrize("kind, work", [("update", 2.0 + 2.0), ("reduce", 2.0 + 2.0)])
 def test_reduced_gradients_of_all_segments_are_there_at_the_end(kind, work):
     states = [state("a", 0), state("b", 0)]

@@ -67,19 +67,6 @@ def test_across_nodes_each_device_reduces_its_share():
     assert all_reduce_s(8e9, 8, slower) == all_reduce_s(8e9, 8, A100)
 
 
-def test_nothing_to_move_costs_nothing():
-    assert all_reduce_s(0, 8, A100) == reduce_scatter_s(0, 16, A100) == send_s(0, A100) == 0.0
-
-
-def test_sends():
-    inside, across = (
-        send_s(3e9, A100, efficiency=1.0),
-        send_s(3e9, A100, across=True, efficiency=1.0),
-    )
-    assert inside == pytest.approx(0.01 + 1.9e-6)
-    assert across == pytest.approx(0.12 + 4e-6)
-
-
 def test_what_was_measured_goes_before_the_data_sheet():
     reduced, sent = Link("all_reduce", True, 1e9, 1e-3), Link("send", False, 2e9, 5e-4)
     here = dataclasses.replace(A100, measured=(reduced, sent))

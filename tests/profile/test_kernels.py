@@ -20,7 +20,6 @@ from dflop_jax.profile.kernels import (
 from dflop_jax.profile.sharded_trace import trace
 from dflop_jax.profile.traced_parts import (
     TraceSpec,
-    divides,
     forward_flops,
     hidden_bytes,
     residual_bytes,
@@ -87,14 +86,6 @@ def test_a_loop_counts_every_turn_and_shards_its_carry():
     in_loop = [k for k in of_kind(kernels, ELEMENTWISE) if k.repeats == 5]
     assert [k.n_bytes for k in in_loop] == [4 * (D + 3 * D * F / 2)]  # row, w, carry in and out
     assert not of_kind(kernels, REDUCE)
-
-
-def test_a_while_counts_once_and_calls_are_looked_into():
-    def function(x):
-        body = jax.jit(lambda c: (c[0] + 1, c[1] @ c[1]))
-        return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
-
-    assert len(of_kind(run(function, (array(D, D),), (None,), 1), MATMUL)) == 1
 
 
 def test_dead_work_and_pure_layout_cost_nothing():
@@ -181,15 +172,6 @@ def test_a_layer_gathers_tokens_before_its_products_and_scatters_sums_after(fami
             assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
 
 
-def test_attention_is_told_from_products_with_parameters():
-    kernels = trace_kernels(
-        TraceSpec(MODELS["llava"].modules["vision"], "layers", Shape(2, 16)), FORWARD
-    )
-    assert len(of_kind(kernels, ATTENTION)) == 2
-    assert len(of_kind(kernels, MATMUL)) == 6
-    assert {k.dtype for k in of_kind(kernels, MATMUL)} == {"bfloat16"}
-
-
 def test_attention_kernels_know_a_pair_of_each_token():
     """Two products forward and seven backward; what they compute of pairs a trace does not show."""
     llm, shape = build_llava("nano", attention_kernel="pallas").modules["llm"], Shape(2, 64)
@@ -199,11 +181,6 @@ def test_attention_kernels_know_a_pair_of_each_token():
             assert sum(k.flops for k in kernels) == 0
             want = 2 * products * shape.size * 4 * 32 / ways  # heads of 8, filled up to 32
             assert sum(k.pair_flops * k.repeats for k in kernels) == want
-
-
-def test_degrees_that_divide():
-    llm = MODELS["llava"].modules["llm"]  # 4 heads, 2 kv heads, which need not be divided
-    assert [d for d in (1, 2, 3, 4, 8) if divides(llm, d)] == [1, 2, 4]
 
 
 def test_working_bytes_by_hand():

@@ -13,25 +13,19 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.explain import kind_costs
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.measure import model_profile, profile_key, time_layer
-from dflop_jax.profile.needed import needed_flops, segment_flops
+from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shallow import single_kind_modules
-from dflop_jax.profile.state import ShardedState, working_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     DataProfile,
     Load,
     MeshShape,
-    ModelProfile,
     Profile,
     SegmentPlan,
     Shape,
 )
-from dflop_jax.records.files import load, save
-from dflop_jax.runtime.layout import device_mesh
-from dflop_jax.runtime.parameter_layout import param_structs
-from dflop_jax.runtime.segment import Segment
 from tests.mixed import UNITS, HandingText, Mixed
 from tests.plans import group_s, segment_bytes
 from tests.small import HIDDEN, WIDTH, Small
@@ -89,31 +83,6 @@ def test_a_segment_takes_what_its_layers_take(costs, start, stop, stages, remat,
     assert (got.temporaries <= most * (1 + 1e-9)).all()
 
 
-def test_segments_of_other_kinds_have_prices_of_their_own(costs):
-    assert costs.price_key(segment(1, 3)) == costs.price_key(segment(2, 4))  # two means each
-    assert costs.price_key(segment(1, 3)) != costs.price_key(segment(3, 5))
-    alone = CostModel(dataclasses.replace(costs.profile, host_s=0.0))
-    two = [
-        group_s(alone, segment(a, b), MeshShape(), 1, 2, 96, BACKWARD) for a, b in ((1, 3), (3, 5))
-    ]
-    assert two[0] != two[1]
-
-
-@pytest.mark.parametrize("start, stop", [(0, 6), (1, 4), (4, 6)])
-def test_bytes_are_those_of_the_parameters(costs, start, stop):
-    s = segment(start, stop)
-    held = param_structs(
-        Segment(s, MIXED.modules["llm"], device_mesh(MeshShape(), jax.devices()), 1, frozenset())
-    )
-    layers = {part: tree for part, tree in held.items() if part in ("mean", "gate")}
-    want = sum(a.size * 4 for a in jax.tree.leaves(layers))
-    ends = 4 * costs.profile.ends_elements("llm")
-    state = ShardedState(s, MeshShape(), costs.profile)
-    assert state.n_bytes(working_bytes) == want + ends * (s.first + s.last) / 2
-    if (start, stop) == (0, 6):
-        assert 4 * costs.profile.n_elements("llm") == want + ends
-
-
 def test_needed_flops_by_hand():
     """A layer of means has three products, one of them of two activations; a gated one has four."""
     n, width = 24, WIDTH
@@ -131,36 +100,6 @@ def test_needed_flops_by_hand():
     want = n * (3 * 2 * gate[0] - without + 2 * 4 * mean[0] + 2 * head)
     want += n * n * (2 * per_pair - gate[1])
     assert frozen(n) == pytest.approx(want)
-
-
-def test_needed_flops_of_cuts_add_up():
-    module, shape = MIXED.modules["llm"], Shape(2, 32)
-    mesh = device_mesh(MeshShape(), jax.devices())
-
-    def needed(start, stop, direction):
-        s = segment(start, stop)
-        ends = ["entry"] * s.first + ["exit"] * s.last
-        trains = frozenset(["mean", "gate", *ends])
-        wants = frozenset() if s.first else frozenset({"hidden"})
-        return segment_flops(
-            Segment(s, module, mesh, 1, trains, wants), shape, direction, with_forward=False
-        )
-
-    for direction in (FORWARD, BACKWARD):
-        whole = needed(0, 6, direction)
-        parts = sum(needed(a, b, direction) for a, b in ((0, 1), (1, 5), (5, 6)))
-        assert whole == pytest.approx(parts)
-        assert whole > 0
-
-
-def test_a_profile_says_kinds_of_layers_that_differ(tmp_path, costs):
-    file = tmp_path / "profile.json"
-    save(costs.profile, file)
-    assert load(ModelProfile, file) == costs.profile
-    assert costs.profile.layer_kinds("llm")[:2] == ("gate", "mean")
-    single = roofline_profile(Small(), A100, SHAPES, [1], n_devices=1)
-    assert single.kinds == {}
-    assert {t.kind for t in single.timings} == {"layers"}
 
 
 def test_programs_of_every_kind_are_timed():

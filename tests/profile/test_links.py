@@ -41,13 +41,6 @@ def test_prices_are_those_that_were_timed(ranks, across):
             assert price(n, ranks, hardware) == want
 
 
-def test_a_larger_size_that_took_less_is_all_bandwidth():
-    seen = [LinkTiming("send", False, 2, 1_000, 5e-3), LinkTiming("send", False, 2, 50_000, 4e-3)]
-    (link,) = hardware_with_links("cpu", 2, seen).measured
-    assert link.latency_s == 5e-3
-    assert link.bandwidth == pytest.approx(50_000 / 4e-3)
-
-
 def devices(platform, *processes):
     return [SimpleNamespace(platform=platform, process_index=p) for p in processes]
 

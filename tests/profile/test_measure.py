@@ -5,15 +5,13 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dflop_jax.profile import measure
-from dflop_jax.profile.measure import DEPTHS, measure_concurrent_rate, model_profile, profile_key
-from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.profile.timed_programs import TimedPrograms, place_packed_rows
+from dflop_jax.profile.measure import measure_concurrent_rate, model_profile, profile_key
+from dflop_jax.profile.timed_programs import TimedPrograms
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
-from dflop_jax.records import Edge, MeshShape, Shape
+from dflop_jax.records import Edge, Shape
 from dflop_jax.runtime.synthetic_batch import content_of_rows
 from tests.small import WIDTH, Small
 
@@ -156,23 +154,6 @@ def two(**fields):
     return SimpleNamespace(modules={"a": a, "b": b}, edges=edges, piece_tokens={}, vocab_size=16)
 
 
-def test_what_lies_between_layers_is_timed_with_the_ends():
-    model, devices = two(), jax.devices()[:1]
-    shapes = {m: [Shape(2, 16)] for m in "ab"}
-    timings = timed(model, shapes, devices)
-    profile = model_profile(model, shapes, timings, devices, key="k")
-    assert profile.edges == (Edge("a", "b", "deep", tap="mid", leaves=3, enters=3),)
-    assert {m: profile.ends_elements(m) for m in "ab"} == {"a": 16 * 8 + 2 * 64, "b": 16 * 8 + 64}
-    assert {m: profile.n_elements(m) for m in "ab"} == {"a": 256 + 4 * 128, "b": 192 + 4 * 128}
-    for name, n_inputs in (("a", 0), ("b", 1)):
-        for depth in (1, 3):
-            segment = shallow_segment(model, name, depth, devices, MeshShape())
-            assert len(segment.taps) == (name == "a")
-            assert len(segment.inlets) == len(segment.wants_gradient) == n_inputs
-            assert segment.read_parts == (("entry", "layers", "exit", "mid") if name == "a" else
-                                     ("entry", "layers", "exit"))  # fmt: skip
-
-
 def test_content_is_told_from_as_many_fillings_as_it_has_features():
     """A layer of 2 s, 1e-2 s a pair and 0.5 s a piece of a made-up feature; of another there is
     nothing in any filling, so that it costs for its FLOPs what these two do."""
@@ -230,40 +211,6 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     assert {len(pieces) for pieces in calls} == {1}  # whole rows are timed once
 
 
-@pytest.mark.parametrize("tokens, pieces", [(48, 1), (48, 16), (50, 16), (5, 4), (1, 1)])
-def test_rows_are_full_of_pieces(tokens, pieces):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def struct(dtype, *more):
-        return jax.ShapeDtypeStruct((1, 3, tokens, *more), dtype, sharding=sharding)
-
-    fields = {
-        "segment_ids": struct(jnp.int32),
-        "positions": struct(jnp.int32, 3),
-        "weights": struct(jnp.float32),
-        "ids": struct(jnp.int32),
-        "pixels": struct(jnp.uint8, 12),
-        "flag": struct(jnp.bool_),
-        "x": struct(jnp.bfloat16, 7),
-    }
-    batch = {n: np.asarray(a) for n, a in place_packed_rows(fields, pieces, below=300).items()}
-    assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
-        n: (s.shape, s.dtype) for n, s in fields.items()
-    }
-    row = batch["segment_ids"][0, 1]
-    lengths = np.bincount(row)[1:]
-    assert row[0] == 1
-    assert min(lengths) >= 1
-    assert len(lengths) <= pieces
-    assert (lengths**2).sum() * 3 == content_of_rows(None, Shape(3, tokens), pieces)["pair"]
-    want = np.concatenate([np.arange(n) for n in lengths])
-    assert (batch["positions"][0] == want[None, :, None]).all()
-    assert (batch["weights"] == 1).all()
-    assert batch["ids"].max() < 300
-    assert batch["ids"].min() >= 0
-    assert tokens == 1 or len(set(batch["x"].astype(np.float32).ravel().tolist())) > tokens
-
-
 def test_a_profile_is_named_by_the_programs_it_timed():
     devices, shapes = jax.devices()[:1], {m: [Shape(1, 32)] for m in "ab"}
     key = profile_key(two(), devices, shapes, "more")
@@ -271,12 +218,3 @@ def test_a_profile_is_named_by_the_programs_it_timed():
     wider = profile_key(two(width=16), devices, shapes, "more")
     longer = profile_key(two(), devices, {**shapes, "b": [Shape(1, 64)]}, "more")
     assert len({key, wider, longer, profile_key(two(), devices, shapes)}) == 4
-
-
-@pytest.mark.parametrize("n_layers", [1, 2])
-def test_fewer_layers_than_are_timed(n_layers):
-    """A module of fewer layers than a timed segment has is timed with more of the same."""
-    for depth in DEPTHS:
-        segment = shallow_segment(Small(n_layers=n_layers), "llm", depth, jax.devices()[:1],
-                                  MeshShape())  # fmt: skip
-        assert segment.layer_rows == {"layers": tuple(range(depth))}

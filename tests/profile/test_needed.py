@@ -1,15 +1,21 @@
-"""Needed FLOPs against counts by hand: all trained, parts frozen, adapters, foreign graphs."""
+"""Needed FLOPs of pieces and of segments' programs, against counts by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.profile.needed import needed_flops
+from dflop_jax.profile.needed import needed_flops, segment_flops, visible_pair_share
+from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, SegmentPlan, Shape
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.segment import EVALUATE, Segment
+from models.decoder import DecoderModule
 from models.llava import build as build_llava
 from models.qwen2_audio import build as build_audio
+from models.sizes import DecoderSize, VisionSize
+from models.vit import VisionModule
 from tests.graphs.made_up import GRAINS, VOCAB, WIDTH, MadeUp
 
 ROWS = {"vision": 16, "llm": 96}  # tokens of a row: a tile's, and any
@@ -107,15 +113,6 @@ def test_a_graph_that_says_nothing_of_its_flops():
     assert still(7) == 7 * (6 * square + 2 * WIDTH * VOCAB)
 
 
-def test_modules_that_a_plan_leaves_out_send_nothing():
-    model = build_llava("nano")
-    text = needed_flops(model, {"llm": 96}, ("llm",))
-    assert set(text) == {"llm"}
-    d = model.size.decoder
-    forward = 9 * (d.n_layers * sum(decoder_products(d)) + 2 * d.width * d.vocab)
-    assert text["llm"](9) == forward + d.n_layers * causal(d, 9)
-
-
 @dataclass(frozen=True)
 class Untold:
     """Layers with a loop over their rows' tokens and attention that the contract is not told of."""
@@ -165,3 +162,90 @@ def replace_module(model, attention):
         attention_flops = attention
 
     return SimpleNamespace(modules={"m": Told()}, edges=model.edges)
+
+
+# ---- FLOPs of segments' programs ----
+
+DECODER_WIDTH, MLP, DECODER_VOCAB, LAYERS = 64, 160, 512, 4
+HEADS, KV_HEADS, HEAD = 4, 2, 16
+N_ROWS, TOKENS = 2, 96
+DECODER = DecoderModule(
+    DecoderSize(DECODER_WIDTH, LAYERS, HEADS, KV_HEADS, MLP, DECODER_VOCAB), jnp.dtype("float32")
+)
+EDGE = Edge("pictures", "text", "visual")
+
+N = N_ROWS * TOKENS
+DENSE = (
+    LAYERS
+    * 2
+    * N
+    * (
+        2 * DECODER_WIDTH * HEADS * HEAD
+        + 2 * DECODER_WIDTH * KV_HEADS * HEAD
+        + 3 * DECODER_WIDTH * MLP
+    )
+)
+ATTENTION = LAYERS * 2 * 2 * N_ROWS * HEADS * HEAD * TOKENS * (TOKENS + 1) / 2
+HEAD_FLOPS = 2 * N * DECODER_WIDTH * DECODER_VOCAB
+
+
+def segment(module=DECODER, mesh=(1, 1, 1), microbatches=1, **changes) -> Segment:
+    plan = SegmentPlan("text", "text", 0, module.n_layers, "all", True, True)
+    whole = Segment(
+        plan=plan,
+        module=module,
+        mesh=device_mesh(MeshShape(*mesh), jax.devices()),
+        microbatches=microbatches,
+        trainable=frozenset(("entry", "layers", "exit")),
+        wants_gradient=frozenset(("visual",)),
+        edges=(EDGE,),
+    )
+    return replace(whole, **changes)
+
+
+SHAPE = Shape(N_ROWS, TOKENS)
+
+
+@pytest.mark.parametrize("kind", [FORWARD, EVALUATE])
+def test_forward_needs_every_product_once(kind):
+    flops = segment_flops(segment(), SHAPE, kind, with_forward=False)
+    assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS, rel=1e-12)
+
+
+def test_backward_needs_two_for_each_and_its_own_forward_where_there_is_no_other():
+    forward = DENSE + ATTENTION + HEAD_FLOPS
+    flops = segment_flops(segment(), SHAPE, BACKWARD, with_forward=False)
+    assert flops == pytest.approx(2 * forward, rel=1e-12)
+    flops = segment_flops(segment(), SHAPE, BACKWARD, with_forward=True)
+    assert flops == pytest.approx(3 * forward, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "trainable, brought, dense, attention, head",
+    [
+        (("exit",), (), 0, 0, 2),  # the norm before the head trains too
+        (("layers",), (), 2, 2, 1),
+        ((), ("visual",), 1, 2, 1),
+        (("exit",), ("visual",), 1, 2, 2),
+        (("entry",), (), 1, 2, 1),
+    ],
+)
+def test_frozen_parts_need_no_gradient_of_their_own(trainable, brought, dense, attention, head):
+    s = segment(trainable=frozenset(trainable), wants_gradient=frozenset(brought))
+    wanted = dense * DENSE + attention * ATTENTION + head * HEAD_FLOPS
+    assert segment_flops(s, SHAPE, BACKWARD, with_forward=False) == pytest.approx(wanted)
+
+
+def test_a_device_needs_its_share():
+    one = segment_flops(segment(), SHAPE, BACKWARD, with_forward=True)
+    s = segment(mesh=(2, 2, 2), microbatches=4)
+    # Data ranks have rows of their own.
+    assert segment_flops(s, SHAPE, BACKWARD, with_forward=True) == one * 4 / (2 * 2)
+
+
+def test_the_share_of_pairs_that_attention_sees():
+    encoder = VisionModule(VisionSize(32, 8, 48, 3, 4, 96), 64, jnp.dtype("float32"))
+    assert visible_pair_share(encoder, 16) == 1.0
+    assert visible_pair_share(DECODER, 1) == 1.0
+    assert visible_pair_share(DECODER, 3) == pytest.approx(6 / 9)
+    assert visible_pair_share(DECODER, 1000) == pytest.approx(0.5, rel=2e-3)

@@ -29,14 +29,6 @@ def test_a_packed_module_by_hand():
     assert got[3:] == [Shape(4, 96), Shape(4, 320)]
 
 
-def test_pieces_of_one_sample_need_not_share_a_row():
-    """A module at native resolution: rows as long as a picture, enough for an album."""
-    got = shapes_of((300, 250, 310, 290, 100), (100,))
-    assert max(s.tokens for s in got) == 640
-    assert got[-1] == Shape(16, 320)
-    assert got[-1].size >= 1250
-
-
 @pytest.mark.parametrize("piece_tokens, tokens", [({}, 32), ({"m": 16}, 16)])
 def test_a_module_that_the_data_lack_gets_small_shapes(piece_tokens, tokens):
     got = shapes_of((), (), piece_tokens=piece_tokens)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from dflop_jax.records import REDUCE, UPDATE, Bucket, Load, Schedule, Shape, Task
+from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule import Capacity, oversize, quick_schedule, schedule_batch
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, capacity_of
-from dflop_jax.schedule.bounds import lower_bound_s
 from dflop_jax.schedule.costs import bucket_ticks, group_costs
 from dflop_jax.schedule.count_vectors import Conditions, list_covers, volume_conditions
 from dflop_jax.schedule.groups import (
@@ -23,11 +22,11 @@ from dflop_jax.schedule.groups import (
     longest_first_assignment,
     schedule_groups,
 )
-from dflop_jax.schedule.packing import first_fit, pack_samples
-from dflop_jax.simulate.steps import simulate_step, with_list_order
+from dflop_jax.schedule.packing import first_fit
+from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import check_order
-from tests.rows import group_of_rows, rows_of
+from tests.rows import rows_of
 from tests.schedule.conftest import (
     TILE,
     bucket,
@@ -35,7 +34,6 @@ from tests.schedule.conftest import (
     make_batch,
     make_plan,
     make_prices,
-    program_of,
 )
 
 
@@ -113,12 +111,6 @@ def test_no_sample_is_lost_between_buckets_of_unlike_rows(seed):
     buckets = [Bucket.from_shapes({"a": Shape(3, 64), "c": Shape(1, 128)}),
                Bucket.from_shapes({"a": Shape(6, 64), "c": Shape(3, 128)})]  # fmt: skip
     plan = make_plan(buckets, {"a": 1, "b": 1, "c": 1}, edges=[("a", "c")])
-    batch, capacity = Batch(loads, plan.layout.modules), capacity_of(plan.layout)
-    for n in range(2, 12):
-        chosen = [buckets[i] for i in rng.integers(0, 2, n)]
-        packed = pack_samples(batch, chosen, capacity, Budget(300), rng)
-        held = [i for microbatch in packed or () for row in microbatch for i in row]
-        assert packed is None or sorted(held) == list(range(30))
     check(solve(loads, plan, make_prices(plan), work=500), loads, plan)
 
 
@@ -250,121 +242,6 @@ def test_content_is_evened_out_over_ranks_and_groups():
     assert len(even.groups) == len(blind.groups)
     assert busiest(even) <= 1.02 < busiest(blind)
     assert sum(g.content[0] for g in even.groups) < sum(g.content[0] for g in blind.groups)
-
-
-def rank_splits(lengths, n_rows, tokens):
-    """Every way to put pieces into rows, empty rows alike, by plain recursion."""
-    rows = [[] for _ in range(n_rows)]
-
-    def place(i):
-        if i == len(lengths):
-            yield tuple(tuple(r) for r in rows)
-            return
-        opened = False
-        for row in rows:
-            if opened and not row:
-                continue
-            opened = opened or not row
-            if sum(lengths[k] for k in row) + lengths[i] <= tokens:
-                row.append(i)
-                yield from place(i + 1)
-                row.pop()
-
-    yield from place(0)
-
-
-def fastest_by_hand(loads, plan, prices):
-    """Least simulated makespan over all partitions of a few samples into runs of a bucket each, and
-    all placements of module "b"; the pieces of "a" are dealt out."""
-    best = np.inf
-    n = len(loads)
-    for labels in itertools.product(range(n), repeat=n):
-        if any(x > max(labels[:i], default=-1) + 1 for i, x in enumerate(labels)):
-            continue
-        runs = [[i for i in range(n) if labels[i] == k] for k in range(max(labels, default=-1) + 1)]
-        for chosen in itertools.product(plan.layout.buckets, repeat=len(runs)):
-            answers = [group_pairs(loads, plan, r, b) for r, b in zip(runs, chosen)]
-            if any(x is None for x in answers):
-                continue
-            for order in itertools.permutations(range(len(runs))):
-                groups = []
-                for k in order:
-                    groups += with_places(answers[k], len(groups))
-                schedule = with_list_order(
-                    plan, Schedule(0, tuple(groups)), prices, plan.layout.modules
-                )
-                best = min(best, schedule.makespan_s)
-    return best
-
-
-def group_pairs(loads, plan, samples, b):
-    """[group of "a", group of "b"] of some samples in a bucket, of least content; None if none."""
-    groups = []
-    first = np.cumsum([0] + [len(s.lengths("a")) for s in loads])
-    tiles = [p for i in samples for p in range(first[i], first[i + 1])]
-    shape = b.shape("a")
-    if tiles:
-        ranks = plan.layout.data_ranks("a")
-        if shape is None or len(tiles) > shape.rows * ranks:
-            return None
-        rows = [[[] for _ in range(shape.rows)] for _ in range(ranks)]
-        for k, p in enumerate(tiles):
-            rows[k % ranks][k // ranks].append(p)
-        full = tuple(tuple(tuple(r) for r in rank) for rank in rows)
-        most = max(sum(TILE**2 for r in rank for _ in r) for rank in rows)
-        groups.append(group_of_rows("a", shape, (full,), (), (most,)))
-    shape, ranks = b.shape("b"), plan.layout.data_ranks("b")
-    lengths = [loads[i].tokens("b") for i in samples]
-    best = None
-    for rows in rank_splits(lengths, ranks * shape.rows, shape.tokens):
-        parts = [rows[d * shape.rows : (d + 1) * shape.rows] for d in range(ranks)]
-        most = max(sum(lengths[k] ** 2 for r in part for k in r) for part in parts)
-        if best is None or most < best[0]:
-            best = most, tuple(tuple(tuple(samples[k] for k in r) for r in p) for p in parts)
-    if best is None:
-        return None
-    groups.append(group_of_rows("b", shape, (best[1],), (), (best[0],)))
-    return groups
-
-
-def with_places(groups, start):
-    if len(groups) == 2:
-        return [replace(groups[0], feeds=(start + 1,)), groups[1]]
-    return groups
-
-
-@pytest.mark.slow(first=4)
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("shared", [(), ("a", "b")])
-def test_bound_and_answer_against_every_schedule_of_a_small_batch(seed, shared):
-    """The bound is below all of them, also where devices share cores; "optimal" is never said
-    wrongly; and the answer is close to the best."""
-    rng = np.random.default_rng(seed)
-    plan = make_plan([bucket(3, (1, 64)), bucket(2, (1, 32))], {"a": 1, "b": 2}, shared=shared)
-    prices = make_prices(plan, pair_s=2e-6)
-    if seed % 2:
-        end = {Task(s, -1, d): 0.004 for s in plan.layout.modules for d in (REDUCE, UPDATE)}
-        prices = replace(prices, concurrency=1.5, step_end=end)
-    loads = [
-        Load({"a": (TILE,) * int(t), "b": (int(k),)})
-        for t, k in zip(rng.integers(0, 3, 4), rng.integers(5, 32, 4))
-    ]
-    best_s = fastest_by_hand(loads, plan, prices)
-    got = solve(loads, plan, prices, work=1000, program=program_of(plan))
-    check(got, loads, plan)
-    bound_s = lower_bound_s(
-        Batch(loads, plan.layout.modules),
-        plan.layout,
-        prices,
-        plan.layout.modules,
-    )
-    assert 0 < bound_s <= best_s * (1 + 1e-9)
-    assert 0 < got.integer_bound_s <= best_s * (1 + 1e-9)
-    proved_s = max(bound_s, got.integer_bound_s)
-    assert got.lower_bound_s == pytest.approx(min(proved_s, got.makespan_s))
-    assert got.makespan_s <= best_s * 1.15
-    if got.status == "optimal":
-        assert got.makespan_s <= best_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -107,16 +107,6 @@ def test_bad_arguments_are_named(arguments, options, message):
         balance(*arguments, **options)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("n, n_bins, modules", [(40, 4, 1), (100, 16, 2), (200, 8, 3)])
-def test_never_worse_than_lpt_nor_below_the_mean(seed, n, n_bins, modules):
-    costs = heavy_tailed(np.random.default_rng(seed), n, modules)
-    got = makespan(balance(costs, n_bins, work=200, seed=seed), costs, n_bins)
-    greedy = makespan(longest_first(balance_problem(costs, n_bins)), costs, n_bins)
-    assert max(costs.sum(axis=0).max() / n_bins, costs.max()) <= got * (1 + 1e-9)
-    assert got <= greedy
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_lpt_looks_at_every_bin(seed):
     """Against the rule over all bins in plain Python: groups that share a load, bins of several

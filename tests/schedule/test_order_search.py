@@ -130,7 +130,7 @@ def test_small_steps_get_the_best_order(seed):
     assert makespan == again >= order_bound(problem)
     by_start = [starts[t] for t in found] == sorted(starts)  # as they are dispatched
     assert by_start or found == order
-    assert makespan == least_makespan(problem, makespan)
+    assert makespan == least_makespan(problem)
 
 
 def test_memory_binds():
@@ -145,7 +145,7 @@ def test_memory_binds():
         assert tight.is_within_limits(start)
         found, least[limit] = search_order(tight, start, Budget(500), 0)
         assert tight.is_within_limits(found)
-        assert least[limit] == least_makespan(tight, least[limit])
+        assert least[limit] == least_makespan(tight)
     assert least[1] > least[2] > least[3]
 
 

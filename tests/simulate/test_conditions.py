@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, RETURN, SEND, SendId, Task
-from dflop_jax.simulate.steps import Noise, simulate_schedules, simulate_step
+from dflop_jax.simulate.steps import Noise, simulate_step
 from dflop_jax.simulate.task_graph import step_graph, submesh_resources
 from dflop_jax.simulate.task_order import order_tasks
 from tests.simulate.cases import (
@@ -192,15 +192,6 @@ def test_dispatch_waits_as_the_thread_does():
     assert later > 10  # it does hold tasks up
 
 
-@pytest.mark.parametrize("n_groups", [0, 1])
-def test_nothing_and_one_group_are_not_held_up(n_groups):
-    plan = chain(2, sources=1)
-    priced = prices(plan, {("a0", FORWARD): 1.0, ("b0", BACKWARD): 2.0})
-    schedule = batch(plan, n_groups)
-    free = simulate_step(plan, schedule, priced, names(plan))
-    assert simulate_step(plan, schedule, priced, names(plan), synchronous=["a0", "b0"]) == free
-
-
 def durations(trace):
     return {t: end - start for t, (start, end) in spans_of(trace).items()}
 
@@ -246,14 +237,6 @@ def test_stragglers_slow_their_tasks_and_no_others():
     for task, value in before.items():
         assert after[task] == pytest.approx(value * (2.5 if task.segment == "b0" else 1.0))
     assert len(before) == 3 * 5 + 3 * 2
-
-
-def test_every_step_of_a_trace_draws_anew():
-    plan = chain(1)
-    schedules = [batch(plan, 1, step=s) for s in range(3)]
-    priced = prices(plan, {("b0", BACKWARD): 1.0})
-    trace = simulate_schedules(plan, schedules, priced, ["b0"], noise=Noise(sigma=0.5))
-    assert len(set(durations(trace).values()) - {0.0}) == 3
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])

@@ -39,10 +39,10 @@ from dflop_jax.records import Bucket, Load, PackedPieces, Shape, crossing_traffi
 from dflop_jax.schedule import WORK_PER_S, Capacity
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.bounds import busiest_rank_bound
 from dflop_jax.schedule.content_balance import (
     GroupContents,
     balance_content,
-    busiest_rank_bound,
     place_pieces,
 )
 from dflop_jax.schedule.rank_permutation import RankDevices, best_permutation, local_tokens

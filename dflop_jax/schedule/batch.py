@@ -36,10 +36,6 @@ class Capacity:
         shape = bucket.shape(module)
         return shape.rows * self.ranks[module] if shape else 0
 
-    def executed(self, bucket: Bucket, module: str) -> int:
-        """Tokens of a module that a group computes over all ranks, padding included."""
-        return bucket.tokens(module) * self.ranks[module] * self.group_size
-
 
 def capacity_of(layout: Layout) -> Capacity:
     """The capacity of a layout."""
@@ -155,6 +151,24 @@ class Batch:
         """Tokens of one microbatch, over all ranks, that pieces of this batch can fill."""
         rows = capacity.rows(bucket, module)
         return rows * self.row_tokens(bucket.shape(module), module)
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """The modules whose capacity the rows of a microbatch share: all but the anchor."""
+        return tuple(m for m in self.modules if m != self.anchor)
+
+    @cached_property
+    def shared_tokens_NM(self) -> Ints:
+        """[N, modules]: tokens of each sample of the shared modules."""
+        tokens_MN = np.array([self.tokens[m] for m in self.shared], np.int64)
+        return tokens_MN.reshape(len(self.shared), self.n_samples).T
+
+    def empty_tokens(self, bucket: Bucket, capacity: Capacity) -> tuple[int, Ints]:
+        """(tokens of an empty row of the anchor, 0 without an anchor; tokens of an empty microbatch
+        of each shared module), that pieces of this batch can fill."""
+        row = self.row_tokens(bucket.shape(self.anchor), self.anchor) if self.anchor else 0
+        shared = [self.microbatch_tokens(bucket, m, capacity) for m in self.shared]
+        return row, np.array(shared, np.int64)
 
     def pieces_of(self, module: str, samples: Sequence[int]) -> Ints:
         """Indices of the pieces of a module that belong to these samples."""

@@ -186,9 +186,8 @@ def assign_groups(
         buckets = bucket_variants(merged.layout.buckets, batch, max_buckets(plan.layout))
     weights = {m: costs.content_weights(m) for m in plan.layout.modules}
     priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
-    space = PackingSpace(
-        batch.with_content_weights(weights), buckets, capacity, bucket_ticks(costs, buckets), priced
-    )
+    ticks = bucket_ticks(costs, buckets)
+    space = PackingSpace(batch.with_content_weights(weights), buckets, capacity, ticks, priced)
     bound_s, tolerance = 0.0, dict[str, float]()
     assignments: list[tuple[ScheduleMaker, list[BucketRun]]]
     if not balanced:
@@ -201,12 +200,9 @@ def assign_groups(
             packing = budget.sub_budget(work * _PACKING_SHARE)
             improved = improve_assignment(space, greedy, packing, seed)
             if spread := longest_first_assignment(space, improved, budget):
-                none = Budget(0)
-                improved = min(
-                    improved,
-                    spread,
-                    key=lambda a: balance_contents(space, a, none, seed, tolerance),
-                )
+                none, both = Budget(0), (improved, spread)
+                uneven = [balance_contents(space, a, none, seed, tolerance) for a in both]
+                improved = spread if uneven[1] < uneven[0] else improved
             same = [t.bucket for t in improved] == [t.bucket for t in greedy]
             others = assignments if space.priced or not same else []
             assignments = [("local", improved), *others]

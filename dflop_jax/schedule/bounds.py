@@ -1,4 +1,5 @@
-"""Lower bounds on the simulated step time: no schedule of a batch in a plan's shapes is faster.
+"""Lower bounds: on the simulated step time of every schedule of a batch in a plan's shapes, on the
+content of groups, and on the makespan of every order of tasks.
 
 A resource is a set of devices that no other task shares. It must run its share of the volume of
 every module at the best price of its shapes, and the content of each group's busiest rank
@@ -42,6 +43,7 @@ from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
 from dflop_jax.schedule.costs import GroupCosts, group_costs, segment_directions
 from dflop_jax.schedule.count_vectors import fractional_bound, list_covers, volume_conditions
+from dflop_jax.simulate.numbered_tasks import StepTasks
 from dflop_jax.simulate.task_graph import segment_links, segment_resources
 
 _SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less
@@ -337,3 +339,48 @@ def _largest_pieces(length_P: Ints, content_P: Ints, shapes: Sequence[Shape], bi
     groups_P = np.maximum.accumulate(np.arange(len(order)) // np.maximum(held_P, 1))
     first = np.searchsorted(groups_P, np.arange(groups_P[-1] + 1))
     return np.asarray(content_P[order[first]])
+
+
+def busiest_rank_bound(content_P: Ints, ranks: int) -> int:
+    """A lower bound on the content of the busiest rank, for every placement of these pieces."""
+    if len(content_P) == 0:
+        return 0
+    return max(int(content_P.max()), -(-int(content_P.sum()) // ranks))
+
+
+def earliest_starts(problem: StepTasks) -> list[int]:
+    """A lower bound on the start of each task in every order, in ticks.
+
+    All inputs of a task must have run. A resource runs its inputs one after another, and the last
+    of them takes at least the shortest of their sends to arrive.
+    """
+    start_ticks, n_pending = [0] * problem.n_tasks, list(problem.n_inputs)
+    inputs: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in range(problem.n_tasks)]
+    ready_tasks = [t for t in range(problem.n_tasks) if not n_pending[t]]
+    for t in ready_tasks:  # which grows
+        for rows in inputs[t].values():
+            end = 0
+            for head, ticks, send in sorted(rows):
+                start_ticks[t] = max(start_ticks[t], head + ticks + send)
+                end = max(end, head) + ticks
+            start_ticks[t] = max(start_ticks[t], end + min(row[2] for row in rows))
+        for reader, _, send in problem.successors[t]:
+            row = start_ticks[t], problem.ticks[t], send
+            inputs[reader].setdefault(problem.resource[t], []).append(row)
+            n_pending[reader] -= 1
+            if not n_pending[reader]:
+                ready_tasks.append(reader)
+    return start_ticks
+
+
+def order_bound(problem: StepTasks) -> int:
+    """A lower bound on the makespan of every order, in ticks: a resource runs its tasks one at a
+    time, after the least head and before the least tail among them."""
+    bound, heads, tails = 0, earliest_starts(problem), earliest_starts(problem.mirrored)
+    for r in range(problem.n_resources):
+        own_tasks = [t for t in range(problem.n_tasks) if problem.resource[t] == r]
+        busy = sum(problem.ticks[t] for t in own_tasks)
+        ends = [min((end[t] for t in own_tasks), default=0) for end in (heads, tails)]
+        through = [heads[t] + problem.ticks[t] + tails[t] for t in own_tasks]
+        bound = max(bound, busy + sum(ends), *through)
+    return bound

@@ -20,6 +20,7 @@ import numpy as np
 from dflop_jax.records import Bucket, PackedPieces, Shape
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints, Problem
 from dflop_jax.schedule.batch import Batch, Capacity, first_fit_decreasing
+from dflop_jax.schedule.bounds import busiest_rank_bound
 from dflop_jax.schedule.local_search import State, improve
 from dflop_jax.schedule.packing import Microbatch, Packing
 
@@ -148,13 +149,6 @@ def apply_permutation(placement: PackedPieces, ranks_KD: Ints) -> PackedPieces:
     """The placement with the pieces of rank `ranks_KD[k, d]` of microbatch k moved to rank d."""
     new_rank_KD = np.argsort(ranks_KD, axis=1)  # of permutations: their inverse
     return placement.reassigned(new_rank_KD[placement.microbatch, placement.rank], placement.row)
-
-
-def busiest_rank_bound(content_P: Ints, ranks: int) -> int:
-    """A lower bound on the content of the busiest rank, for every placement of these pieces."""
-    if len(content_P) == 0:
-        return 0
-    return max(int(content_P.max()), -(-int(content_P.sum()) // ranks))
 
 
 @dataclass

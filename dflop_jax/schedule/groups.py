@@ -241,17 +241,19 @@ def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRu
         for k in range(group_size)
     ]
     rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
+    batch = space.batch
     for b in space.buckets_by_cost:
-        shapes = {m: space.buckets[b].shape(m) for m in space.batch.modules}
-        batch = space.batch
-        pieces_of = {
-            m: _place_on_own_ranks(batch, ranks_MD, m, s, m == last) for m, s in shapes.items()
-        }
-        placements = {m: places for m, places in pieces_of.items() if places is not None}
-        if len(placements) == len(pieces_of):
-            nonempty = {m: places for m, places in placements.items() if len(places)}
+        placements: dict[str, PackedPieces] = {}
+        for m in batch.modules:
+            shape = space.buckets[b].shape(m)
+            placement = _place_on_own_ranks(batch, ranks_MD, m, shape, m == last)
+            if placement is None:
+                break
+            if len(placement):
+                placements[m] = placement
+        else:
             padded = [[*r, *([] for _ in range(width - len(r)))] for r in rows]
-            return BucketRun(b, padded, nonempty)
+            return BucketRun(b, padded, placements)
     return None
 
 
@@ -289,9 +291,7 @@ def schedule_groups(
     groups: list[Group] = []
     size, ranks = space.capacity.group_size, space.capacity.ranks
     for run in assignment:
-        parts_of: dict[
-            str, tuple[Shape, list[PackedPieces]]
-        ] = {}  # the pieces of a module's groups
+        parts_of: dict[str, tuple[Shape, list[PackedPieces]]] = {}  # shape, groups
         for m, placement in run.placements.items():
             if m in layout.divided:
                 sub_shape = sub_microbatch_shape(layout, m)
@@ -311,9 +311,8 @@ def schedule_groups(
                     int(rank_content(placement, feature_P, size, ranks[m]).sum(axis=0).max())
                     for feature_P in space.batch.features[m]
                 ]
-                groups.append(
-                    Group(m, shape, feeds, tuple(content), placement.sorted_by_row(), size)
-                )
+                pieces = placement.sorted_by_row()
+                groups.append(Group(m, shape, feeds, tuple(content), pieces, size))
     return tuple(groups)
 
 
@@ -367,15 +366,15 @@ def longest_first_assignment(
     if anchor is None or anchor not in space.priced or not assignment:
         return None
     ranks, tokens_N = space.capacity.ranks[anchor], batch.tokens[anchor]
-    shared = [m for m in batch.modules if m != anchor]
-    tokens_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n_samples).T
-    buckets = [space.buckets[t.bucket] for t in assignment for _ in t.microbatches]
+    tokens_NM = batch.shared_tokens_NM
+    runs = [t for t in assignment for _ in t.microbatches]
+    empty = [batch.empty_tokens(space.buckets[t.bucket], space.capacity) for t in runs]
     rows: Packing = [[[] for _ in row] for t in assignment for row in t.microbatches]
     micro_R = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
     row_in_microbatch_R = np.concatenate([np.arange(len(r)) for r in rows])  # in its microbatch
     rank_R = np.concatenate([np.arange(len(r)) * ranks // len(r) for r in rows])
-    free_R = np.array([batch.row_tokens(b.shape(anchor), anchor) for b in buckets])[micro_R]
-    free_GM = np.array([[space.tokens(b, m) for m in shared] for b in buckets])
+    free_R = np.array([row for row, _ in empty])[micro_R]
+    free_GM = np.array([shared_M for _, shared_M in empty])
     budget.spend(batch.n_samples * (1 + len(free_R) / 500) / 20)
     content_D, content_N = np.zeros(ranks), np.zeros(batch.n_samples)
     content_N[batch.n_pieces[anchor] > 0] = batch.content[anchor]

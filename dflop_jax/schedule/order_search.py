@@ -11,13 +11,14 @@ import numpy as np
 
 from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints
+from dflop_jax.schedule.bounds import earliest_starts, order_bound
 from dflop_jax.simulate.list_scheduling import (
     backward_list_schedule,
     list_schedule,
     serial_schedule,
 )
 from dflop_jax.simulate.numbered_tasks import (
-    NumberedTasks,
+    StepTasks,
     number_tasks,
     peak_in_flight,
     start_ticks,
@@ -65,7 +66,7 @@ def with_searched_order(
 
 def order_problem(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices, order: Sequence[int]
-) -> NumberedTasks:
+) -> StepTasks:
     """The tasks of a step at the prices of undisturbed tasks.
 
     A segment may hold as many groups as under 1F1B (`task_graph.in_flight_limit`), or as in `order`
@@ -90,9 +91,7 @@ def _equal_tasks(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
     return tuple(np.array(list(g.values())) for g in tasks.values() if len(g) > 1)
 
 
-def search_order(
-    problem: NumberedTasks, order: Sequence[int], budget: Budget, seed: int
-) -> TimedOrder:
+def search_order(problem: StepTasks, order: Sequence[int], budget: Budget, seed: int) -> TimedOrder:
     """The fastest order found, sorted by task start; `order` if none is faster.
 
     No segment holds more groups than its limit. The result depends on the arguments only.
@@ -117,45 +116,7 @@ def _min_work(n: int) -> float:
     return 3 * n / _TASKS_PER_WORK
 
 
-def earliest_starts(problem: NumberedTasks) -> list[int]:
-    """A lower bound on the start of each task in every order, in ticks.
-
-    All inputs of a task must have run. A resource runs its inputs one after another, and the last
-    of them takes at least the shortest of their sends to arrive.
-    """
-    start_ticks, n_pending = [0] * problem.n_tasks, list(problem.n_inputs)
-    inputs: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in range(problem.n_tasks)]
-    ready_tasks = [t for t in range(problem.n_tasks) if not n_pending[t]]
-    for t in ready_tasks:  # which grows
-        for rows in inputs[t].values():
-            end = 0
-            for head, ticks, send in sorted(rows):
-                start_ticks[t] = max(start_ticks[t], head + ticks + send)
-                end = max(end, head) + ticks
-            start_ticks[t] = max(start_ticks[t], end + min(row[2] for row in rows))
-        for reader, _, send in problem.successors[t]:
-            row = start_ticks[t], problem.ticks[t], send
-            inputs[reader].setdefault(problem.resource[t], []).append(row)
-            n_pending[reader] -= 1
-            if not n_pending[reader]:
-                ready_tasks.append(reader)
-    return start_ticks
-
-
-def order_bound(problem: NumberedTasks) -> int:
-    """A lower bound on the makespan of every order, in ticks: a resource runs its tasks one at a
-    time, after the least head and before the least tail among them."""
-    bound, heads, tails = 0, earliest_starts(problem), earliest_starts(problem.mirrored)
-    for r in range(problem.n_resources):
-        own_tasks = [t for t in range(problem.n_tasks) if problem.resource[t] == r]
-        busy = sum(problem.ticks[t] for t in own_tasks)
-        ends = [min((end[t] for t in own_tasks), default=0) for end in (heads, tails)]
-        through = [heads[t] + problem.ticks[t] + tails[t] for t in own_tasks]
-        bound = max(bound, busy + sum(ends), *through)
-    return bound
-
-
-def _initial_orders(problem: NumberedTasks, budget: Budget) -> Iterator[TimedOrder]:
+def _initial_orders(problem: StepTasks, budget: Budget) -> Iterator[TimedOrder]:
     """List schedules with longest tail first, or by the middle between earliest and latest start,
     each with one queue per resource and with two."""
     tails = earliest_starts(problem.mirrored)
@@ -169,7 +130,7 @@ def _initial_orders(problem: NumberedTasks, budget: Budget) -> Iterator[TimedOrd
 
 
 def _perturbed_orders(
-    problem: NumberedTasks, best_order: TimedOrder, budget: Budget, rng: np.random.Generator
+    problem: StepTasks, best_order: TimedOrder, budget: Budget, rng: np.random.Generator
 ) -> Iterator[TimedOrder]:
     """Orders near the best one. Some of its starts are exchanged, or all are perturbed; they are
     the keys of a list schedule, or of a serial schedule in which resources may wait."""
@@ -191,9 +152,7 @@ def _perturbed_orders(
         yield order, start_ticks(problem, order)[1]
 
 
-def _forward_backward(
-    problem: NumberedTasks, order: list[int], budget: Budget
-) -> Iterator[TimedOrder]:
+def _forward_backward(problem: StepTasks, order: list[int], budget: Budget) -> Iterator[TimedOrder]:
     """An order, followed by its forward-backward improvements (list scheduling back in time by its
     ends, then forward by the starts of that) while they gain."""
     makespan = start_ticks(problem, order)[1]

@@ -73,35 +73,32 @@ def _initial_bins(
     number_N, number_B = initial[0], np.repeat(initial[1], width)
     bins = np.full(problem.n_samples, -1)
     for number in np.unique(number_N).tolist():
-        bins = longest_first(
-            problem, order[number_N[order] == number], bins, np.flatnonzero(number_B == number)
-        )
+        samples, open_bins = order[number_N[order] == number], np.flatnonzero(number_B == number)
+        bins = longest_first(problem, samples, bins, open_bins)
     return bins
 
 
 def _fill_problem(
     batch: Batch, buckets: Sequence[Bucket], capacity: Capacity, widths: Sequence[int], width: int
 ) -> Problem:
-    shared = [m for m in batch.modules if m != batch.anchor]
-    capacity_M = [
-        np.repeat([float(batch.microbatch_tokens(b, m, capacity)) for b in buckets], width)
-        for m in shared
-    ]
+    """The balancing problem whose costs are fills; rows beyond the width hold nothing."""
+    empty = [batch.empty_tokens(b, capacity) for b in buckets]
+    tokens_BR = [[*shared_M] for _, shared_M in empty for _ in range(width)]
+    sizes_NR = batch.shared_tokens_NM
+    order = batch.shared
     if batch.anchor:
-        row_B = [float(batch.row_tokens(b.shape(batch.anchor), batch.anchor)) for b in buckets]
-        is_row = np.concatenate([np.arange(width) < n for n in widths])
-        capacity_M.insert(0, is_row * np.repeat(row_B, width))
-    order = ([batch.anchor] if batch.anchor else []) + shared
+        rows = [row * (k < n) for (row, _), n in zip(empty, widths) for k in range(width)]
+        tokens_BR = [[row, *tokens] for row, tokens in zip(rows, tokens_BR)]
+        sizes_NR = np.column_stack((batch.tokens[batch.anchor], sizes_NR))
+        order = (batch.anchor, *order)
     return Problem(
-        sizes_RN=np.array([batch.tokens[m] for m in order], float).reshape(
-            len(order), batch.n_samples
-        ),
+        sizes_RN=np.ascontiguousarray(sizes_NR.T, float),
         n_costs=len(order),
         limits_R=np.full(len(order), np.inf),
         n_bins=width * len(buckets),
         group=width,
         grouped_R=tuple(m != batch.anchor for m in order),
-        scale_RB=1 / np.maximum(np.stack(capacity_M), _ZERO_CAPACITY),
+        scale_RB=1 / np.maximum(np.array(tokens_BR, float).T, _ZERO_CAPACITY),
     )
 
 
@@ -118,12 +115,10 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
     Every sample must fit an empty microbatch (`Batch.can_hold`).
     """
     width = rows_per_microbatch(bucket, batch, capacity)
-    shared = [m for m in batch.modules if m != batch.anchor]
-    row_tokens = batch.row_tokens(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
+    row_tokens, shared_M = batch.empty_tokens(bucket, capacity)
     tokens_N = batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n_samples, np.int64)
-    tokens_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n_samples).T
-    empty_GR = np.full((1, width), row_tokens)
-    empty_GM = np.array([[batch.microbatch_tokens(bucket, m, capacity) for m in shared]])
+    tokens_NM = batch.shared_tokens_NM
+    empty_GR, empty_GM = np.full((1, width), row_tokens), shared_M[None]
     packed: Packing = []
     free_GR, free_GM = empty_GR[:0], empty_GM[:0]
     for i in order:

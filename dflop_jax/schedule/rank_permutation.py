@@ -88,17 +88,12 @@ def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> No
     for _ in range(_MAX_PASSES):
         changed = False
         for module in plan.layout.modules:
+            runs = [t for t in assignment if module in t.placements]
+            each = [(t, k) for t in runs for k in range(space.capacity.group_size)]
+            permuted_together = [each] if module in space.priced else [[member] for member in each]
             if space.capacity.ranks[module] > 1:
-                size = space.capacity.group_size
-                members = [
-                    (t, k) for t in assignment if module in t.placements for k in range(size)
-                ]
-                for shared_permutation in (
-                    [members]
-                    if module in space.priced
-                    else [[microbatch] for microbatch in members]
-                ):
-                    changed |= _permute_module(space, plan, module, shared_permutation)
+                for members in permuted_together:
+                    changed |= _permute_module(space, plan, module, members)
         if not changed:
             break
 
@@ -153,9 +148,8 @@ def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -
         if source_ranks == 1:
             continue
         node_of, home_D = rank_nodes(plan, edge.source), home_ranks(source_ranks, target_ranks)
-        for t in (
-            t for t in assignment if edge.source in t.placements and edge.target in t.placements
-        ):
+        joined = {edge.source, edge.target}
+        for t in (t for t in assignment if joined <= t.placements.keys()):
             source, target = t.placements[edge.source], t.placements[edge.target]
             read_at_N = np.full(batch.n_samples, -1)
             samples = batch.sample[edge.target][target.piece_id]
@@ -215,11 +209,10 @@ def tokens_read(
 ) -> Ints:
     """[V, D]: tokens that each of the V source ranks holds for each of the D target ranks, for `n`
     = (V, D)."""
-    source_samples, target_samples = (
-        batch.sample[m][p.piece_id] for m, p in zip(modules, (source, target))
-    )
     amount = batch.lengths[modules[0]][source.piece_id]
-    return rank_traffic(source_samples, source.rank, amount, target_samples, target.rank, n)
+    held_by, read_by = batch.sample[modules[0]], batch.sample[modules[1]]
+    sent, read = held_by[source.piece_id], read_by[target.piece_id]
+    return rank_traffic(sent, source.rank, amount, read, target.rank, n)
 
 
 def exchange_rooms(

@@ -10,12 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from dflop_jax.simulate.numbered_tasks import NumberedTasks, start_ticks
+from dflop_jax.simulate.numbered_tasks import StepTasks, start_ticks
 
 
-def list_schedule(
-    problem: NumberedTasks, keys: Sequence[int], *, alternate: bool = False
-) -> list[int]:
+def list_schedule(problem: StepTasks, keys: Sequence[int], *, alternate: bool = False) -> list[int]:
     """The order in which tasks start.
 
     If nothing runs and every segment with a ready task is at its limit, one limit is exceeded.
@@ -70,7 +68,7 @@ def list_schedule(
 class _Queues:
     """Ready tasks: per segment those that open a group, per resource all others."""
 
-    def __init__(self, problem: NumberedTasks, keys: Sequence[int], alternate: bool):
+    def __init__(self, problem: StepTasks, keys: Sequence[int], alternate: bool):
         self._problem, self._keys, self._alternate = problem, keys, alternate
         self._in_flight = [0] * len(problem.max_live)
         self._opens: list[list[tuple[int, int]]] = [[] for _ in problem.max_live]
@@ -117,14 +115,14 @@ class _Queues:
         return task
 
 
-def backward_list_schedule(problem: NumberedTasks, order: Sequence[int]) -> list[int]:
+def backward_list_schedule(problem: StepTasks, order: Sequence[int]) -> list[int]:
     """A list schedule with the order of the mirrored problem reversed: the task that ends last
     there comes first."""
     starts, _ = start_ticks(problem.mirrored, order)
     return list_schedule(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
 
 
-def serial_schedule(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
+def serial_schedule(problem: StepTasks, keys: Sequence[int]) -> list[int]:
     """The order that always appends the ready task with the lowest key.
 
     If all ready tasks would exceed a limit of groups in flight, one limit is exceeded.

@@ -36,7 +36,7 @@ Sends = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> 
 
 
 @dataclass(frozen=True, eq=False)
-class NumberedTasks:
+class StepTasks:
     """Tasks 0..n_tasks-1. `resource` runs each for `ticks` of `tick_s` seconds, then its
     `successors` are sent.
 
@@ -70,7 +70,7 @@ class NumberedTasks:
         return tuple(counts)
 
     @cached_property
-    def mirrored(self) -> NumberedTasks:
+    def mirrored(self) -> StepTasks:
         """The problem with time reversed. The reverse of an order of it is an order of this
         problem, and segments hold as many groups."""
         inputs: list[list[Successor]] = [[] for _ in range(self.n_tasks)]
@@ -95,7 +95,7 @@ def number_tasks(
     seconds: Callable[[Task], float],
     sends: Sends | None = None,
     tick_s: float = 0.0,
-) -> NumberedTasks:
+) -> StepTasks:
     """The tasks of a step with these groups; the limits are those of 1F1B
     (`task_graph.in_flight_limit`).
 
@@ -112,7 +112,7 @@ def number_tasks(
     tick_s = tick_s or (total_s or 1.0) / _TICKS_PER_STEP
     with_sends, n_links = add_sends(graph, sends)
     limits = in_flight_limit(plan, groups)
-    return NumberedTasks(
+    return StepTasks(
         resource=tuple(resource[t.segment] for t in graph.tasks),
         ticks=tuple(round(s / tick_s) for s in task_s),
         successors=tuple(tuple((t, k, round(s / tick_s)) for t, k, s in row) for row in with_sends),
@@ -143,7 +143,7 @@ def add_sends(
     return successors, len(links)
 
 
-def peak_in_flight(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
+def peak_in_flight(tasks: StepTasks, order: Sequence[int]) -> list[int]:
     """The largest number of groups that each segment holds at once."""
     live, peak = [0] * len(tasks.max_live), [0] * len(tasks.max_live)
     for t in order:
@@ -153,7 +153,7 @@ def peak_in_flight(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
     return peak
 
 
-def start_ticks(tasks: NumberedTasks, order: Sequence[int]) -> tuple[list[int], int]:
+def start_ticks(tasks: StepTasks, order: Sequence[int]) -> tuple[list[int], int]:
     """(start of each task, makespan) of an order, in ticks: the result of the event simulator if no
     task slows another down."""
     free_ticks = [0] * tasks.n_resources

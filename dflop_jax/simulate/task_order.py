@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Schedule, Task
 from dflop_jax.simulate.list_scheduling import list_schedule
-from dflop_jax.simulate.numbered_tasks import NumberedTasks, number_tasks
+from dflop_jax.simulate.numbered_tasks import StepTasks, number_tasks
 from dflop_jax.simulate.task_graph import StepGraph, in_flight_changes
 
 TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
@@ -44,7 +44,7 @@ def both_orders(
     )
 
 
-def _limited(plan: Plan, groups: Sequence[Group], tasks: NumberedTasks) -> NumberedTasks:
+def _limited(plan: Plan, groups: Sequence[Group], tasks: StepTasks) -> StepTasks:
     """The tasks, without limits of groups in flight under "gpipe"."""
     if plan.scheduling.order != "gpipe":
         return tasks

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflop_jax.simulate.numbered_tasks import NumberedTasks
+from dflop_jax.simulate.numbered_tasks import StepTasks
 
 # When resources and links are free and when tasks' inputs are there, after some tasks were run.
 State = tuple[float, ...]
 
 
-def least_makespan(problem: NumberedTasks) -> float:
+def least_makespan(problem: StepTasks) -> float:
     """Ticks of the fastest order within the limits of groups in flight, over every order.
 
     Orders are extended task by task. Of two partial orders of the same tasks, one is dropped if
@@ -34,7 +34,7 @@ def least_makespan(problem: NumberedTasks) -> float:
     return min(max(state[: problem.n_resources], default=0.0) for state in final)
 
 
-def _idle_ends(problem: NumberedTasks) -> int:
+def _idle_ends(problem: StepTasks) -> int:
     """Tasks, as bits, that take no time and that only such tasks wait for: they may run last."""
     idle = 0
     for t in reversed(range(problem.n_tasks)):
@@ -44,7 +44,7 @@ def _idle_ends(problem: NumberedTasks) -> int:
     return idle
 
 
-def _possible(problem: NumberedTasks, done: int) -> Iterator[int]:
+def _possible(problem: StepTasks, done: int) -> Iterator[int]:
     """Tasks that may run next, after the set `done`."""
     waits = list(problem.n_inputs)
     kept = [0] * len(problem.max_live)
@@ -62,7 +62,7 @@ def _possible(problem: NumberedTasks, done: int) -> Iterator[int]:
             yield t
 
 
-def _after(problem: NumberedTasks, state: State, t: int) -> State:
+def _after(problem: StepTasks, state: State, t: int) -> State:
     n_links, base = problem.n_resources, problem.n_resources + problem.n_links
     times = list(state)
     end = max(times[problem.resource[t]], times[base + t]) + problem.ticks[t]

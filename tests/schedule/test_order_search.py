@@ -20,9 +20,8 @@ from dflop_jax.records import (
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bounds import lower_bound_s
+from dflop_jax.schedule.bounds import lower_bound_s, order_bound
 from dflop_jax.schedule.order_search import (
-    order_bound,
     order_problem,
     search_order,
     with_searched_order,

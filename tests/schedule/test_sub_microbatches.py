@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Load, Schedule, Shape, Task, first_piece_numbers
+from dflop_jax.records import (
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
+    Load,
+    Schedule,
+    Shape,
+    Task,
+    first_piece_numbers,
+)
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import lower_bound_s

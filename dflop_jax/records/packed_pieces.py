@@ -1,4 +1,4 @@
-"""Where the pieces of a group lie: columns that go from the scheduler to the packer as they are."""
+"""The rows of a group's pieces, as columns that the scheduler hands to the packer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dflop_jax.records.check import require
 
 @dataclass(frozen=True, eq=False)
 class PackedPieces:
-    """Where n pieces of a module lie: columns `piece`, `microbatch`, `rank`, `row`, int64 [4, n].
+    """The rows of n pieces of a module: columns `piece_id`, `microbatch`, `rank`, `row`, int64
+    [4, n].
 
-    `piece` is the number among the module's pieces of the global batch (see `numbered`). It lies in
-    `row` of data `rank` of `microbatch`; pieces of one row stand in it in the order of the entries.
+    `piece_id` is the piece's number among the module's pieces of the global batch. The piece is in
+    `row` of data `rank` of `microbatch`; pieces of one row are packed in the order of the entries.
     """
 
     columns: np.ndarray
@@ -23,7 +24,7 @@ class PackedPieces:
     def __post_init__(self) -> None:
         require(
             self.columns.ndim == 2 and len(self.columns) == 4,
-            f"places of pieces are four columns, got {self.columns.shape}",
+            f"packed pieces are four columns, got {self.columns.shape}",
         )
 
     @classmethod
@@ -59,7 +60,7 @@ class PackedPieces:
 
     @cached_property
     def _row_by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The entries row by row, and at each of these the place where its row begins, [n]."""
+        """The order of the entries row by row, and for each the index where its row begins, [n]."""
         order = np.lexsort((self.row, self.rank, self.microbatch))
         row = np.stack((self.microbatch, self.rank, self.row))[:, order]
         is_first = np.append(True, (row[:, 1:] != row[:, :-1]).any(axis=0))[: len(order)]
@@ -71,7 +72,7 @@ class PackedPieces:
         return self.row_offsets(np.ones(len(self), np.int64)) + 1
 
     def row_offsets(self, amount: np.ndarray) -> np.ndarray:
-        """Sum of the amounts, [n], of the pieces that stand before each in its row."""
+        """Sum of the amounts [n] of the pieces before each piece in its row."""
         order, begins = self._row_by_row
         total = np.cumsum(amount[order]) - amount[order]
         result = np.empty_like(total)
@@ -79,7 +80,7 @@ class PackedPieces:
         return result
 
     def select(self, entries: np.ndarray) -> PackedPieces:
-        """The entries that a mask or an order names."""
+        """The entries that a mask or an index array selects."""
         return PackedPieces(self.columns[:, entries])
 
     def reassigned(self, rank: np.ndarray, row: np.ndarray) -> PackedPieces:
@@ -89,8 +90,7 @@ class PackedPieces:
         return PackedPieces(columns)
 
     def sorted_by_row(self) -> PackedPieces:
-        """The same pieces microbatch by microbatch, there rank by rank and row by row, in each row
-        by number."""
+        """The same pieces ordered by microbatch, rank, row and piece id."""
         return self.select(np.lexsort((self.piece_id, self.row, self.rank, self.microbatch)))
 
 

@@ -1,7 +1,7 @@
 """Times every task of a plan alone, on the compiled programs, before the first step.
 
-Each process notes its own part: how long its tasks took, and when what they sent had arrived with
-it. `merged` makes one price list of all parts, for the simulator.
+Each process measures how long its tasks take, and when the data that tasks send has arrived.
+`merge_calibrations` makes one price list of all processes' times, for the simulator.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Calibration:
     once a step; runs of one number are the same run on every process.
 
     Attributes:
-      took: until the outputs were made; only tasks on this process's devices.
-      arrived: until everything under way had arrived here too; all tasks.
-      host: processor seconds of the dispatching thread in that time; all tasks.
-      ahead: the same for what it sends before the task runs; all tasks.
+      device_s: until the outputs were computed; only tasks on this process's devices.
+      arrival_s: until all pending transfers had arrived here, too; all tasks.
+      host_s: processor seconds of the dispatching thread in that time; all tasks.
+      host_ahead_s: processor seconds for what it sends before the task runs; all tasks.
     """
 
     device_s: Runs = field(default_factory=dict)

@@ -58,11 +58,11 @@ def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
 
 @dataclass(frozen=True)
 class Route:
-    """Copies (from, to) that bring each of `targets` its piece.
+    """Copies (from, to) that bring each of `targets` its shard.
 
     Attributes:
       sent: from devices that hold it; a target that holds it itself is among them.
-      passed_on: from targets that have it by then.
+      forwarded: from targets that have received it.
     """
 
     targets: tuple[jax.Device, ...]
@@ -73,11 +73,11 @@ class Route:
 def find_route(
     holders: Mapping[Any, Sequence[jax.Device]], wanted: Mapping[jax.Device, Any]
 ) -> Route:
-    """How `wanted` devices come by their pieces from the `holders` of each.
+    """The route by which `wanted` devices get their shards from the `holders` of each.
 
-    A piece crosses over once, to the first device that wants it; the others have it from that one,
-    over the links among themselves, or from a holder in their own process if that is nearer. Of
-    several that are as near each gives to some, so that the load is shared.
+    A shard crosses to the targets once, to the first device that wants it. The other targets copy
+    it from that device, or from a holder in their own process if there is one. Several equally near
+    sources share the load.
     """
     sent: list[tuple[jax.Device, jax.Device]] = []
     forwarded: list[tuple[jax.Device, jax.Device]] = []
@@ -102,7 +102,7 @@ def move_shards(shards: ShardsByDevice, route: Route, shard_struct: Any) -> list
     """Copy pieces along a route; those that arrive on this process, in the order of their targets.
     Does not wait.
 
-    `piece` has the shape and dtype of every piece; `held` are those of this process.
+    `shard_struct` has the shape and dtype of every shard; `shards` are those of this process.
     """
     arrived = _copy_shards(shards, route.sent, shard_struct)
     arrived |= _copy_shards(arrived, route.forwarded, shard_struct)

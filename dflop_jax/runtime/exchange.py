@@ -1,15 +1,16 @@
-"""What an edge carries: outputs of the source module move to the rows that read them, and back.
+"""Moves the features of a source module along an edge to the inputs that read them, and their
+gradients back.
 
-Where the pieces of a sample lie on the ranks of the two modules is independent. Every data rank of
-the target has a home among the source's data ranks (`routes`), which asks the others for what the
-target's rows read: one all-to-all between the source's ranks carries these features and nothing
-else, and home puts them where they are read. Gradients go back by the inverse. Output rows are the
-target's, with zeros where a place reads nothing.
+The ranks that hold the pieces of a sample are independent in the two modules. Every data rank of
+the target has a home rank among the source's data ranks (`exchange_index`), which requests from the
+other ranks the features that the target's rows read. One all-to-all between the source's ranks
+carries these features and nothing else; the home rank puts them where they are read. Gradients go
+back by the inverse. Output rows are the target's, with zeros where a position reads nothing.
 
-The two sides may have any data parallelism, V and D ranks: with g = gcd(V, D) the source's side
-holds the rows as c = D / g blocks, of which home has one each. So every device receives its own
-rows by plain buffer copies, which stay asynchronous; resharding between meshes of different size
-would go through the host and stop the dispatch.
+The two sides may have any data parallelism, V and D ranks: with g = gcd(V, D), the source's side
+holds the rows as c = D / g blocks, of which each home rank has one. So every device receives its
+own rows by plain buffer copies, which stay asynchronous; resharding between meshes of different
+size would go through the host and stop the dispatch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from math import ceil, gcd, log, prod
+from math import ceil, log, prod
 from typing import Any
 
 import jax
@@ -28,7 +29,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, chip_of
-from dflop_jax.records import home_rank
 from dflop_jax.runtime.communicator import (
     Route,
     assemble_array,
@@ -101,13 +101,10 @@ class Exchange:
         """One round's arrays on the target's submesh, each data rank its own rows."""
         r, sharding = self.index, self.inputs.sharding
         shape = (*self.inputs.shape[:3], self.sources)
-        structs = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)]
-        if self.sources > 1:
-            structs.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
-        if r.received_rows:
-            requests = r.stages, r.target_ranks, r.source_ranks * r.capacity
-            structs.insert(0, jax.ShapeDtypeStruct(requests, jnp.int32, sharding=sharding))
-        return tuple(structs)
+        requests = (r.stages, r.target_ranks, r.source_ranks * r.capacity), jnp.int32
+        arrays: list[tuple[tuple[int, ...], Any]] = [requests] if r.received_rows else []
+        arrays += [(shape, jnp.int32), (shape, jnp.float32)][: 1 + (self.sources > 1)]
+        return tuple(jax.ShapeDtypeStruct(*array, sharding=sharding) for array in arrays)
 
     def synthetic_indices(self) -> IndexArrays:
         """The packer's arrays where every place reads and one round brings it all."""
@@ -185,12 +182,8 @@ class Exchange:
         return requests, *joined
 
     def _is_receiving_rank(self) -> Array:
-        """Whether this device's rank takes in what ranks of the target read; others, which may
-        stand for the same ranks, ask for nothing."""
-        n_replicas = self.index.source_ranks // gcd(
-            self.index.source_ranks, self.index.target_ranks
-        )
-        return lax.axis_index("data") % n_replicas == 0
+        """Whether this device's rank is a home rank; other ranks request nothing."""
+        return lax.axis_index("data") % self.index.home_spacing == 0
 
     def _exchange_rows(self, rows: Array, sent: Array, received: Array) -> Array:
         """Rows [V * blocks * capacity, width], those for rank 0 first, with the other ranks: those
@@ -219,9 +212,8 @@ class Exchange:
         """How each block goes from the source's side to the target's."""
         r, holders = self.index, _devices_by_rank(self._source)
         ranks = _data_ranks(self.inputs.sharding.mesh)
-        receivers = [(d, t, home_rank(t, r.source_ranks, r.target_ranks)) for d, t in ranks]
         return [
-            find_route(holders, {d: receiver for d, t, receiver in receivers if t % r.blocks == j})
+            find_route(holders, {d: r.home_ranks[t] for d, t in ranks if t % r.blocks == j})
             for j in range(r.blocks)
         ]
 
@@ -230,11 +222,8 @@ class Exchange:
         """How each block goes from the target's side to the source's."""
         r, ranks = self.index, _data_ranks(self._source)
         holders = _devices_by_rank(self.inputs.sharding.mesh)
-        n_replicas = r.source_ranks // gcd(
-            r.source_ranks, r.target_ranks
-        )  # ranks of the source that stand for the same ranks
         return [
-            find_route(holders, {d: v // n_replicas * r.blocks + j for d, v in ranks})
+            find_route(holders, {d: v // r.home_spacing * r.blocks + j for d, v in ranks})
             for j in range(r.blocks)
         ]
 
@@ -252,10 +241,8 @@ class Exchange:
         knows, -> blocks on the source's side; does not wait."""
         struct, shards = self._source_struct(array), local_shards(array)
         shard_struct = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
-        return tuple(
-            assemble_array(struct, move_shards(shards, route, shard_struct))
-            for route in self._collections
-        )
+        moved = (move_shards(shards, route, shard_struct) for route in self._collections)
+        return tuple(assemble_array(struct, block) for block in moved)
 
 
 def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
@@ -305,7 +292,7 @@ def scatter_gradient(
     *,
     max_readers: int | None = None,
 ) -> Array:
-    """Transpose of `gather_features` for features of shape `like`, summed in float32.
+    """Transpose of `gather_features` for features of shape `struct`, summed in float32.
 
     The same to the bit in every run: a scatter would add in the order in which a GPU's threads
     come. What a place reads with weight 0 gets nothing from it. `max_readers`: places that may

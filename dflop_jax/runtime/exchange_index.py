@@ -1,11 +1,12 @@
-"""Which features an exchange moves between data ranks, and at which row of which table they stand.
+"""Which features an exchange moves between data ranks, and at which row of which table they lie.
 
-A data rank of the target has a `home` among the source's data ranks, which takes its features in.
-Home reads its own features where they are; of every other rank it asks for `capacity` features a
-round, each feature once. What exceeds the capacity waits for another round of the same program.
+A data rank of the target has a `home_rank` among the source's data ranks, which receives its
+features. That rank reads its own features in place; from every other rank it requests `capacity`
+features a round, each feature once. Requests above the capacity are moved in further rounds of the
+same program.
 
 Shape suffixes: S stages and V data ranks of the source, D data ranks of the target, C capacity, M
-microbatches, R rows of a target's rank, L tokens of a row, K features that a place is made of. In
+microbatches, R rows of a target's rank, L tokens of a row, K features that an input sums. In
 `rounds`, n counts positions that read and f features that are requested of another rank.
 """
 
@@ -24,11 +25,11 @@ IndexArrays = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class ExchangeIndex:
-    """The numbering of rows between the `low` data ranks of a source and the `high` of a target.
+    """The numbering of rows between the data ranks of a source and those of a target.
 
     A rank of the source has `per_microbatch` features in each of the `microbatches`, of which each
-    of its `stages` holds a part. The table that a home reads from has `blocks * capacity` rows from
-    rank 0, as many from rank 1, and so on, then its own features.
+    of its `stages` holds a part. The table that a home rank reads from has `blocks * capacity` rows
+    from rank 0, as many from rank 1, and so on, then its own features.
     """
 
     source_ranks: int
@@ -40,8 +41,20 @@ class ExchangeIndex:
 
     @property
     def blocks(self) -> int:
-        """Target ranks that share a home."""
+        """Target ranks that share a home rank."""
         return self.target_ranks // gcd(self.source_ranks, self.target_ranks)
+
+    @property
+    def home_spacing(self) -> int:
+        """Source ranks from one home rank to the next."""
+        return self.source_ranks // gcd(self.source_ranks, self.target_ranks)
+
+    @property
+    def home_ranks(self) -> list[int]:
+        """The home rank of each target rank."""
+        return [
+            home_rank(r, self.source_ranks, self.target_ranks) for r in range(self.target_ranks)
+        ]
 
     @property
     def own_features(self) -> int:
@@ -60,78 +73,67 @@ class ExchangeIndex:
     def rounds(
         self, sources: Sequence[np.ndarray], max_requested: int | None = None
     ) -> list[IndexArrays]:
-        """What each round asks for and where it stands: (requests, slots) or, with weights,
-        (requests, slots, weights); without requests where the source has one rank.
+        """The arrays of each round: (requests, slots) or, with weights, (requests, slots, weights);
+        without requests where the source has one rank.
 
         Args:
-          places: index int32 [M, D*R, L, K] into the features of a microbatch, counted over all
+          sources: index int32 [M, D*R, L, K] into the features of a microbatch, counted over all
             ranks, -1 where nothing is read; and weights of the same shape if K > 1.
-          max_asked: features that any rank of the target reads from one rank that is not its home,
-            on all processes; None: the index has all ranks, so it says.
+          max_requested: most features that any rank of the target reads from one rank other than
+            its home rank, over all processes; None: computed from an index that has all ranks.
 
         Returns:
-          requests: int32 [S, D, V*C], what each rank of the target asks of each of the source, as
-            a place among its features on that stage; -1: nothing. slots: int32 [M, D*R, L, K],
-            rows of the home's table, -1 where this round brings nothing.
+          requests: int32 [S, D, V*C], what each rank of the target requests of each rank of the
+            source, as numbers of its features on that stage; -1: nothing. slots: int32
+            [M, D*R, L, K], rows of the home rank's table, -1 where this round brings nothing.
         """
         index, *weight = sources
         reads = index >= 0
         microbatch, row, *_ = np.nonzero(reads)
         stage, stage_microbatch = np.divmod(microbatch, self.microbatches // self.stages)
-        source, feature_in_microbatch = np.divmod(
-            index[reads].astype(np.int64), self.per_microbatch
-        )
-        feature = (
-            stage_microbatch * self.per_microbatch + feature_in_microbatch
-        )  # among a rank's features on that stage
+        source, offset = np.divmod(index[reads].astype(np.int64), self.per_microbatch)
+        feature = stage_microbatch * self.per_microbatch + offset  # of a rank on that stage
         round_n, slot_n = np.zeros_like(feature), self.received_rows + feature
         if not self.received_rows:
             return [(_scatter_slots(index, reads, slot_n), *weight)]
         rank = row // (index.shape[1] // self.target_ranks)
-        receivers = np.array(
-            [home_rank(r, self.source_ranks, self.target_ranks) for r in range(self.target_ranks)]
-        )
-        is_remote = source != receivers[rank]
-        # One list for each stage, rank of the target and rank of the source: what the first two
-        # ask of the third, each feature once.
+        is_remote = source != np.array(self.home_ranks)[rank]
+        # One list for each (stage, target rank, source rank), each feature once.
         lists = (stage * self.target_ranks + rank) * self.source_ranks + source
         requested, request_of = np.unique(
-            lists[is_remote] * self.own_features + feature[is_remote], return_inverse=True
+            (lists * self.own_features + feature)[is_remote], return_inverse=True
         )
-        list_f, place_f = np.divmod(requested, self.own_features)
+        list_f, feature_f = np.divmod(requested, self.own_features)
         position_f = np.arange(len(requested)) - np.searchsorted(list_f, list_f)
         round_f, rest_f = np.divmod(position_f, self.capacity)
         block = source * self.blocks + rank % self.blocks
-        round_n[is_remote], slot_n[is_remote] = (
-            round_f[request_of],
-            block[is_remote] * self.capacity + rest_f[request_of],
-        )
+        round_n[is_remote] = round_f[request_of]
+        slot_n[is_remote] = block[is_remote] * self.capacity + rest_f[request_of]
         if max_requested is None:
             max_requested = int(position_f.max(initial=-1)) + 1
         rounds: list[IndexArrays] = []
+        n_lists = self.stages * self.target_ranks * self.source_ranks
         for number in range(max(1, -(-max_requested // self.capacity))):
             slots = _scatter_slots(index, reads, np.where(round_n == number, slot_n, -1))
-            requests = np.full(
-                (self.stages * self.target_ranks * self.source_ranks, self.capacity), -1, np.int32
+            n_lists, in_round = (
+                self.stages * self.target_ranks * self.source_ranks,
+                round_f == number,
             )
-            in_round = round_f == number
-            requests[list_f[in_round], rest_f[in_round]] = place_f[in_round]
+            requests = np.full((n_lists, self.capacity), -1, np.int32)
+            requests[list_f[in_round], rest_f[in_round]] = feature_f[in_round]
             rounds.append((requests.reshape(self.stages, self.target_ranks, -1), slots, *weight))
         return rounds
 
     def synthetic_index(self, shape: tuple[int, ...]) -> np.ndarray:
-        """An index in which every place reads: other ranks' features as far as one round brings
-        them, and those of the home, one after the other."""
+        """An index in which every position reads: as many features of other ranks as one round
+        brings, and those of the home rank, one after the other."""
         _, rows, length, sources = shape
         per_rank = rows // self.target_ranks
         remote_features = min(self.capacity // self.microbatches, self.per_microbatch)
         index = np.empty(shape, np.int32)
-        for rank in range(self.target_ranks):
-            receiver = home_rank(rank, self.source_ranks, self.target_ranks)
-            counts = [
-                self.per_microbatch if v == receiver else remote_features
-                for v in range(self.source_ranks)
-            ]
+        for rank, home in enumerate(self.home_ranks):
+            counts = [remote_features] * self.source_ranks
+            counts[home] = self.per_microbatch
             read = [v * self.per_microbatch + np.arange(n) for v, n in enumerate(counts)]
             rank_index = np.resize(np.concatenate(read), (per_rank, length, sources))
             index[:, rank * per_rank : (rank + 1) * per_rank] = rank_index
@@ -139,7 +141,7 @@ class ExchangeIndex:
 
 
 def _scatter_slots(index: np.ndarray, reads: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Slots at the places that read, -1 at all others."""
+    """Slots at the positions that read, -1 at all others."""
     filled = np.full(index.shape, -1, np.int32)
     filled[reads] = slots
     return filled

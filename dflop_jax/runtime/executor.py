@@ -1,6 +1,6 @@
 """Runs a plan: compiles every program ahead, then dispatches each step's tasks in one order.
 
-One thread dispatches everything asynchronously, in the order of `tasks`; arrays are the
+One thread dispatches everything asynchronously, in the step's order; arrays are the
 only synchronisation. After `compile` and `calibrate` a step compiles nothing.
 """
 
@@ -82,7 +82,7 @@ class Executor:
         self._latest: dict[int, Observation] = {}
 
     def replace_plan(self, plan: Plan) -> None:
-        """Go on under a plan of the same layout, with what else it says by now."""
+        """Use another plan of the same layout for the order of steps."""
         assert plan.layout == self.plan.layout, "the compiled programs are another layout's"
         self.plan = plan
 
@@ -102,9 +102,9 @@ class Executor:
         make_params: Callable[[Segment, Callable[[], Params]], Params] | None = None,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fresh parameters, optimizer state and zero gradients; the same for any plan. `begin`, if
-        given, makes a segment's parameters; it may call for the fresh ones. `sync` waits for the
-        other processes, before anything is sent to them."""
+        """Fresh parameters, optimizer state and zero gradients; the same for any plan.
+        `make_params(segment, draw)`, if given, makes a segment's parameters; `draw()` gives the
+        fresh ones. `sync` waits for the other processes, before anything is sent to them."""
         modules = list(self.model.modules)
         for name, s in self.programs.segments.items():
             if name not in self.programs.local_segments:

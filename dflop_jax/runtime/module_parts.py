@@ -87,7 +87,7 @@ def module_structs(
     struct_of: Callable[[Module, str], Params] = part_struct,
     sharding: jax.sharding.Sharding | None = None,
 ) -> Params:
-    """All parts of a module, layers stacked, with the shapes and dtypes that `of` gives."""
+    """All parts of a module, layers stacked, with the shapes and dtypes that `struct_of` gives."""
 
     def structs(part: str) -> Params:
         lead = (n_stacked_layers(module, part),) if part in stacked_parts(module) else ()

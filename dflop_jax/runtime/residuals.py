@@ -58,7 +58,7 @@ class SplitVjp:
     """A piece of a segment with its gradient in two halves, for arguments like those given.
 
     Hidden states are the one argument that backward does not have; they get a gradient if
-    `wants_hidden`, parameters that train and `placed` inputs always do.
+    `wants_hidden`, parameters that train and `edge_inputs` always do.
     """
 
     def __init__(

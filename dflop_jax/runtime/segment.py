@@ -47,8 +47,8 @@ class Segment:
       wants_gradient: names of its inputs that get one, because what they come from trains.
       shares_entry: whether it reads the entry's parameters of its module, which another segment
         owns (a tied head).
-      passes_split: whether hidden states between it and its module's other segments are split over
-        tensor ranks, of which all these then have as many.
+      passes_sharded: whether hidden states between it and its module's other segments are split
+        over tensor ranks; all these segments then have equally many.
     """
 
     plan: SegmentPlan

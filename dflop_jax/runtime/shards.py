@@ -1,10 +1,11 @@
-"""What is split over data ranks (ZeRO, arXiv 1910.02054), and how pieces become whole.
+"""Collectives of ZeRO (arXiv 1910.02054): gathering parameters and reducing gradients over data
+ranks.
 
-A parameter is cut as `cut` says. Its optimizer state, its gradient and the parameter itself are cut
-the same way, so that none of them moves to meet another.
+`ZeroSpec` says how a parameter is stored. Its optimizer state, its gradient and the parameter
+itself are stored alike, so that none of them moves to meet another.
 
-A collective has a fixed price (milliseconds between CPU processes), and a model has dozens of
-parameters. So arrays are laid end to end, up to `MAX_FUSED_ELEMENTS` at a time.
+A collective has a fixed cost (milliseconds between CPU processes), and a model has dozens of
+parameters. So arrays are concatenated, up to `MAX_FUSED_ELEMENTS` at a time.
 """
 
 from __future__ import annotations
@@ -24,19 +25,18 @@ from dflop_jax.contract import Array
 from dflop_jax.runtime.zero_sharding import ZeroSpec, axes_of, data_axis_dim
 
 Tree = Any
-# Elements that are laid end to end for one collective; twice as many copy twice as much at a time,
-# for fewer collectives.
+# Elements of one fused collective: twice as many copy twice as much at a time.
 MAX_FUSED_ELEMENTS = 1 << 25
 
 
 def make_gradient_reduction(
     mesh: Mesh, grad_specs: Tree, zero_specs: Tree, counted: Collection[str]
 ) -> Callable[[Tree, Tree], Tree]:
-    """(ranks' gradients [rank, ...] by part, sums of some parts to be added) -> (their sum, sharded
-    over "data" as `cuts` say; the sum of squares of all elements of the `counted` parts).
+    """A function (ranks' gradients [rank, ...] by part, sums of some parts to be added) -> (their
+    sum, stored by `zero_specs`; the sum of squares of all elements of the `counted` parts).
 
-    `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over; without "data"
-    there the gradient is sharded as the sum already, and so is what is to be added.
+    `grad_specs[...][0]` names the mesh axes of the ranks' dim. Without "data" among them, the
+    gradient is stored by `zero_specs` already, and so are the sums to be added.
     """
     by_leaf, tree = jax.tree.flatten(zero_specs)
     shard_specs = jax.tree.map(lambda zero_spec: zero_spec.spec, zero_specs)
@@ -52,13 +52,11 @@ def make_gradient_reduction(
             unreduced = [i for i, axes in enumerate(ranks) if "data" in axes]
             replicated = [i for i in unreduced if not by_leaf[i].is_split]
             _all_reduce_into(local, replicated, lambda flat: lax.psum(flat, "data"))
-            _reduce_scatter_into(
-                local, {i: by_leaf[i] for i in unreduced if i not in replicated}, dp
-            )
+            split = {i: by_leaf[i] for i in unreduced if by_leaf[i].is_split}
+            _reduce_scatter_into(local, split, dp)
             _sum_replicas(local, by_leaf, dp)
         total = jax.tree.unflatten(tree, local)
-        added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in shared_grads.items()}
-        total = {**total, **added}
+        total |= {p: jax.tree.map(jnp.add, total[p], m) for p, m in shared_grads.items()}
         squares = jnp.float32(0)
         of_counted = ({p: tree[p] for p in counted} for tree in (total, zero_specs))
         for x, zero_spec in zip(*map(jax.tree.leaves, of_counted), strict=True):
@@ -70,22 +68,17 @@ def make_gradient_reduction(
     def add_up(grads: Tree, shared_grads: Tree) -> Tree:
         ins = (grad_specs, {p: shard_specs[p] for p in shared_grads})
         outs = (shard_specs, P())
-        return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(
-            grads, shared_grads
-        )
+        run = jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return run(grads, shared_grads)
 
     return add_up
 
 
 def make_param_gather(mesh: Mesh, zero_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:
-    """Arrays that are cut as `cuts` say -> the same sharded by `specs`: whole on every data rank,
-    or cut as before."""
+    """A function: arrays stored by `zero_specs` -> the same sharded by `specs`, whole on every data
+    rank or stored as before."""
     leaves = enumerate(zip(jax.tree.leaves(zero_specs), jax.tree.leaves(specs), strict=True))
-    gathered = {
-        i: zero_spec
-        for i, (zero_spec, new) in leaves
-        if zero_spec.is_split and data_axis_dim(new) < 0
-    }
+    gathered = {i: z for i, (z, new) in leaves if z.is_split and data_axis_dim(new) < 0}
     shard_specs = jax.tree.map(lambda zero_spec: zero_spec.spec, zero_specs)
     dp = mesh.shape["data"]
 
@@ -98,21 +91,21 @@ def make_param_gather(mesh: Mesh, zero_specs: Tree, specs: Tree) -> Callable[[Tr
     return jax.shard_map(body, mesh=mesh, in_specs=(shard_specs,), out_specs=specs, check_vma=False)
 
 
-# `gather` and `scatter` are called under a `shard_map` that is manual over "data".
+# `all_gather` and `reduce_scatter` are called under a `shard_map` that is manual over "data".
 
 
 def all_gather(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
-    """Pieces -> whole arrays, equal on every data rank, in their own dtype.
+    """Shards -> whole arrays, equal on every data rank, in their own dtype.
 
     Args:
-      cuts: how each array is cut; arrays may lack the dim of layers.
+      zero_specs: how each array is stored; arrays may lack the dim of layers.
     """
     return _on_tensor_ranks(_all_gather_into, mesh, zero_specs, arrays, gathers=True)
 
 
 def reduce_scatter(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
-    """Whole arrays of each data rank -> float32 pieces of their sum over the ranks; an array that
-    is not cut stays this rank's own. `cuts` as for `gather`."""
+    """Whole arrays of each data rank -> float32 shards of their sum over the ranks; an array that
+    ranks do not share stays this rank's own. `zero_specs` as for `all_gather`."""
     # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
     whole = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
     return _on_tensor_ranks(_reduce_scatter_into, mesh, zero_specs, whole, gathers=False)
@@ -121,32 +114,24 @@ def reduce_scatter(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
 def _on_tensor_ranks(
     collective: Callable[..., None], mesh: Mesh, zero_specs: Tree, arrays: Tree, *, gathers: bool
 ) -> Tree:
-    """A collective over "data" on what each tensor-parallel device has of the arrays: left to the
-    compiler, "model" is gathered first. `joins`: whether it makes whole arrays of pieces."""
+    """A collective over "data" on each tensor rank's part of the arrays: left to the compiler,
+    "model" would be gathered first. `gathers`: whether it makes whole arrays of shards."""
     local, tree = jax.tree.flatten(arrays)
-    split_leaves = {
-        i: zero_spec
-        for i, zero_spec in enumerate(jax.tree.leaves(zero_specs))
-        if zero_spec.is_split
-    }
+    split = {i: z for i, z in enumerate(jax.tree.leaves(zero_specs)) if z.is_split}
     dp = mesh.shape["data"]
     if mesh.shape["model"] == 1:
-        collective(local, split_leaves, dp)
+        collective(local, split, dp)
         return jax.tree.unflatten(tree, local)
 
-    def on_tensor_rank(sharded: list[Array]) -> list[Array]:
-        collective(sharded, dict(enumerate(split_leaves.values())), dp, fuse=False)
-        return sharded
+    def on_tensor_rank(moved: list[Array]) -> list[Array]:
+        collective(moved, dict(enumerate(split.values())), dp, fuse=False)
+        return moved
 
-    shard_specs = [
-        _model_spec(zero_spec.spec, local[i].ndim) for i, zero_spec in split_leaves.items()
-    ]
-    full_specs = [
-        _model_spec(zero_spec.base_spec, local[i].ndim) for i, zero_spec in split_leaves.items()
-    ]
+    shard_specs = [_model_spec(z.spec, local[i].ndim) for i, z in split.items()]
+    full_specs = [_model_spec(z.base_spec, local[i].ndim) for i, z in split.items()]
     ins, outs = (shard_specs, full_specs) if gathers else (full_specs, shard_specs)
-    sharded = jax.shard_map(on_tensor_rank, in_specs=(ins,), out_specs=outs, axis_names={"model"})
-    for i, array in zip(split_leaves, sharded([local[i] for i in split_leaves]), strict=True):
+    run = jax.shard_map(on_tensor_rank, in_specs=(ins,), out_specs=outs, axis_names={"model"})
+    for i, array in zip(split, run([local[i] for i in split]), strict=True):
         local[i] = array
     return jax.tree.unflatten(tree, local)
 
@@ -157,23 +142,23 @@ def _model_spec(spec: P, n_dims: int) -> P:
     return P(*("model" if "model" in axes_of(axis) else None for axis in axes))
 
 
-# Of one rank, under a `shard_map` that is manual over "data": `cuts` says by the place of an array
-# how it is cut over `ways` ranks, or over each block of so many.
+# The functions below run on one rank of `dp`, under a `shard_map` that is manual over "data".
+# `zero_specs` has the specs by the index of the array.
 
 
 def _all_gather_into(
     arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
-    """Put whole arrays in the place of pieces.
+    """Replace shards by whole arrays.
 
     Args:
-      together: lay them end to end; not where some are split over "model" and others are not.
+      fuse: concatenate them; not where some are split over "model" and others are not.
     """
     dims = _sharded_dims(zero_specs, arrays)
     for group in _fusion_groups(dims, arrays, MAX_FUSED_ELEMENTS if fuse else 0):
-        blocks = _replica_groups(zero_specs[group[0]], dp)
         flat = jnp.concatenate([arrays[i].ravel() for i in group])
-        gathered = lax.all_gather(flat, "data", axis_index_groups=blocks)
+        rank_groups = _rank_groups(zero_specs[group[0]], dp)
+        gathered = lax.all_gather(flat, "data", axis_index_groups=rank_groups)
         for i, shard in zip(group, _split_flat(gathered, [arrays[i].shape for i in group])):
             arrays[i] = _from_chunks(shard, dims[i])
     for i, zero_spec in zero_specs.items():
@@ -184,55 +169,50 @@ def _all_gather_into(
 def _reduce_scatter_into(
     arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
-    """Put each rank's piece of the ranks' sums in the place of whole arrays, of the sums of its
-    block where there are several; see `_join`."""
+    """Replace whole arrays by each rank's shard of their sum over the ranks of its replica; `fuse`
+    as for `_all_gather_into`."""
     for i, zero_spec in zero_specs.items():
         if zero_spec.local_shape:
             arrays[i] = zero_spec.flatten_local(arrays[i])
     dims = _sharded_dims(zero_specs, arrays)
     for group in _fusion_groups(dims, arrays, MAX_FUSED_ELEMENTS if fuse else 0):
-        blocks = _replica_groups(zero_specs[group[0]], dp)
         ranks = dp // zero_specs[group[0]].n_replicas
         chunks = [_to_chunks(arrays[i], dims[i], ranks) for i in group]
         flat = jnp.concatenate([c.reshape(ranks, -1) for c in chunks], axis=1)
-        reduced = lax.psum_scatter(flat, "data", axis_index_groups=blocks)
+        rank_groups = _rank_groups(zero_specs[group[0]], dp)
+        reduced = lax.psum_scatter(flat, "data", axis_index_groups=rank_groups)
         for i, shard in zip(group, _split_flat(reduced, [c.shape[1:] for c in chunks])):
             arrays[i] = shard
 
 
-def _replica_groups(zero_spec: ZeroSpec, dp: int) -> list[list[int]] | None:
-    """Neighbouring data ranks that share what is cut; None: all do. Equal for all cuts of a
-    segment."""
+def _rank_groups(zero_spec: ZeroSpec, dp: int) -> list[list[int]] | None:
+    """Neighbouring data ranks that share a replica; None: all ranks do. Equal for all parameters of
+    a segment."""
     if zero_spec.n_replicas == 1:
         return None
     return np.arange(dp).reshape(zero_spec.n_replicas, -1).tolist()
 
 
 def _sum_replicas(arrays: list[Array], zero_specs: Sequence[ZeroSpec], dp: int) -> None:
-    """Add up the blocks' sums of what every block of ranks has."""
-    replicated = [i for i, zero_spec in enumerate(zero_specs) if zero_spec.n_replicas > 1]
-    if replicated:
-        same_shard_groups = (
-            np.arange(dp).reshape(zero_specs[replicated[0]].n_replicas, -1).T.tolist()
-        )
+    """Add up the replicas' sums of parameters that have several."""
+    indices = [i for i, zero_spec in enumerate(zero_specs) if zero_spec.n_replicas > 1]
+    if indices:
+        same_shard = np.transpose(_rank_groups(zero_specs[indices[0]], dp) or []).tolist()
         _all_reduce_into(
-            arrays,
-            replicated,
-            lambda flat: lax.psum(flat, "data", axis_index_groups=same_shard_groups),
+            arrays, indices, lambda flat: lax.psum(flat, "data", axis_index_groups=same_shard)
         )
 
 
 def _sharded_dims(zero_specs: Mapping[int, ZeroSpec], arrays: Sequence[Array]) -> dict[int, int]:
-    """The dim of each array that is split; an array may lack the dim of layers."""
-    return {
-        i: data_axis_dim(c.spec) - (len(c.spec) - arrays[i].ndim) for i, c in zero_specs.items()
-    }
+    """The dim of each array that is split over data ranks; an array may lack the dim of layers."""
+    specs = {i: zero_spec.spec for i, zero_spec in zero_specs.items()}
+    return {i: data_axis_dim(spec) - (len(spec) - arrays[i].ndim) for i, spec in specs.items()}
 
 
 def _fusion_groups(
     indices: Iterable[int], arrays: Sequence[Array], max_elements: int
 ) -> Iterator[list[int]]:
-    """Indices of arrays of one dtype that travel together, of at most so many elements."""
+    """Indices of arrays of one dtype for one collective, of at most so many elements."""
     group: list[int] = []
     size = 0
     for i in sorted(indices, key=lambda i: str(arrays[i].dtype)):
@@ -257,7 +237,7 @@ def _all_reduce_into(
 
 
 def _split_flat(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
-    """Pieces of the last dim, in their shapes; other dims lead."""
+    """Consecutive parts of the last dim in these shapes; other dims lead."""
     start = 0
     for shape in shapes:
         stop = start + prod(shape)
@@ -266,12 +246,12 @@ def _split_flat(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Arra
 
 
 def _to_chunks(array: Array, dim: int, dp: int) -> Array:
-    """[ways, ...]: the array cut along a dim."""
+    """[dp, ...]: the array cut along a dim."""
     shape = (*array.shape[:dim], dp, array.shape[dim] // dp, *array.shape[dim + 1 :])
     return jnp.moveaxis(array.reshape(shape), dim, 0)
 
 
 def _from_chunks(chunks: Array, dim: int) -> Array:
-    """The inverse of `_chunks`."""
+    """The inverse of `_to_chunks`."""
     array = jnp.moveaxis(chunks, 0, dim)
     return array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :])

@@ -64,11 +64,11 @@ def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, 
 def backward_program(
     segment: Segment, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree, residuals: Tree
 ) -> tuple[Tree, Tree, Tree, Array]:
-    """The gradient of a group: (sums, dx, grads + gradient, done).
+    """The gradient of a group: (sums, dx, grads + gradient, completion).
 
     `dy` is the cotangent of `y`; for the loss's sums it is one scalar, the scale of "loss_sum".
     `residuals` are those of `forward_program`; a segment that hands none over runs forward here.
-    `done` is a small output to wait for, since `grads` is donated onwards.
+    `completion` is a small output to wait for, since `grads` is donated onwards.
     """
     loop = _StageLoop(segment, params, x, fields, saves_residuals=True)
     if segment.saves_residuals:
@@ -345,8 +345,8 @@ def _select(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
 
 
 def _in_float32(collective: Any, tree: Tree, tp: int) -> Tree:
-    """`by_tensor_rank` of hidden states: a reduction of bfloat16 under partial-manual mode aborts
-    on CPU."""
+    """`run_per_tensor_rank` of hidden states: a reduction of bfloat16 under partial-manual mode
+    aborts on CPU."""
     return jax.tree.map(
         lambda a: run_per_tensor_rank(collective, a.astype(jnp.float32), tp).astype(a.dtype), tree
     )

@@ -35,7 +35,7 @@ _CASTS = frozenset({"convert_element_type", "copy", "copy_p", "pcast", "pvary", 
 def run_module_part(
     module: Any, name: str, tp: int, params: Tree, h: Tree, x: Tree, fields: Tree
 ) -> Tree:
-    """What a module's "entry", layer of a kind, "exit", tap or inlet gives on one of `ways` tensor
+    """What a module's "entry", layer of a kind, "exit", tap or inlet gives on one of `tp` tensor
     ranks.
 
     Args:
@@ -110,14 +110,14 @@ def _token_spec_or_none(h: Tree, tp: int) -> P | None:
 
 
 def _shard_after_entry(h: Tree, tp: int) -> Tree:
-    """`scattered` hidden states that an entry gives."""
+    """`scatter_tokens` of hidden states that an entry gives."""
     if tp == 1:
         return h
     return jax.tree.map(lambda a: scatter_tokens(_constrain(a, P(), tp), tp), h)
 
 
 def gather_before_exit(h: Tree, tp: int) -> Tree:
-    """`gathered` hidden states that an exit or a tap reads."""
+    """`gather_tokens` of hidden states that an exit or a tap reads."""
     if tp == 1:
         return h
     return jax.tree.map(lambda a: _constrain(gather_tokens(a, tp), P(), tp), h)
@@ -201,7 +201,7 @@ class _JaxprInterpreter:
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], dims: dict[Any, TensorDim]
     ) -> list[Any]:
-        """The jaxpr's outputs; `cuts` are those of its inputs that are matrices."""
+        """The jaxpr's outputs; `dims` are those of its inputs that are matrices."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -73,8 +73,8 @@ Optimizer: TypeAlias = "optax.GradientTransformation | EmaOptimizer"
 def map_optimizer_state(
     map_params: Callable[[Tree], Tree], map_leaf: Callable[[Any], Any], state: Tree, params: Tree
 ) -> Tree:
-    """An optimizer's state with `of_params` of every subtree that is shaped like `params`, such as
-    moments, and `of_other` of every other leaf, such as a count."""
+    """An optimizer's state with `map_params` of every subtree that is shaped like `params`, such as
+    moments, and `map_leaf` of every other leaf, such as a count."""
     shape: Any = jax.tree.structure(params)
 
     def matches_params(node: Any) -> bool:
@@ -119,35 +119,30 @@ class SegmentUpdate:
         self.shared = tuple(p for p in trained if p not in segment.owned_parts)
         zero_specs, shapes = state_zero_specs(segment), param_structs(segment)
         self._zero_specs = {p: zero_specs[p] for p in trained}
-        self.shard_structs = {
-            p: jax.tree.map(
-                lambda cut, a: sharded_struct(segment, cut, a.shape, jnp.float32),
-                zero_specs[p],
-                shapes[p],
-            )
-            for p in trained
-        }
+        self.shard_structs = jax.tree.map(
+            lambda spec, a: sharded_struct(segment, spec, a.shape, jnp.float32),
+            self._zero_specs,
+            {p: shapes[p] for p in trained},
+        )
         self._params = self._owned_trained(program_structs(segment))
-        self.master_structs = (
-            self._owned_trained(initial_structs(segment)) if has_masters(segment) else {}
-        )
+        masters = initial_structs(segment) if has_masters(segment) else {}
+        self.master_structs = self._owned_trained(masters)
         self._has_ema = isinstance(tx, EmaOptimizer)
-        scaled = partial(_scale_by_freeze_group, segment, rate_factors)
-        self._tx = (
-            replace(tx, inner=scaled(tx.inner)) if isinstance(tx, EmaOptimizer) else scaled(tx)
-        )
-        replicated, owned_shards = segment.sharding(), self._owned_trained(self.shard_structs)
-
-        def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        self.state_structs = map_optimizer_state(
-            lambda params_like: jax.tree.map(
-                lambda a, s: with_sharding(a, s.sharding), params_like, owned_shards
-            ),
-            lambda leaf: with_sharding(leaf, replicated),
-            jax.eval_shape(self._tx.init, owned_shards),
+        inner = tx.inner if isinstance(tx, EmaOptimizer) else tx
+        scaled = _scale_by_freeze_group(segment, rate_factors, inner)
+        self._tx = replace(tx, inner=scaled) if isinstance(tx, EmaOptimizer) else scaled
+        owned_shards = self._owned_trained(self.shard_structs)
+        state = jax.eval_shape(self._tx.init, owned_shards)
+        shardings = map_optimizer_state(
+            lambda _: jax.tree.map(lambda a: a.sharding, owned_shards),
+            lambda _: segment.sharding(),
+            state,
             owned_shards,
+        )
+        self.state_structs = jax.tree.map(
+            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            state,
+            shardings,
         )
 
     def _owned_trained(self, tree: Tree) -> Tree:
@@ -160,7 +155,8 @@ class SegmentUpdate:
         return self._map_state(self._owned_trained(self._zero_specs), _UNSHARDED)
 
     def state_parts(self) -> Tree:
-        """The part whose parameters each leaf of the state belongs to; NO_PART of none."""
+        """The part whose parameters each leaf of the state belongs to; NO_PARAMETER_PART of
+        none."""
         return self._map_state(part_of_leaves(self._params), NO_PARAMETER_PART)
 
     def _map_state(self, params_value: Tree, leaf_value: Any) -> Tree:
@@ -203,7 +199,7 @@ class SegmentUpdate:
 
     @cached_property
     def _gather_program(self) -> Callable[[Tree], Tree]:
-        """The program of `_made_of`."""
+        """The program of `_gather_params`."""
         gather = self._make_gather()
 
         def gather_cast(shard_structs: Tree) -> Tree:
@@ -255,10 +251,8 @@ class SegmentUpdate:
         if self.segment.plan.zero == 3:
             return params
         zero_specs = self._owned_trained(self._zero_specs)
-        shardings = jax.tree.map(
-            lambda zero_spec: self.segment.sharding(*zero_spec.spec), zero_specs
-        )
-        stored = jax.tree.map(lambda zero_spec, a: zero_spec.to_stored(a), zero_specs, params)
+        shardings = jax.tree.map(lambda z: self.segment.sharding(*z.spec), zero_specs)
+        stored = jax.tree.map(lambda z, a: z.to_stored(a), zero_specs, params)
         return jax.lax.with_sharding_constraint(stored, shardings)
 
     def lower_update(self, n_segments: int) -> jax.stages.Lowered:

@@ -95,7 +95,7 @@ class PendingTasks:
         self._number = self._n_started = 0
 
     def dispatch(self, order: Sequence[Task], observations: Mapping[int, Observation]) -> None:
-        """The tasks of a step begin; `seen` is filled as they are dispatched."""
+        """The tasks of a step begin; `observations` is filled as they are dispatched."""
         self._number, self._n_started = self._number + 1, 0
         self._calls.append((self._number, order, observations))
 

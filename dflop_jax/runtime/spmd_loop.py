@@ -197,13 +197,13 @@ class _StageLoop:
         x, fields = self._inputs_of(slot)
         of_entry: list[Array] = []
         if self.segment.plan.first:
-            h, of_entry = self.functions.forward("entry", self.params, None, x, fields)
+            h, of_entry = self.functions.forward("entry", None, x, fields)
         else:
             h = x["hidden"]
         if carry is not None:
             h = _select(self._is_entering(slot), h, carry)
         first, read = self._first_rows(slot), h
-        h, tapped, slot_residuals = self.functions.forward_layers(self.params, h, x, fields, first)
+        h, tapped, slot_residuals = self.functions.forward_layers(h, x, fields, first)
         if carry is not None:
             carry = lax.ppermute(h, "stage", self.ring)
             if self.rounds > 1:  # after its last slot, a stage repeats it
@@ -246,16 +246,14 @@ class _StageLoop:
             reverse_ring = [(b, a) for a, b in self.ring]
             dh = jax.tree.map(jnp.add, dh, lax.ppermute(passed, "stage", reverse_ring))
         dh, dx, grads = self.functions.backward_layers(
-            slot_residuals, self.params, x, fields, dh, dtapped, grads, self._first_rows(slot)
+            slot_residuals, x, fields, dh, dtapped, grads, self._first_rows(slot)
         )
         if passed is not None:
             zeros, enters = jax.tree.map(jnp.zeros_like, dh), self._is_entering(slot)
             dh, passed = _select(enters, dh, zeros), _select(enters, zeros, dh)
         if self.segment.plan.first:
-            _, dplaced, grads = self.functions.backward(
-                "entry", of_entry, self.params, x, fields, dh, grads
-            )
-            dx |= dplaced
+            _, dinputs, grads = self.functions.backward("entry", of_entry, x, fields, dh, grads)
+            dx |= dinputs
         elif "hidden" in self.segment.wants_gradient:
             dx["hidden"] = dh
         return (passed, grads), dx
@@ -272,7 +270,7 @@ class _StageLoop:
         """(what the exit gives, what its backward needs), both [M / S, ...]."""
 
         def visit(_: None, scanned: tuple[Tree, Tree]) -> tuple[None, tuple[Tree, Tree]]:
-            return None, self.functions.forward("exit", self.params, scanned[0], {}, scanned[1])
+            return None, self.functions.forward("exit", scanned[0], {}, scanned[1])
 
         return lax.scan(visit, None, (outs, self._stage_fields()))[1]
 
@@ -281,9 +279,7 @@ class _StageLoop:
 
         def visit(grads: Tree, scanned: Tree) -> tuple[Tree, Tree]:
             of_microbatch, fields, dout = scanned
-            dh, _, grads = self.functions.backward(
-                "exit", of_microbatch, self.params, {}, fields, dout, grads
-            )
+            dh, _, grads = self.functions.backward("exit", of_microbatch, {}, fields, dout, grads)
             return grads, self.zero_hidden if dh is None else dh
 
         grads, douts = lax.scan(visit, grads, (residuals, self._stage_fields(), dexit))
@@ -306,9 +302,9 @@ class _StageLoop:
                 )
 
             sums, vjp = jax.vjp(loss, trained, scanned[0])
-            dfree, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
+            dtrained, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
                              for k, v in sums.items()})  # fmt: skip
-            return add_gradients(self.segment, totals, dfree), (sums, dh)
+            return add_gradients(self.segment, totals, dtrained), (sums, dh)
 
         totals = {k: grads[k] for k in trained}
         totals, (sums, douts) = lax.scan(visit, totals, (outs, self._stage_fields()))

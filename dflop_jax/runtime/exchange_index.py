@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 
 import numpy as np
@@ -49,12 +50,11 @@ class ExchangeIndex:
         """Source ranks from one home rank to the next."""
         return self.source_ranks // gcd(self.source_ranks, self.target_ranks)
 
-    @property
+    @cached_property
     def home_ranks(self) -> list[int]:
         """The home rank of each target rank."""
-        return [
-            home_rank(r, self.source_ranks, self.target_ranks) for r in range(self.target_ranks)
-        ]
+        low, high = self.source_ranks, self.target_ranks
+        return [home_rank(rank, low, high) for rank in range(high)]
 
     @property
     def own_features(self) -> int:

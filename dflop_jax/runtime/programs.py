@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from dflop_jax.simulate.task_graph import (
 )
 
 Tree = Any
+T = TypeVar("T")
 Program = Callable[..., Any]
 # Of a program: a segment's name, then (shape, kind), (shape, LESS_REMAT, kind), (REDUCE,),
 # (UPDATE,), (link, low shape, high shape, whether backward) or ("sum", struct).
@@ -62,6 +63,13 @@ class Signature:
     x: dict[str, jax.ShapeDtypeStruct]
     fields: dict[str, jax.ShapeDtypeStruct]
     y: dict[str, Tree]
+
+
+def _cached_method(method: Callable[..., T]) -> Callable[..., T]:
+    """A method whose results are kept by its object: tracing shapes takes milliseconds, and every
+    step asks for the same ones."""
+    kept: Any = cached_property(lambda self: cache(partial(method, self)))
+    return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,38 +139,28 @@ class Programs:
         resource_by_submesh = submesh_resources(self.layout)
         return {s.name: resource_by_submesh[s.submesh] for s in self.layout.segments}
 
-    # Tracing shapes takes milliseconds, so what steps ask for is kept.
+    @_cached_method
+    def signature(self, name: str, shape: Shape) -> Signature:
+        """What a segment takes and gives at a shape."""
+        s = self.segments[name]
+        return Signature(x_structs(s, shape), field_structs(s, shape), y_structs(s, shape))
 
-    @cached_property
-    def signature(self) -> Callable[[str, Shape], Signature]:
-        def made(name: str, shape: Shape) -> Signature:
-            segment = self.segments[name]
-            return Signature(
-                x_structs(segment, shape), field_structs(segment, shape), y_structs(segment, shape)
-            )
+    @_cached_method
+    def exchange(self, link: SegmentLink, low: Shape, high: Shape) -> Exchange:
+        """The exchange of a link's edge between groups of two shapes."""
+        assert link.edge is not None
+        return Exchange(
+            output_struct(self.segments[link.source], link.edge, low),
+            self.signature(link.target, high).x[link.edge.name],
+            link.edge.sources,
+            self.layout.exchange_capacity(link.edge, low, high),
+        )
 
-        return cache(made)
-
-    @cached_property
-    def exchange(self) -> Callable[[SegmentLink, Shape, Shape], Exchange]:
-        def made(link: SegmentLink, low: Shape, high: Shape) -> Exchange:
-            assert link.edge is not None
-            return Exchange(
-                output_struct(self.segments[link.source], link.edge, low),
-                self.signature(link.target, high).x[link.edge.name],
-                link.edge.sources,
-                self.layout.exchange_capacity(link.edge, low, high),
-            )
-
-        return cache(made)
-
-    @cached_property
-    def _remote_program(self) -> Callable[[Key], Program]:
-        def made(key: Key) -> Program:
-            outputs = jax.tree.map(remote_array, output_structs(self, key))
-            return lambda *_: outputs
-
-        return cache(made)
+    @_cached_method
+    def _remote_program(self, key: Key) -> Program:
+        """Stands for a program of other processes: gives arrays without local shards."""
+        outputs = jax.tree.map(remote_array, output_structs(self, key))
+        return lambda *_: outputs
 
     def program(self, key: Key) -> Program:
         """What a key names. The rounds of an exchange wait for nothing of each other, so they end

@@ -122,16 +122,6 @@ def test_pieces_cut_otherwise_are_refused():
         send(array, sharding_of(SIDES["data 3 x model 2"]))
 
 
-def test_send_keeps_the_original_and_scalars():
-    for source in SIDES.values():
-        whole = NamedSharding(sharding_of(source).mesh, P())
-        scalar = shard_array(np.float32(2.5), whole)
-        for target in SIDES.values():
-            there = NamedSharding(sharding_of(target).mesh, P())
-            assert float(send(scalar, there)) == 2.5
-        assert float(scalar) == 2.5
-
-
 @pytest.mark.parametrize("n", [0, 1, 5, 8])
 def test_move_brings_every_target_its_piece(n):
     rng = np.random.default_rng(n)

@@ -110,36 +110,6 @@ def test_an_average_of_the_parameters_is_kept_evaluated_and_resharded(tmp_path):
             ex.close()
 
 
-def test_masters_are_saved_and_what_programs_hold_is_made_of_them(tmp_path):
-    split = executor(3, 4, dtype="bfloat16")
-    whole = executor(1, 6, block=3, dtype="bfloat16")
-    exact = executor(1, 1)
-    try:
-        for seed, ex in enumerate((split, whole, exact)):
-            ex.init(seed)
-        saver = saver_of(split, tmp_path)
-        save(saver, 1)
-        masters = jax.tree.map(np.asarray, split.state.masters["llm"])
-        for ex in (whole, exact):
-            saver_of(ex, tmp_path).restore(reader_of(saver, 1))
-        cuts = state_zero_specs(whole.programs.segments["llm"])
-        again = jax.tree.map(plain.whole_of, cuts, whole.state.masters["llm"])
-        jax.tree.map(np.testing.assert_array_equal, again, masters)
-        jax.tree.map(np.testing.assert_array_equal, exact.state.params["llm"], masters)
-        for ex in (split, whole):
-            for held, master in zip(
-                *map(jax.tree.leaves, (ex.state.params["llm"], masters)), strict=True
-            ):
-                assert held.dtype == jax.numpy.bfloat16
-                for shard in held.addressable_shards:
-                    np.testing.assert_array_equal(
-                        shard.data, master.astype(held.dtype)[shard.index]
-                    )
-    finally:
-        for ex in (split, whole, exact):
-            ex.close()
-
-
 def device_bytes(tree):
     """Bytes of live arrays on the first device."""
     first = jax.devices()[0]

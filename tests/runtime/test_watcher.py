@@ -11,66 +11,52 @@ from dflop_jax.runtime.watcher import Observation, Outputs, PendingTasks, Watche
 
 VISION, LLM = Task("vision", 0, FORWARD), Task("llm", 0, BACKWARD)
 BACK = Task("vision", 0, BACKWARD)
-WAITS = {VISION: (), LLM: (VISION,), BACK: (LLM, VISION)}
 SUBMESH = {"vision": "enc", "llm": "dec"}
 
 
-def spans(events):
-    return [(e.segment, e.direction, e.start_s, e.end_s) for e in events]
+OTHER = Task("vision", 1, FORWARD)
+LATE = Task("llm", 1, FORWARD)
+APART, SHARED = {"vision": 0, "llm": 1}, {"vision": 0, "llm": 0}
+# (tasks as (task, dispatched, ended), resources, when these were free before) -> (origin, (start,
+# end) of each task after it, when resources are free then)
+EVENTS = {
+    "a task starts when its inputs are made": (
+        [(VISION, 10.0, 12.0), (LLM, 10.1, 15.0), (BACK, 10.2, 16.0)], APART, {},
+        10.0, [(0.0, 2.0), (2.0, 5.0), (5.0, 6.0)], {0: 16.0, 1: 15.0},
+    ),
+    "or when its resource is free": (  # the step before held the devices until 2.5
+        [(VISION, 1.0, 4.0), (OTHER, 1.5, 6.0)], APART, {0: 2.5},
+        2.5, [(0.0, 1.5), (1.5, 3.5)], {0: 6.0},
+    ),
+    "or when it is dispatched": (
+        [(VISION, 1.0, 2.0), (LLM, 5.0, 6.0)], APART, {}, 1.0, [(0.0, 1.0), (4.0, 5.0)],
+        {0: 2.0, 1: 6.0},
+    ),
+    "submeshes that share devices never overlap": (
+        [(VISION, 0.0, 3.0), (LATE, 0.0, 4.0)], SHARED, {}, 0.0, [(0.0, 3.0), (3.0, 4.0)], {0: 4.0},
+    ),
+    "an end that is seen late gives no negative duration": (
+        [(VISION, 0.0, 2.0), (LLM, 0.0, 1.9)], APART, {}, 0.0, [(0.0, 2.0), (1.9, 1.9)],
+        {0: 2.0, 1: 1.9},
+    ),
+    "nothing was observed": ([], APART, {}, 0.0, [], {}),
+}  # fmt: skip
 
 
-def to_events(seen, submesh_of, resource_of, waits_for, free_s):
-    tasks, dispatched_s, end_s = zip(*seen, strict=True) if seen else ((), (), ())
+@pytest.mark.parametrize("case", EVENTS.values(), ids=EVENTS)
+def test_start_and_end_of_tasks_follow_from_what_was_observed(case):
+    observed, resource_of, free_s, origin, spans, free_after_s = case
+    tasks = [task for task, *_ in observed]
+    waits_for = {VISION: (), LLM: (VISION,), BACK: (LLM, VISION), OTHER: (), LATE: ()}
     order = step_result.TaskOrder.from_tasks(tasks, waits_for, resource_of)
-    return step_result.to_events(order, dispatched_s, end_s, submesh_of, free_s)
-
-
-def test_a_task_starts_when_its_inputs_are_made():
-    three = [(VISION, 10.0, 12.0), (LLM, 10.1, 15.0), (BACK, 10.2, 16.0)]
-    free: dict[int, float] = {}
-    origin, events = to_events(three, SUBMESH, {"vision": 0, "llm": 1}, WAITS, free)
-    assert origin == 10.0
-    assert spans(events) == [
-        ("vision", FORWARD, 0.0, 2.0),
-        ("llm", BACKWARD, 2.0, 5.0),
-        ("vision", BACKWARD, 5.0, 6.0),
-    ]
-    assert [e.submesh for e in events] == ["enc", "dec", "enc"]
-    assert free == {0: 16.0, 1: 15.0}
-
-
-def test_a_task_starts_when_its_resource_is_free():
-    first, second = Task("vision", 0, FORWARD), Task("vision", 1, FORWARD)
-    two = [(first, 1.0, 4.0), (second, 1.5, 6.0)]
-    waits = {first: (), second: ()}
-    origin, events = to_events(two, SUBMESH, {"vision": 0}, waits, {0: 2.5})
-    assert origin == 2.5  # the step before held the devices until then
-    assert [(e.start_s, e.end_s) for e in events] == [(0.0, 1.5), (1.5, 3.5)]
-
-
-def test_a_task_starts_when_it_was_dispatched():
-    two = [(VISION, 1.0, 2.0), (LLM, 5.0, 6.0)]
-    origin, events = to_events(two, SUBMESH, {"vision": 0, "llm": 1}, WAITS, {})
-    assert origin == 1.0
-    assert (events[1].start_s, events[1].end_s) == (4.0, 5.0)
-
-
-def test_submeshes_that_share_devices_never_overlap():
-    two = [(VISION, 0.0, 3.0), (Task("llm", 1, FORWARD), 0.0, 4.0)]
-    waits = {**WAITS, Task("llm", 1, FORWARD): ()}
-    _, events = to_events(two, SUBMESH, {"vision": 0, "llm": 0}, waits, {})
-    assert events[1].start_s == 3.0
-
-
-def test_an_end_seen_late_never_gives_a_negative_duration():
-    # The thread of `dec` saw its end before that of `enc` noted the end of the input.
-    two = [(VISION, 0.0, 2.0), (LLM, 0.0, 1.9)]
-    _, events = to_events(two, SUBMESH, {"vision": 0, "llm": 1}, WAITS, {})
-    assert all(e.end_s >= e.start_s >= 0 for e in events)
-
-
-def test_nothing_observed():
-    assert to_events([], {}, {}, {}, {}) == (0.0, ())
+    dispatched_s, end_s = ([seen[i] for seen in observed] for i in (1, 2))
+    free_s = dict(free_s)
+    found = step_result.to_events(order, dispatched_s, end_s, SUBMESH, free_s)
+    assert found[0] == origin
+    events = [(e.submesh, e.segment, e.direction, e.start_s, e.end_s) for e in found[1]]
+    wanted = zip(tasks, spans, strict=True)
+    assert events == [(SUBMESH[t.segment], t.segment, t.direction, *span) for t, span in wanted]
+    assert free_s == free_after_s
 
 
 class Output:

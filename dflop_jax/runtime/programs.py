@@ -1,4 +1,4 @@
-"""The programs of a layout, and what they run on: see `compile` for how they are made."""
+"""The programs of a layout and the segments that they run on; `compiling` compiles them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dflop_jax.simulate.task_graph import (
 Tree = Any
 T = TypeVar("T")
 Program = Callable[..., Any]
-# Of a program: a segment's name, then (shape, kind), (shape, LESS_REMAT, kind), (REDUCE,),
+# Key of a program: a segment's name, then (shape, kind), (shape, LESS_REMAT, kind), (REDUCE,),
 # (UPDATE,), (link, low shape, high shape, whether backward) or ("sum", struct).
 Key = tuple[Any, ...]
 LESS_REMAT = "keeping more"  # in the key of a program under its segment's second recompute policy
@@ -58,7 +58,7 @@ class GroupArrays:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a segment takes and gives at one shape, as sharded structs."""
+    """Inputs, fields and outputs of a segment at one shape, as sharded structs."""
 
     x: dict[str, jax.ShapeDtypeStruct]
     fields: dict[str, jax.ShapeDtypeStruct]
@@ -77,8 +77,8 @@ class Programs:
     """Segments, updates and links of a layout on its devices, with the programs compiled so far.
 
     A segment has programs for every shape of its module; an edge for every pair of shapes that the
-    layout's buckets join. A program on devices of other processes only is not run here: its outputs
-    are arrays of which this process holds nothing.
+    layout's buckets join. A program on devices of other processes only does not run here: its
+    outputs are arrays without shards on this process.
 
     Attributes:
       evaluates: whether programs that give losses without gradients are among them.
@@ -112,9 +112,8 @@ class Programs:
 
     @cached_property
     def serial_segments(self) -> frozenset[str]:
-        """Segments of several CPU devices. Their collectives hold threads of a pool that has one
-        for each device, so that two programs in flight on the same devices can wait for each other
-        for ever."""
+        """Segments of several CPU devices. Their collectives block threads of a pool with one
+        thread per device, so two programs in flight on the same devices could deadlock."""
         return frozenset(
             n for n, s in self.segments.items() if s.mesh.size > 1 and _platform(s) == "cpu"
         )
@@ -163,8 +162,8 @@ class Programs:
         return lambda *_: outputs
 
     def program(self, key: Key) -> Program:
-        """What a key names. The rounds of an exchange wait for nothing of each other, so they end
-        one by one where devices are crowded."""
+        """The program of a key. Rounds of an exchange do not depend on each other, so those of
+        `serial_segments` are awaited one by one."""
         if key[0] not in self.local_segments:
             return self._remote_program(key)
         program = self.compiled[key]
@@ -187,11 +186,11 @@ def make_programs(
     """The programs of a layout, none compiled yet.
 
     Args:
-      tx: the optimizer, which looks at single elements; clipping to `clip_norm` (0: off) by the
-        norm over all segments is ours.
+      tx: the elementwise optimizer; gradients are clipped to `clip_norm` (0: off) by their norm
+      over
+        all segments before it.
       freeze: names from the modules' `freeze_groups`.
-      rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
-        `tx`. Groups that are not named have that of `tx`.
+      rate_factors: freeze group -> its learning rate over that of `tx`; 1 for other groups.
       evaluates: whether there are also programs that give losses without gradients.
 
     Raises:
@@ -223,7 +222,7 @@ def make_programs(
 
 
 def program_kinds(programs: Programs, name: str) -> tuple[ProgramKind, ...]:
-    """Kinds of programs that a segment runs; one that nobody reads has no forward of its own in
+    """Kinds of programs of a segment; a segment that no other reads has no forward of its own in
     training."""
     is_read = bool(programs.outgoing_links[name])
     gives_loss = programs.evaluates and programs.segments[name].has_loss
@@ -233,7 +232,7 @@ def program_kinds(programs: Programs, name: str) -> tuple[ProgramKind, ...]:
 
 
 def output_structs(programs: Programs, key: Key) -> Tree:
-    """What a program gives, but for residuals, of which only their shapes are known."""
+    """Structs of a program's outputs, without residuals."""
     name, *details, kind = key
     if kind in (REDUCE, UPDATE):
         update = programs.updates[name]

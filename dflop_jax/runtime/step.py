@@ -1,5 +1,4 @@
-"""One step of a run: what it carries on from step to step, and what each of its tasks does with the
-arrays, dispatched in the order of the tasks."""
+"""One step of a run: the state between steps, and the arrays of each task, dispatched in order."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ Tree = Any
 
 @dataclass
 class TrainState:
-    """What a run carries from step to step, by segment name; steps donate and replace it.
+    """Parameters, optimizer state and gradients by segment name; steps donate and replace them.
 
-    `masters` are {} for a segment whose programs hold the optimizer's own parameters.
-    `shared` are the entry's parameters of a tied module, as the segment that reads them has them.
+    `masters` is {} for a segment whose optimizer updates the parameters that programs read.
+    `shared` has the entry's parameters of a tied module on the segment that reads them.
     """
 
     params: dict[str, Tree] = field(default_factory=dict)
@@ -38,12 +37,12 @@ class TrainState:
     zeros: dict[jax.ShapeDtypeStruct, jax.Array] = field(default_factory=dict)
 
     def program_params(self, name: str) -> Tree:
-        """What a segment's programs read."""
+        """The parameters that a segment's programs read."""
         shared = self.shared.get(name)
         return {**self.params[name], "entry": shared} if shared is not None else self.params[name]
 
     def zero(self, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        """Zeros that are never donated, kept."""
+        """Zeros of a struct, made once and never donated."""
         if struct not in self.zeros:
             self.zeros[struct] = zeros(struct)
         return self.zeros[struct]
@@ -59,12 +58,11 @@ class TrainState:
 
 
 class StepCall:
-    """One step: the groups that it runs and on what, and its arrays between tasks.
+    """One step: its groups, their host arrays, and the device arrays between tasks.
 
     Args:
-      scales: by module, what its losses are multiplied by; a module without one has no loss.
-      norm_limit: where the global gradient norm is above it or not finite, parameters stay as they
-        are.
+      scales: by module, the factor of its losses; a module without one has no loss.
+      norm_limit: if the global gradient norm is above it or not finite, parameters stay unchanged.
 
     Attributes:
       reduced: by segment, reduced gradients and the sum of their squares.
@@ -96,13 +94,13 @@ class StepCall:
             if s.has_loss
         }
         self._fed_by = feeding_groups(groups)
-        # (segment, group, input) -> parts that have arrived.
+        # (segment, group, input) -> terms of the input that have arrived.
         self._inbox: dict[tuple[str, int, str], list[Tree]] = {}
         # (link, source group, reading group) -> the gradient that came back.
         self._returned: dict[tuple[SegmentLink, int, int], Tree] = {}
-        # (segment, group) -> inputs and residuals kept for backward.
+        # (segment, group) -> inputs and residuals for backward.
         self._for_backward: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = {}
-        # (segment, reading segment, group, reading group) -> the packer's places there, by round.
+        # (segment, reading segment, group, reading group) -> the exchange's index arrays by round.
         self._sent_indices: dict[tuple[str, str, int, int], list[Tree]] = {}
 
     def key(self, task: Task) -> tuple[Any, ...]:
@@ -124,14 +122,14 @@ class StepCall:
         return self._forward(task) if task.direction == FORWARD else self._backward(task)
 
     def wait_for_pending(self) -> None:
-        """Wait until everything in flight is there."""
+        """Wait until all arrays in flight have arrived."""
         flying = (self._inbox, self._returned, self._for_backward, self._sent_indices)
         jax.block_until_ready([[*by_key.values()] for by_key in flying])
         jax.block_until_ready((self.state.grads, self.state.shared))
 
     def send_indices(self, name: str, g: int) -> None:
-        """Send the packer's places of a group's outputs to the segment that its forward task will
-        ask for them; nothing that is under way already."""
+        """Send the index arrays of a group's exchanges to the segment whose forward task needs
+        them, unless they were sent before."""
         for link, fed in self._fed_links(name, g):
             key = (name, link.target, g, fed)
             if link.edge is None or key in self._sent_indices:
@@ -192,7 +190,7 @@ class StepCall:
         return Outputs(received, completion, ())
 
     def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
-        """What a task reads; nothing where its programs run on other processes only."""
+        """(x, fields) of a task; ({}, {}) if its program runs on other processes only."""
         signature = self.programs.signature(name, self.groups[g].shape)
         arrived = {kind: self._inbox.pop((name, g, kind), []) for kind in signature.x}
         if name not in self.programs.local_segments:
@@ -203,7 +201,7 @@ class StepCall:
         return x, fields
 
     def _fed_links(self, name: str, g: int) -> list[tuple[SegmentLink, int]]:
-        """(link, group that it takes a group's output to) of a segment."""
+        """(link, group that reads the output of group `g` over it) of a segment."""
         found: list[tuple[SegmentLink, int]] = []
         for link in self.programs.outgoing_links[name]:
             if link.edge is None:
@@ -224,7 +222,7 @@ class StepCall:
             self.sums.append({f"{module}.{k}": v for k, v in sums.items()})
 
     def _total(self, name: str, terms: Sequence[Tree], struct: Tree) -> Tree:
-        """The sum of arrays that came to a segment in parts, zeros where none came."""
+        """The sum of the arrays that arrived for one input of a segment; zeros if none did."""
         if not terms:
             return jax.tree.map(self.state.zero, struct)
         total, *rest = terms
@@ -234,8 +232,8 @@ class StepCall:
         return total
 
     def _gradient_of_output(self, name: str, g: int) -> tuple[Tree, list[jax.Array]]:
-        """Cotangents of what the segment gives, zeros where this group's output is not read; and
-        what to wait for until exchanges have brought them."""
+        """(cotangents of the segment's outputs, zeros where no group reads them; arrays that are
+        ready when the exchanges have brought the cotangents)."""
         programs, shape = self.programs, self.groups[g].shape
         dy: Tree = {"sums": self._scales[name]} if name in self._scales else {}
         arrived: list[jax.Array] = []
@@ -261,7 +259,7 @@ class StepCall:
         return dy, arrived
 
     def _send_gradient(self, link: SegmentLink, g: int, dx: Tree) -> None:
-        """The gradient of what a link brought, to all groups that it came from."""
+        """Send the gradient of a link's input to all groups that it came from."""
         shape = self.groups[g].shape
         if link.edge is None:
             wanted = self.programs.signature(link.source, shape).y["next"]
@@ -304,7 +302,7 @@ class StepCall:
             state.masters[name], state.opt_state[name] = rest
             state.params[name] = {**params, **new}
             self.totals.append(completion)
-        # Not kept until the step is read, which is after the next one was dispatched.
+        # Freed now: the step's result is read after the next step was dispatched.
         self.reduced[name] = ({}, own_squares)
         if self.programs.updates[name].shared:
             state.share_tied(self.programs, name)

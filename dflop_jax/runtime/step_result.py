@@ -1,4 +1,4 @@
-"""What comes out of a dispatched step: sums, and when its tasks ran, as every process saw them."""
+"""Results of a dispatched step: sums of losses, and when its tasks ran on every process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dflop_jax.runtime.step import StepCall
 from dflop_jax.runtime.watcher import Observation
 from dflop_jax.simulate.task_graph import StepGraph
 
-# Of a task's times: when it was dispatched, when what is exchanged for it was there, when its own
-# program ended, and when what it sends was exchanged.
+# A task's moments: when it was dispatched, when its exchanged inputs had arrived, when its own
+# program ended, and when its outputs were exchanged.
 DISPATCHED, RECEIVED, COMPUTED, END = range(4)
 
 
 @dataclass(frozen=True)
 class TaskOrder:
-    """The tasks of a step in their order, and by place in it: the places of the tasks that one
-    waits for, and what it keeps busy."""
+    """The tasks of a step in their order; for each the indices of the tasks that it waits for, and
+    its resource."""
 
     tasks: tuple[Task, ...]
     waits_for: list[list[int]]
@@ -47,12 +47,12 @@ class TaskOrder:
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """Sums over the batch by f"{module}.{name}" (as "MODULE.loss_sum"), the global gradient norm,
-    the trace, and what every process saw.
+    and the trace.
 
     Attributes:
       task_moments: see `stack_moments`.
-      applied: the parameters were updated; not where the norm is above `norm_limit` or not finite.
-      not_finite: modules whose gradients are not, in the order in which backward comes to them.
+      applied: whether parameters were updated: the norm is finite and not above `norm_limit`.
+      not_finite: modules with gradients that are not finite, in the order of backward.
     """
 
     sums: dict[str, float]
@@ -67,10 +67,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """One process's part of a step: the four moments of each task on its devices, by the task's
-    place in the step's order, in seconds of process 0's clock; sums over its part of the batch;
-    sums of squares of the gradients of the segments on its devices, and of all segments, None when
-    it does not know."""
+    """One process's results of a step: the four moments of each task on its devices by the task's
+    index, in seconds of process 0's clock; sums over its part of the batch; sums of squares of the
+    gradients of the segments on its devices, and of all segments (None: unknown here)."""
 
     moments: dict[int, list[float]]
     sums: dict[str, float]
@@ -83,8 +82,8 @@ class StepHandle:
     """A dispatched step; `local` and `result` wait for it.
 
     Attributes:
-      observations: this process's tasks by their place among all `tasks`.
-      free_s: by resource, when its last task ended; `result` brings it up to date.
+      observations: this process's tasks by their index in `tasks`.
+      free_s: by resource, when its last task ended; `result` updates it.
     """
 
     step: int
@@ -102,8 +101,7 @@ class StepHandle:
         )
 
     def local_result(self, offset_s: float = 0.0) -> LocalResult:
-        """Wait for this process's part of the step; its times are in the clock that this process's
-        lacks `offset_s` to.
+        """Wait for this process's part of the step; `offset_s` is added to its times.
 
         Raises:
           RuntimeError: the backend failed while running a task.
@@ -132,8 +130,8 @@ class StepHandle:
         return LocalResult(moments, sums, squares, totals[0] if totals else None)
 
     def result(self, local_results: Sequence[LocalResult] | None = None) -> StepResult:
-        """The whole step, from what every process saw, in one clock; from this one's part alone
-        when it is the only process."""
+        """The whole step from the results of all processes; from this process's alone by
+        default."""
         local_results = [self.local_result()] if local_results is None else local_results
         task_moments = stack_moments([local.moments for local in local_results], len(self.tasks))
         # A task over several processes begins with the last to dispatch it.
@@ -171,7 +169,7 @@ class StepHandle:
 
 
 def _sum_by_name(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sums by name of what each part has by name."""
+    """Sums by name over all terms."""
     sums: dict[str, float] = {}
     for term in terms:
         for k, v in term.items():
@@ -182,8 +180,8 @@ def _sum_by_name(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def stack_moments(
     moments_by_process: Sequence[Mapping[int, Sequence[float]]], n_tasks: int
 ) -> np.ndarray:
-    """What the processes saw (`LocalResult.moments`), float64 [processes, tasks, moments]: -inf of
-    the tasks that a process did not run."""
+    """`LocalResult.moments` of all processes, float64 [processes, tasks, moments]; -inf for tasks
+    that a process did not run."""
     moments = np.full((len(moments_by_process), n_tasks, END + 1), -np.inf)
     for of_process, of_tasks in zip(moments, moments_by_process, strict=True):
         if of_tasks:
@@ -200,9 +198,8 @@ def to_events(
 ) -> tuple[float, tuple[Event, ...]]:
     """(start of the step, events relative to it), from when tasks were dispatched and ended.
 
-    A task starts when it was dispatched, its inputs were made and its resource was free,
-    whichever came last. `free_s` (resource -> last end, of the previous step) is brought up to
-    date in place.
+    A task starts when it was dispatched, its inputs were computed and its resource was free,
+    whichever came last. `free_s` (resource -> end of its last task) is updated in place.
     """
     starts_s: list[float] = []
     for resource, inputs, dispatched, end in zip(

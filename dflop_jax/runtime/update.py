@@ -1,11 +1,10 @@
 """The end of a step: one reduction of the gradients over ranks, then the optimizer.
 
-Optimizer state is split over data ranks: the reduction scatters, the update runs on each rank's
-piece. New parameters are gathered, or stay pieces where the parameters are split too (ZeRO 3).
-Where programs hold parameters in another dtype, the optimizer's are float32 masters beside its
-state, and what programs hold is made of them.
+Optimizer state is split over data ranks: the reduction scatters gradients, and the update runs on
+each rank's shard. New parameters are gathered; with ZeRO 3 they stay shards. Where programs use
+another dtype than float32, the optimizer keeps float32 masters, of which the parameters are cast.
 
-The optimizer looks at single elements, on whatever a segment's devices hold of them.
+The optimizer is elementwise, so it runs on any shard.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _UNSHARDED = ZeroSpec(P(), P())
 
 @dataclass(frozen=True)
 class EmaOptimizer:
-    """An optimizer that also keeps an average of the parameters after its steps, of which `decay`
-    stays at every step. It is used as optax's are."""
+    """An optimizer with an exponential moving average of the parameters: each step keeps `decay` of
+    it. It has the interface of optax."""
 
     inner: optax.GradientTransformation
     decay: float
@@ -55,8 +54,8 @@ class EmaOptimizer:
         return {"tx": self.inner.init(params), EMA_KEY: params}
 
     def update(self, grads: Tree, state: Tree, params: Tree, **more: Any) -> tuple[Tree, Tree]:
-        """A parameter that no step changes is its average bit for bit, also where it is infinite,
-        as bounds that bound nothing are."""
+        """The optimizer's step; the average of a parameter that never changes equals it bit for
+        bit, also where it is infinite."""
         updates, stepped = self.inner.update(grads, state["tx"], params, **more)
 
         def one(old: Array, new: Array) -> Array:
@@ -66,7 +65,7 @@ class EmaOptimizer:
         return updates, {"tx": stepped, EMA_KEY: average}
 
 
-# It may look at no element but the one that it steps: devices hold pieces of parameters.
+# It must be elementwise: devices hold shards of parameters.
 Optimizer: TypeAlias = "optax.GradientTransformation | EmaOptimizer"
 
 
@@ -95,13 +94,13 @@ def part_of_leaves(params: Tree) -> Tree:
 class SegmentUpdate:
     """Reduce and update programs of one segment's trainable parameters.
 
-    `rate_factors` multiply the steps of freeze groups; the optimizer's own rate holds for the rest.
-    Where a tied parameter is read by another segment, that one reduces its gradient without
-    counting it in the norm, and the owner (`adds_shared`) adds it to its own.
+    `rate_factors` multiply the steps of freeze groups; other groups use the optimizer's rate. If
+    another segment reads a tied parameter, that segment reduces its gradient without counting it in
+    the norm, and the owner (`adds_shared`) adds it to its own gradient.
 
     Attributes:
-      shard_structs: reduced gradients, each data rank its piece; shared parts included.
-      shared: parts whose gradient another segment's update takes.
+      shard_structs: reduced gradients, sharded over data ranks; shared parts included.
+      shared: parts whose gradient another segment's update uses.
     """
 
     def __init__(
@@ -146,12 +145,12 @@ class SegmentUpdate:
         )
 
     def _owned_trained(self, tree: Tree) -> Tree:
-        """Of what trains, the segment's own parts."""
+        """The entries of parts that this segment owns and trains."""
         s = self.segment
         return {p: t for p, t in tree.items() if p in s.trainable and p in s.owned_parts}
 
     def state_zero_specs(self) -> Tree:
-        """How each leaf of the state is cut."""
+        """The `ZeroSpec` of each leaf of the state."""
         return self._map_state(self._owned_trained(self._zero_specs), _UNSHARDED)
 
     def state_parts(self) -> Tree:
@@ -176,7 +175,7 @@ class SegmentUpdate:
         stepped_params = masters or {p: params[p] for p in self._params}
         state = jax.jit(init_optimizer, out_shardings=shardings)(stepped_params)
         if self._has_ema:
-            _ = self._gather_program  # compiled now, and not in the middle of a run
+            _ = self._gather_program  # compiled now, not in the middle of a run
         return params, masters, state
 
     def split_masters(self, initial: Tree) -> tuple[Tree, Tree]:
@@ -187,12 +186,11 @@ class SegmentUpdate:
         return {**initial, **self._gather_params(masters)}, masters
 
     def averaged(self, state: Tree) -> Tree:
-        """What programs hold of the own parts where the average stands for the parameters; {}
-        without one."""
+        """The moving average of the owned parts in the form that programs read; {} without one."""
         return self._gather_params(state[EMA_KEY]) if self._has_ema else {}
 
     def _gather_params(self, param_shards: Tree) -> Tree:
-        """Float32 shards of the own parts -> what programs hold."""
+        """Float32 shards of the owned parts -> the parameters that programs read."""
         if not is_local(self.segment.mesh):
             return jax.tree.map(remote_array, self._params)
         return self._gather_program(param_shards)
@@ -210,7 +208,7 @@ class SegmentUpdate:
         return jax.jit(gather_cast, out_shardings=shardings).lower(shard_structs).compile()
 
     def _make_gather(self) -> Callable[[Tree], Tree]:
-        """Shards of the own parts -> what programs hold."""
+        """A function: shards of the owned parts -> the parameters that programs read."""
         return shards.make_param_gather(
             self.segment.mesh, self._owned_trained(self._zero_specs), _partition_specs(self._params)
         )
@@ -227,9 +225,9 @@ class SegmentUpdate:
         return self._params, self.master_structs, self.state_structs, self._scalar()
 
     def lower_reduce(self) -> jax.stages.Lowered:
-        """(grads of ranks, gradient shards of the shared part's reader) -> (gradient shards, sum of
-        squares of the own parts, zeroed grads); grads donated. The reader's shards are {} but for
-        the owner of a tied parameter."""
+        """The program (grads of ranks, gradient shards of the tied entry's reader) -> (gradient
+        shards, sum of squares of the owned parts, zeroed grads). It donates grads. The reader's
+        shards are {} unless the segment owns a tied parameter."""
         grads = grad_structs(self.segment)
         add_up = shards.make_gradient_reduction(
             self.segment.mesh,
@@ -247,7 +245,7 @@ class SegmentUpdate:
         return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, shared_grads)
 
     def _local_shards(self, params: Tree) -> Tree:
-        """Each rank's pieces of what programs hold."""
+        """Each rank's shards of the parameters that programs read."""
         if self.segment.plan.zero == 3:
             return params
         zero_specs = self._owned_trained(self._zero_specs)
@@ -256,12 +254,11 @@ class SegmentUpdate:
         return jax.lax.with_sharding_constraint(stored, shardings)
 
     def lower_update(self, n_segments: int) -> jax.stages.Lowered:
-        """(params, masters, state, gradient pieces, sums of squares of all segments, the most that
-        these may add up to) -> (params, masters, state, what they add up to); params, masters and
-        state donated. Where it is more than that, or not a number, all stay as they were: every
-        device of every segment adds up the same numbers in the same order, so all decide alike.
-        Each data rank makes new parameters of its piece only; these are gathered in the dtype that
-        programs hold them in."""
+        """The program (params, masters, state, gradient shards, sums of squares of all segments,
+        upper bound of their total) -> (params, masters, state, total). It donates params, masters
+        and state. If the total is above the bound or NaN, it returns them unchanged: every device
+        of every segment adds the same numbers in the same order, so all decide alike. Each data
+        rank updates its shard; new parameters are gathered in the dtype that programs read."""
         grad_shards, scalar = self._owned_trained(self.shard_structs), self._scalar()
         gather = self._make_gather()
 
@@ -298,9 +295,9 @@ class SegmentUpdate:
 def _scale_by_freeze_group(
     segment: Segment, rate_factors: Mapping[str, float], tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The optimizer for trees by parts, whose steps are multiplied by the factor of their part's
-    freeze group. `tx` may ask for the freeze group of each part, `groups`, and for the names of
-    parameters that do not decay, `undecayed`."""
+    """The optimizer for trees by part, with steps multiplied by the factor of the part's freeze
+    group. `tx` may take two extra arguments: `groups`, the freeze group of each part, and
+    `undecayed`, names of parameters without weight decay."""
     groups = segment.module.freeze_groups
     more = {"groups": groups, "undecayed": float32_names_of(segment.module)}
 

@@ -1,7 +1,7 @@
 """Observes when dispatched tasks finish, without stopping the dispatch of others.
 
-What a task does on devices of its own is told from what it does together with the ranks of other
-processes: features and gradients that are exchanged arrive when the slowest rank has sent them.
+Exchanges are timed apart from a task's own program: exchanged features and gradients arrive when
+the slowest rank of all processes has sent them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jax
 
 from dflop_jax.records import NO_GROUP, Task
 
-_MAX_LINES = 3  # of tasks that have ended, and of those that have begun
+_MAX_LINES = 3  # described tasks that have ended, and as many that have begun
 
 
 class Watcher:
-    """One thread per resource that awaits its tasks' outputs in order and notes the times."""
+    """One thread per resource, which awaits its tasks' outputs in order and records the times."""
 
     def __init__(self, resources: set[int]):
         self._queues: dict[int, queue.Queue[Any]] = {r: queue.Queue() for r in resources}
@@ -40,13 +40,13 @@ class Watcher:
                 for i, arrays in enumerate(outputs, 1):
                     jax.block_until_ready(arrays)
                     record.moments[i] = time.perf_counter()
-            except Exception as error:  # handed over to whoever asks for the result
+            except Exception as error:  # raised again by `Observation.wait`
                 record.error = error
                 record.moments[-1] = time.perf_counter()
             record.done.set()
 
     def watch(self, resource: int, dispatched_s: float, outputs: Outputs) -> Observation:
-        """Note when `outputs` are ready."""
+        """Record when `outputs` are ready."""
         record = Observation(dispatched_s)
         self._queues[resource].put((record, outputs))
         return record
@@ -59,8 +59,8 @@ class Watcher:
 
 
 class Outputs(NamedTuple):
-    """Arrays of a task to wait for, which are not donated onwards: of the exchange that brings it
-    gradients, of its own program, and of the exchange of what it gives."""
+    """Arrays of a task that are awaited and never donated: of the exchange that brings its
+    gradients, of its own program, and of the exchange of its outputs."""
 
     received: Any
     computed: Any
@@ -83,10 +83,9 @@ class Observation:
 
 
 class PendingTasks:
-    """How far this process is in the tasks of its steps; the dispatching thread writes, any reads.
+    """The progress of this process in its steps' tasks; one thread writes, any thread reads.
 
-    The calls that may be under way are two: a step is dispatched before the one before it is
-    awaited.
+    Up to two steps are pending: a step is dispatched before the previous one is awaited.
     """
 
     def __init__(self) -> None:
@@ -95,18 +94,18 @@ class PendingTasks:
         self._number = self._n_started = 0
 
     def dispatch(self, order: Sequence[Task], observations: Mapping[int, Observation]) -> None:
-        """The tasks of a step begin; `observations` is filled as they are dispatched."""
+        """Begin a step; `observations` is filled as its tasks are dispatched."""
         self._number, self._n_started = self._number + 1, 0
         self._calls.append((self._number, order, observations))
 
     def start_task(self, index: int) -> None:
-        """The task in this place is dispatched."""
+        """Record that the task at this index is dispatched."""
         self._n_started = index + 1
 
     def progress(self) -> tuple[int, int, int, tuple[str, ...]]:
-        """How far they are: the number of the first call with a task that has not ended, how many
-        of its tasks at the head have, how many have begun, and the last of these in words, the one
-        that is waited for last. `distributed.hang_watch.TaskProgress` takes them."""
+        """The number of the first step with a pending task, how many of its first tasks have ended,
+        how many have begun, and descriptions of the last ones, the pending one last.
+        `distributed.hang_watch.TaskProgress` takes them."""
         calls = tuple(self._calls)
         for number, order, observations in calls:
             is_newest = number == calls[-1][0]
@@ -123,7 +122,7 @@ class PendingTasks:
 
 
 def _describe_progress(order: Sequence[Task], n_done: int, n_started: int) -> tuple[str, ...]:
-    """The last tasks begun and ended, the one that is waited for last."""
+    """Descriptions of the last tasks that ended and began, the pending one last."""
     started = range(max(n_done + 1, n_started - _MAX_LINES), n_started)
     described = [("ended", i) for i in range(max(n_done - _MAX_LINES, 0), n_done)]
     described += [("begun", i) for i in started]

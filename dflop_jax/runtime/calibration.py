@@ -44,8 +44,8 @@ Runs = dict[ProgramId | Task, list[float]]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds that one process saw, a list of runs for each program, and for each task that runs
-    once a step; runs of one number are the same run on every process.
+    """Seconds of one process: a list of runs for each program, and for each task that runs once a
+    step. Run i is the same run on every process.
 
     Attributes:
       device_s: until the outputs were computed; only tasks on this process's devices.
@@ -79,15 +79,14 @@ class Calibration:
 def calibrate(
     programs: Programs, state: TrainState, *, repeats: int, ends: bool, sync: Callable[[], None]
 ) -> Calibration:
-    """Run every task `repeats` times, after once to warm up, alone and awaited, on microbatches
-    that stand in for a batch's; gradients are zero again afterwards. It warms up every transfer
-    too.
+    """Run every task alone on synthetic microbatches: once to warm up, then `repeats` times. It
+    also warms up every transfer, and leaves zero gradients.
 
-    `ends`: also the reductions and updates, which leave other parameters and optimizer state.
-    `sync` waits for the other processes, before every task.
+    `ends`: also run reductions and updates, which change parameters and optimizer state. `sync`
+    waits for the other processes, before every task.
     """
     calibration = Calibration()
-    plan = Plan("", programs.layout)  # tasks are timed alone, in any order
+    plan = Plan("", programs.layout)  # any order: tasks are timed alone
     for groups, arrays, evaluate in _calibration_steps(programs, ends=ends):
         graph = step_graph(plan.layout, groups, tuple(programs.updates), evaluate=evaluate)
         order = order_tasks(plan, graph, groups)
@@ -104,7 +103,7 @@ def calibrate(
     if not ends:
         _send_norms(programs)
     for name in state.grads.keys() & programs.local_segments:
-        del state.grads[name]  # first: there may be no room for two
+        del state.grads[name]  # first: memory may not hold two
         state.grads[name] = zero_gradients(programs.segments[name])
     return calibration
 
@@ -112,8 +111,8 @@ def calibrate(
 def _calibration_steps(
     programs: Programs, *, ends: bool
 ) -> Iterator[tuple[Sequence[Group], Sequence[GroupArrays], bool]]:
-    """Steps that together have every task: (groups, arrays, whether it is an evaluation); without
-    groups for the tasks of a step's end."""
+    """Steps that together have every task: (groups, arrays, whether it is an evaluation). The step
+    for reductions and updates has no groups."""
     for b in range(len(programs.layout.buckets)):
         groups, arrays = synthetic_groups(programs, b)
         yield groups, arrays, False
@@ -132,9 +131,8 @@ def rehearse(
     order: Sequence[Task],
     sync: Callable[[], None],
 ) -> None:
-    """Run a whole step in its order, on arrays that stand in for a batch's, each task awaited: so
-    all that a step holds at once meets. `sync` as for `calibrate`. Parameters and optimizer state
-    are others afterwards."""
+    """Run a whole step in its order on synthetic arrays, each task awaited, so that it reaches the
+    step's peak memory. `sync` as for `calibrate`. It changes parameters and optimizer state."""
     arrays = synthetic_arrays(programs, groups)
     call = _trial_call(programs, state, groups, arrays)
     for task in order:
@@ -149,7 +147,7 @@ def _trial_call(
     *,
     evaluate: bool = False,
 ) -> StepCall:
-    """A step's call of programs that may be too large for the memory."""
+    """A step's call whose programs may run out of memory."""
     trial_programs: Any = TrialPrograms(programs)
     scales = dict.fromkeys(programs.layout.modules, 1.0)
     return StepCall(trial_programs, state, groups, arrays, scales, evaluate=evaluate)
@@ -166,7 +164,7 @@ def _time_task(
     trial_programs.check_free_memory(call.key(task))
     host_ahead_s = 0.0
     if task.direction == FORWARD:
-        sync()  # nothing is sent before all know that all go on
+        sync()  # no process sends before all have passed the check
         cpu_start_s = time.thread_time()
         call.send_indices(task.segment, task.group)  # as in a step, where dispatch runs ahead
         host_ahead_s = time.thread_time() - cpu_start_s
@@ -187,7 +185,7 @@ def _time_task(
 
 
 def _send_norms(programs: Programs) -> None:
-    """The norms' transfers, which only a whole step would make."""
+    """Warm up the norms' transfers, which only a whole step makes."""
     for name in programs.updates:
         source = programs.segments[name].sharding()
         norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=source))
@@ -203,16 +201,15 @@ def merge_calibrations(
     one_at_a_time: bool,
     shares_cores: bool = False,
 ) -> Prices:
-    """Prices of the plan's own programs: medians over the runs, of the slowest process in each,
-    with the work of the host.
+    """Prices of the plan's programs: the median over runs of the slowest process, plus host work.
 
     Args:
-      one_at_a_time: every task's sends are awaited before the next task, so they are part of it.
+      one_at_a_time: a task's sends are awaited before the next task, so they count as its time.
       shares_cores: as for `Prices`.
     """
     host_s = _mean_host_seconds(calibrations)
     sends = {} if one_at_a_time else _send_seconds(layout, calibrations)
-    if shares_cores:  # the mean over all programs takes the place of what each took in its runs
+    if shares_cores:  # the mean over programs replaces each program's own host seconds
         calibrations = [
             replace(
                 p,
@@ -239,7 +236,7 @@ def merge_calibrations(
 
 
 def _subtract_host(runs: Runs, host: Runs) -> Runs:
-    """Programs' runs without what the dispatching thread did for them meanwhile."""
+    """Programs' runs minus the host seconds of the dispatching thread."""
     return {
         k: [max(s - h, 0.0) for s, h in zip(v, host[k], strict=True)]
         if isinstance(k, ProgramId) and k in host
@@ -249,8 +246,8 @@ def _subtract_host(runs: Runs, host: Runs) -> Runs:
 
 
 def _mean_host_seconds(calibrations: Sequence[Calibration]) -> float:
-    """Processor seconds that a process's dispatching thread needs for each program on its devices,
-    with what it does for programs of others; the mean of all processes."""
+    """Processor seconds of the dispatching thread per program on the process's devices, including
+    its work for other processes' programs; the mean over processes."""
     total_s, n_own = 0.0, 0
     for calibration in calibrations:
         for runs in (calibration.host_s, calibration.host_ahead_s):
@@ -260,7 +257,7 @@ def _mean_host_seconds(calibrations: Sequence[Calibration]) -> float:
 
 
 def _send_seconds(layout: Layout, calibrations: Sequence[Calibration]) -> dict[SendId, float]:
-    """What a task's outputs need to arrive after they were made, by what they were sent for."""
+    """Seconds from the end of a task to the arrival of its outputs, by link and direction."""
     device_s, arrival_s = (
         _median_of_slowest([p.device_s for p in calibrations]),
         _median_of_slowest([p.arrival_s for p in calibrations]),

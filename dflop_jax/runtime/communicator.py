@@ -1,8 +1,8 @@
-"""Placing host arrays on a submesh and moving arrays between submeshes, of one process or of many.
+"""Moves arrays from the host to a submesh and between submeshes, of one process or of many.
 
-Every process runs the same program. Of an array on devices of other processes it holds no piece,
-only the shape and the sharding; it still takes part in every transfer between processes, in the
-same order as all the others: JAX matches the two ends of a transfer by counting them.
+Every process runs the same program. Of an array on devices of other processes it holds no shard,
+only the shape and the sharding. It still takes part in every transfer between processes, in the
+same order as all other processes: JAX matches the two ends of a transfer by counting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_local(mesh: Mesh) -> bool:
 
 
 def assemble_array(struct: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
-    """The array of a struct from its pieces on this process."""
+    """The array of a struct from its shards on this process."""
     return jax.make_array_from_single_device_arrays(
         struct.shape, struct.sharding, shards, dtype=struct.dtype
     )
@@ -39,7 +39,7 @@ def remote_array(struct: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def shard_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A host array, right in the parts that this process holds, as a sharded device array."""
+    """A sharded device array from a host array, which must be right in this process's shards."""
     # Also of one process alone: half of the processor time of `jax.device_put`.
     return jax.make_array_from_callback(
         array.shape, sharding, lambda index: array[index], dtype=array.dtype
@@ -47,12 +47,12 @@ def shard_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of a struct's shape and dtype, placed by its sharding."""
+    """Zeros of a struct's shape, dtype and sharding."""
     return shard_array(np.zeros(struct.shape, struct.dtype), struct.sharding)
 
 
 def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """What this process holds of an array, by device."""
+    """The shards of an array on this process, by device."""
     return {s.device: s.data for s in array.addressable_shards}
 
 
@@ -99,8 +99,8 @@ def find_route(
 
 
 def move_shards(shards: ShardsByDevice, route: Route, shard_struct: Any) -> list[jax.Array]:
-    """Copy pieces along a route; those that arrive on this process, in the order of their targets.
-    Does not wait.
+    """Copy shards along a route; returns those that arrive on this process, in the order of their
+    targets. Does not wait.
 
     `shard_struct` has the shape and dtype of every shard; `shards` are those of this process.
     """
@@ -135,12 +135,12 @@ def _copy_shards(
 
 
 def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.Array:
-    """`array` with `sharding`, on other devices if need be; does not wait for it.
+    """`array` with `sharding`, also on other devices; does not wait for it.
 
-    Between processes both sides must cut the array into the same pieces, which may be replicated
-    differently; `runtime.exchange` is for different data parallelism. `donated`: a later program
-    takes the array. JAX (0.10.2, CPU) may then find it gone before it left for another process, so
-    a copy is sent.
+    Between processes both sides must have the same shards, which may be replicated differently;
+    `runtime.exchange` handles different data parallelism. `donated`: a later program donates the
+    array. JAX (0.10.2, CPU) may then delete it before it has left for another process, so a copy is
+    sent.
     """
     shape = array.shape
     route = _route(shape, array.sharding, sharding)
@@ -158,7 +158,7 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
 
 @cache
 def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route | None:
-    """The route; None where the two cut the shape into other pieces."""
+    """The route; None if the shards of the two shardings differ."""
     holders: dict[Any, list[jax.Device]] = {}
     for device, index in source.devices_indices_map(shape).items():
         holders.setdefault(_index_key(index), []).append(device)

@@ -25,15 +25,15 @@ def compile_programs(
     on_progress: Callable[[int, int], None] = lambda done, of: None,
     sync: Callable[[], None] = lambda: None,
 ) -> int:
-    """Compile everything that runs on this process, in the order of the plan's segments, which is
-    the same on every process; returns how many programs were to be compiled: equal segments on the
-    same devices share theirs.
+    """Compile every program of this process, in the order of the plan's segments, which is the same
+    on every process; returns the number of programs. Equal segments on the same devices share them.
 
     One of the processes that run a program compiles it. After `sync`, which waits for all
-    processes, the others find it in the compilation cache, if there is one: the same binary, so
-    that its collectives run in one order everywhere. Where compiling tunes kernels on the devices,
-    that is the first of them, so that none tunes while another computes; else they take turns.
-    `on_progress` is told before and after each; what it raises leaves out those that are not begun.
+    processes, the others read it from the compilation cache, if there is one: the same binary, so
+    that its collectives run in one order everywhere. If compilation tunes kernels on the devices,
+    the first process compiles all, so that no process tunes while another computes; otherwise
+    processes take turns. `on_progress` is called before and after each program; if it raises, the
+    programs that have not started are skipped.
     """
     local_jobs = {
         k: job for k, job in compile_jobs(programs).items() if k[0] in programs.local_segments
@@ -67,21 +67,22 @@ def compile_programs(
 
 
 def threads_for(segments: Iterable[Segment]) -> int:
-    """How many threads compile programs of these segments. Tracing is serial anyway (it holds the
-    GIL); XLA compiles in parallel. Kernels that are timed together would time, or wait for, each
+    """Number of threads that compile programs of these segments. Tracing is serial (it holds the
+    GIL); XLA compiles in parallel. Kernels that are tuned at the same time would disturb each
     other."""
     return 1 if autotunes(segments) else 4
 
 
 def representatives(programs: Programs) -> dict[str, str]:
-    """Of every segment the first one whose programs are the same: of layers inside a module that no
-    edge touches, the same kinds of them on the same devices."""
+    """For every segment, the first one with the same programs. Segments share programs if they are
+    inside a module, no edge touches them, and their layers have the same kinds on the same
+    devices."""
     first: dict[Segment, str] = {}
     names = {}
     for name, s in programs.segments.items():
         inside = {*s.stacked} >= {*s.owned_parts} and not s.outgoing and not s.inlets
         kinds, first_layer, n = layer_kinds_of(s.module), s.plan.start, s.plan.n_layers
-        # As if it had no name, and held the first layers of its module that are of its kinds.
+        # The same segment without a name, on the first layers of its module with these kinds.
         start = next(
             i
             for i in range(first_layer + 1)
@@ -93,20 +94,19 @@ def representatives(programs: Programs) -> dict[str, str]:
 
 
 def lowering_of(programs: Programs, key: Key) -> Lowering:
-    """The lowering of the segment whose program a key names, under the recompute policy that it
-    has."""
+    """The lowering of a key's segment under the key's recompute policy."""
     return programs.less_remat[key[0]] if LESS_REMAT in key else programs.lowerings[key[0]]
 
 
 def update_lowering(programs: Programs, key: Key, compiled: jax.stages.Compiled) -> None:
-    """Take from a compiled program what others need to be lowered."""
+    """Set what other programs need from a compiled program before they can be lowered."""
     lowering = lowering_of(programs, key)
     if key[-1] == FORWARD and lowering.segment.compiles_forward_first:
         lowering.set_residual_shardings(key[1], compiled)
 
 
 def compile_jobs(programs: Programs) -> dict[Key, CompileJob]:
-    """Every program of the plan, those of other processes too, ready to be lowered."""
+    """By key, a function that lowers each program of the layout, also those of other processes."""
     found: dict[Key, CompileJob] = {}
     for name, segment in programs.segments.items():
         for shape in programs.layout.shapes(segment.plan.module):
@@ -116,7 +116,7 @@ def compile_jobs(programs: Programs) -> dict[Key, CompileJob]:
                 for kind in (FORWARD, BACKWARD):
                     found[name, shape, LESS_REMAT, kind] = partial(keeping.lower, shape, kind)
             for struct in _summed_structs(programs, name, shape):
-                # Nothing is donated: what arrived may be the very buffer that was sent.
+                # Nothing is donated: an array that arrived may share its buffer with the sender's.
                 add = jax.jit(jnp.add, out_shardings=struct.sharding)
                 found[name, "sum", struct] = partial(add.lower, struct, struct)
         for link in programs.outgoing_links[name]:
@@ -132,22 +132,21 @@ def compile_jobs(programs: Programs) -> dict[Key, CompileJob]:
 
 
 def _required_forward(programs: Programs, key: Key) -> Key | None:
-    """The program that has to be compiled before another can be lowered, if any."""
+    """The key of the program that must be compiled before this one can be lowered, if any."""
     first = lowering_of(programs, key).segment.compiles_forward_first
     return (*key[:-1], FORWARD) if key[-1] == BACKWARD and first else None
 
 
 def _compiling_process(programs: Programs, key: Key, i: int) -> int:
-    """Which of the processes that run program number `i` compiles it."""
+    """The process, of those that run program number `i`, that compiles it."""
     mesh = programs.segments[key[0]].mesh
     sharing = sorted({d.process_index for d in mesh.devices.flat})
     return sharing[0 if autotunes(programs.segments.values()) else i % len(sharing)]
 
 
 def _summed_structs(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
-    """What comes to a segment in several parts: an input that several modules, several groups of
-    one or several rounds may bring, and the gradient of an output that several edges carry, or one
-    to several groups or in rounds."""
+    """Structs that a segment sums over several arrays: an input from several modules, groups or
+    rounds, and the gradient of an output that several edges, groups or rounds read."""
     layout, segment = programs.layout, programs.segments[name]
     structs = []
     brought = [k.edge for k in programs.incoming_links[name] if k.edge]

@@ -1,4 +1,4 @@
-"""Runs a plan: compiles every program ahead, then dispatches each step's tasks in one order.
+"""Runs a plan: compiles every program ahead of the first step, then dispatches tasks in order.
 
 One thread dispatches everything asynchronously, in the step's order; arrays are the
 only synchronisation. After `compile` and `calibrate` a step compiles nothing.
@@ -42,7 +42,7 @@ class Executor:
       training: see `make_programs`; `run_evaluation` wants programs that evaluate.
 
     Attributes:
-      plan: whose programs these are, and how steps are ordered.
+      plan: the plan of the programs and of the order of tasks.
       before_update: called before the first update of a step, which donates the state.
 
     Raises:
@@ -67,13 +67,12 @@ class Executor:
         self.pending_tasks = PendingTasks()
         self._watcher = Watcher(set(self.programs.resource_of.values()))
         self._free_s: dict[int, float] = {}
-        # Resources of several CPU devices run one task at a time; real accelerators queue as many
-        # as there are.
+        # Resources of several CPU devices run one task at a time; accelerators queue tasks.
         self._throttled = {
             self.programs.resource_of[name] for name in self.programs.serial_segments
         }
-        # Await every task, everywhere: on CPU a collective between processes, which holds a thread
-        # until all are there, and transfers under way can take each other's threads.
+        # Await every task on every process: on CPU, a collective between processes blocks a thread
+        # until all have arrived, and pending transfers could need that thread.
         self.one_at_a_time = any(
             len({d.process_index for d in s.mesh.devices.flat}) > 1
             and s.mesh.devices.flat[0].platform == "cpu"
@@ -88,7 +87,7 @@ class Executor:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """Submeshes that take a task only when the one before it has ended; dispatch waits."""
+        """Submeshes whose tasks are dispatched one at a time."""
         resource = self.programs.resource_of
         return frozenset(
             self.programs.submesh_of[name]
@@ -124,7 +123,7 @@ class Executor:
         self.share_tied()
 
     def init_for_restore(self) -> None:
-        """Zero gradients, and nothing of what a checkpoint is to bring."""
+        """Zero gradients only; a checkpoint brings the rest."""
         for name, s in self.programs.segments.items():
             if name not in self.programs.local_segments:
                 self._init_absent(name)
@@ -138,8 +137,8 @@ class Executor:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have programs read the average of the parameters meanwhile, where the optimizer keeps
-        one; there is then room for both. No step may run."""
+        """Have programs read the moving average of the parameters, if the optimizer has one. Memory
+        must hold both, and no step may run."""
         params = dict(self.state.params)
         for name, update in self.programs.updates.items():
             average = update.averaged(self.state.opt_state[name])
@@ -166,12 +165,12 @@ class Executor:
         on_progress: Callable[[int, int], None] = lambda done, of: None,
         sync: Callable[[], None] = lambda: None,
     ) -> int:
-        """Compile every program of the plan that runs on this process; returns how many it has.
-        `sync` waits for the other processes."""
+        """Compile every program of this process; returns their number. `sync` waits for the other
+        processes."""
         return compile_programs(self.programs, on_progress, sync)
 
     def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
-        """Dispatch the forward tasks of a batch: the same sums, no gradient."""
+        """Dispatch the forward tasks of a batch: sums of losses without gradients."""
         return self.run_step(replace(schedule, order=()), arrays, {}, evaluate=True)
 
     def run_step(
@@ -243,8 +242,8 @@ class Executor:
         return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
 
     def rehearse(self, schedule: Schedule, sync: Callable[[], None] = lambda: None) -> None:
-        """Run a step as `run_step` would, on arrays that stand in for a batch's, each task awaited:
-        does memory hold it? The state is of no use afterwards; see `runtime.calibration`."""
+        """Run a step on synthetic arrays, each task awaited, to see whether memory holds it. It
+        leaves an unusable state; see `runtime.calibration`."""
         _, order = self._ordered(schedule)
         rehearse(self.programs, self.state, schedule.groups, order, sync)
 

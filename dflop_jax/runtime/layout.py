@@ -1,4 +1,4 @@
-"""The segments of a plan on the devices at hand."""
+"""Builds the segments of a plan on devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
 
 
 def device_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """The first of the devices as a mesh of this shape."""
+    """A mesh of this shape on the first devices."""
     return Mesh(np.array(devices[: shape.n_devices]).reshape(shape.sizes), AXES)
 
 
@@ -103,7 +103,7 @@ def make_segments(
             microbatches=layout.group_size,
             trainable=trains[s.name],
             wants_gradient=frozenset(k.edge.name if k.edge else "hidden" for k in receives),
-            # All of the model's that it reads, also from modules that the plan leaves out.
+            # Also edges from modules that the plan leaves out.
             edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
             shares_entry=s.name in shared,
             passes_sharded=len(
@@ -117,7 +117,7 @@ def make_segments(
 
 
 def _check_stages(s: Segment) -> None:
-    """ValueError where the stages of a loop would have other kinds of layers, in any round."""
+    """ValueError unless all stages of a loop have the same kinds of layers in every round."""
     kinds, n = segment_layer_kinds(s.plan, s.module), s.chunk_layers
     chunks = {kinds[i : i + n] for i in range(0, len(kinds), n)}
     if len(chunks) > 1:

@@ -1,4 +1,4 @@
-"""Lowers a segment's programs, forward before backward, which takes what forward hands over."""
+"""Lowers a segment's programs; forward comes before backward, which reads its residuals."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from dflop_jax.runtime.segment import (
 from dflop_jax.runtime.zero_sharding import axes_of
 
 Tree = Any
-# Each stage and rank holds its own part. Of outputs these are the stage's share of microbatches.
+# Each stage and data rank has its own entries; in outputs, the stage's microbatches.
 _PER_RANK = P("stage", "data")
 # XLA's GPU compiler: equal inputs give equal bits, also from libraries that may add in any order.
 _SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 class Lowering:
-    """A segment's programs, and what is known of the arrays between them.
+    """A segment's programs, and the residuals between them.
 
-    Residuals are arrays [stages, data ranks, ...]. Forward has to be lowered to know them; where
-    tensors are split, the compiler chooses how these are, and forward has to be compiled.
+    Residuals are arrays [stages, data ranks, ...]. Lowering forward gives their shapes; under
+    tensor parallelism the compiler chooses their shardings, so forward must be compiled to know
+    them.
     """
 
     def __init__(self, segment: Segment):
@@ -55,7 +56,7 @@ class Lowering:
         return (*args, dy, grad_structs(s), self.residual_structs(shape))
 
     def backward_structs(self, shape: Shape) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
-        """What backward gives: (sums, dx, grads, done)."""
+        """Outputs of backward: (sums, dx, grads, completion)."""
         s = self.segment
         completion = jax.ShapeDtypeStruct(
             (s.stages, s.data_ranks), jnp.float32, sharding=s.sharding(*_PER_RANK)
@@ -65,8 +66,8 @@ class Lowering:
         return sums, dx, grad_structs(s), completion
 
     def residual_structs(self, shape: Shape) -> Tree:
-        """What forward hands over to backward, {} if nothing. Forward is compiled for it where
-        tensors are split, unless `set_residual_shardings` was called."""
+        """The residuals that forward saves for backward, {} if none. Under tensor parallelism this
+        compiles forward, unless `set_residual_shardings` was called."""
         if not self.segment.saves_residuals:
             return {}
         if shape not in self._residuals:
@@ -76,11 +77,11 @@ class Lowering:
         return self._residuals[shape]
 
     def residual_bytes(self, shape: Shape) -> float:
-        """Bytes on a device of what forward hands over to backward."""
+        """Bytes of the residuals on one device."""
         return device_bytes(self.residual_structs(shape))
 
     def set_residual_shardings(self, shape: Shape, forward: jax.stages.Compiled) -> None:
-        """Take shardings from the compiled forward, which was lowered here."""
+        """Set the residuals' shardings from the compiled forward, which was lowered here."""
         self._residuals[shape] = jax.tree.map(
             lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
             self._unsharded_residuals[shape],

@@ -1,4 +1,4 @@
-"""A segment on its submesh: its static facts, and what it takes and gives."""
+"""A segment on its submesh: its static facts, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ EVALUATE: Literal["evaluate"] = "evaluate"
 
 
 def max_unrolled_layers(chip: str) -> int:
-    """Most layers of a stage that are unrolled: on GPUs as many as compile in a minute or so. On a
-    CPU, where copies cost little beside products, none."""
+    """Most layers of a stage that are unrolled: on GPUs as many as compile in about a minute; none
+    on a CPU, where copies cost little compared with products."""
     return 8 if chip.startswith("sm_") else 0
 
 
@@ -67,12 +67,12 @@ class Segment:
 
     @property
     def owned_parts(self) -> tuple[str, ...]:
-        """Parts that it updates and saves."""
+        """Parts that the segment updates and saves."""
         return segment_parts(self.plan, self.module)
 
     @property
     def read_parts(self) -> tuple[str, ...]:
-        """Parts that its programs read: its own, and the entry where that is shared."""
+        """Parts that its programs read: owned parts, and the entry if it is shared."""
         return (*self.owned_parts, *(("entry",) if self.shares_entry else ()))
 
     @property
@@ -119,15 +119,15 @@ class Segment:
 
     @cached_property
     def layer_order(self) -> tuple[int, ...]:
-        """Numbers of the module's layers in the order in which they are held: of one stage after
-        the other the chunks of all rounds. In a round the stages go through neighbouring layers."""
+        """Numbers of the module's layers in stored order: stage by stage, the chunks of all rounds.
+        In one round, the stages run consecutive layers."""
         n, stages, rounds = self.chunk_layers, range(self.stages), range(self.plan.rounds)
         firsts = (self.plan.start + (r * self.stages + s) * n for s in stages for r in rounds)
         return tuple(first + i for first in firsts for i in range(n))
 
     @cached_property
     def chunk_kinds(self) -> tuple[str, ...]:
-        """The kinds of the layers that a stage goes through in a round: the same of all."""
+        """The kinds of a stage's layers in one round, equal for all stages."""
         return segment_layer_kinds(self.plan, self.module)[: self.chunk_layers]
 
     @cached_property
@@ -138,8 +138,8 @@ class Segment:
 
     @cached_property
     def layer_rows(self) -> dict[str, tuple[int, ...]]:
-        """Of each stacked part the numbers of its rows, of those of all the module's layers of that
-        kind, in the order in which they are held."""
+        """For each stacked part, the numbers of its rows in stored order, counted over all the
+        module's layers of that kind."""
         kinds = layer_kinds_until(self.plan, self.module)
         number = {i: kinds[:i].count(kinds[i]) for i in self.layer_order}
         return {
@@ -149,9 +149,8 @@ class Segment:
 
     @property
     def unrolls_layers(self) -> bool:
-        """Whether programs with a gradient have the layers of a stage one by one, those of a round
-        where there are several. A loop compiles in the time of one layer, but copies what it keeps
-        of each into stacks and out of them."""
+        """Whether programs with a gradient unroll the layers of a stage and round. A loop compiles
+        in the time of one layer, but copies residuals of each layer into stacks and out of them."""
         if self.plan.zero == 3:  # gathered one ahead by a loop of their own
             return False
         chip = chip_of(self.mesh.devices.flat[0])
@@ -159,13 +158,13 @@ class Segment:
 
     @property
     def compiles_forward_first(self) -> bool:
-        """Whether backward can be lowered only when forward is compiled, whose compiler chooses how
-        the residuals are split."""
+        """Whether forward must be compiled before backward is lowered: the compiler chooses how
+        residuals are sharded."""
         return self.saves_residuals and self.tp > 1
 
     @cached_property
     def loss_sums(self) -> tuple[str, ...]:
-        """Names of its loss's sums; () without a loss. Any shape tells."""
+        """Names of its loss's sums; () without a loss."""
         exit_out = exit_struct(self.module, Shape(1, 128)) if self.plan.last else None
         return tuple(exit_out) if isinstance(exit_out, dict) else ()
 
@@ -176,8 +175,8 @@ class Segment:
 
     @property
     def saves_residuals(self) -> bool:
-        """Whether its forward task keeps residuals for the backward task: it has both, and does
-        not recompute everything."""
+        """Whether its forward task saves residuals for the backward task: it has both tasks, and
+        does not recompute everything."""
         is_read = not self.plan.last or bool(self.outgoing)
         runs_back = bool(self.trainable or self.wants_gradient)
         return is_read and runs_back and self.plan.remat != "segment"
@@ -187,7 +186,7 @@ class Segment:
 
 
 def device_bytes(structs: Tree) -> float:
-    """Bytes that arrays of these structs take on one device."""
+    """Bytes of arrays of these structs on one device."""
     total = 0.0
     for s in jax.tree.leaves(structs):
         total += s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
@@ -210,7 +209,7 @@ def field_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def x_structs(s: Segment, shape: Shape) -> dict[str, Tree]:
-    """What the segment receives: "hidden" from the one before it, and what edges bring."""
+    """Inputs: "hidden" from the segment before it, and one per edge."""
     edge_inputs = {
         name: _group_struct(s, s.module.field_spec(name, shape.rows, shape.tokens), None, "data")
         for name in (*s.entry_inputs, *(name for name, _ in s.inlets))
@@ -219,7 +218,7 @@ def x_structs(s: Segment, shape: Shape) -> dict[str, Tree]:
 
 
 def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree]:
-    """What the segment gives: "next", "exit", "taps", and its loss's "sums" if wanted."""
+    """Outputs: "next", "exit", "taps", and the loss's "sums" if requested."""
     y: dict[str, Tree] = {}
     if s.taps:
         y["taps"] = {
@@ -227,7 +226,7 @@ def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree
             for name, _ in s.taps
         }
     if not s.plan.last:
-        # As the next segment takes it, so that the transfer is a copy of equal pieces.
+        # Sharded as the next segment reads it, so that the transfer copies equal shards.
         return {**y, "next": _hidden_structs(s, shape)}
     if not s.has_loss:
         return {**y, "exit": _group_struct(s, exit_struct(s.module, shape), "stage", "data")}
@@ -240,7 +239,7 @@ def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree
 
 
 def output_struct(s: Segment, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
-    """What an edge takes from the segment: features of its exit, or of a tap."""
+    """The features that an edge carries from the segment: of its exit or of a tap."""
     y = y_structs(s, shape)
     return y["taps"][edge.tap] if edge.tap else y["exit"]
 
@@ -255,7 +254,7 @@ def _hidden_structs(s: Segment, shape: Shape) -> Tree:
 
 
 def _group_struct(s: Segment, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
-    """Of one data rank's microbatch, that of all ranks and microbatches."""
+    """The struct of a group, all ranks and microbatches, from that of one rank's microbatch."""
     rows, *rest = struct.shape
     shape = (s.microbatches, s.data_ranks * rows, *rest)
     return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=s.sharding(*spec))

@@ -16,7 +16,7 @@ import pytest
 
 from dflop_jax.data.content import content_counter
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.pricing import simulate
+from dflop_jax.plan.simulate_batches import simulate
 from dflop_jax.plan.volume import HEADROOM, group_content, module_volume
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency

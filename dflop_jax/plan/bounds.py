@@ -1,10 +1,12 @@
-"""Lower bounds and memory of whole spaces of placements at once.
+"""Lower bounds and memory of whole spaces of layouts at once.
 
-No schedule of a cut's groups is faster than its bound, so leaving out what exceeds a makespan that
-was reached keeps the optimum. Every quantity is the least over the options that fit; combinations
-of options are listed for single candidates only (`Space.fitting`).
+No schedule is faster than the bound of its layout, so the search stays exact where it leaves out
+layouts whose bound exceeds a makespan that it reached. Every quantity is the minimum over the
+options that may fit; combinations of options are listed for single candidates
+(`Space.fitting_options`).
 
-Arrays are [n_placements, n_cuts].
+A granularity is the number of groups into which a mean batch goes, and the microbatches of a group.
+Arrays are [n_layouts, n_granularities].
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 
@@ -23,35 +24,143 @@ from dflop_jax.plan.one_bucket import build_plan
 from dflop_jax.plan.option_combinations import (
     BlockMinimum,
     ModuleOptions,
-    SegmentDirections,
-    SegmentGraph,
     best_combinations,
     block_minimum,
-    segment_graph,
     smallest_combination,
-    step_lower_bound_s,
 )
 from dflop_jax.plan.options import MemoryOption
 from dflop_jax.plan.placement import Parallelism
 from dflop_jax.plan.space import LayoutFamily
 from dflop_jax.plan.volume import group_content
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Bucket, Layout, Plan
+from dflop_jax.records import Bucket, Direction, Layout, Plan
+from dflop_jax.schedule.bounds import fill_and_drain_s, step_bound_s
+from dflop_jax.schedule.costs import segment_directions
+from dflop_jax.simulate.task_graph import in_flight_limit, segment_links, submesh_resources
+
+SegmentDirections = tuple[tuple[Direction, ...], ...]
+
+
+@dataclass(frozen=True)
+class SegmentGraph:
+    """The segments of a family of layouts, by number in topological order.
+
+    modules, resource_of: module and resource of each. sources: segments that it reads, of modules
+    that the data uses. in_flight: maximum number of groups between forward and backward.
+    directions: tasks of a group.
+    """
+
+    modules: tuple[str, ...]
+    resource_of: tuple[int, ...]
+    sources: tuple[tuple[int, ...], ...]
+    in_flight: tuple[int, ...]
+    directions: SegmentDirections
+
+    def segments_of(self, module: str) -> list[int]:
+        """Numbers of a module's segments."""
+        return [i for i, m in enumerate(self.modules) if m == module]
+
+    def module_key(self, module: str) -> tuple[SegmentDirections, tuple[int, ...], tuple[int, ...]]:
+        """(directions, resources, groups in flight) of a module's segments; resources count from
+        the module's first one, so that equal modules on other devices have equal keys."""
+        numbers = self.segments_of(module)
+        first = min(self.resource_of[i] for i in numbers)
+        return (
+            tuple(self.directions[i] for i in numbers),
+            tuple(self.resource_of[i] - first for i in numbers),
+            tuple(self.in_flight[i] for i in numbers),
+        )
+
+    @cached_property
+    def blocks(self) -> list[tuple[str, ...]]:
+        """Modules that share devices: all of those that each of them has."""
+        blocks: dict[frozenset[int], list[str]] = defaultdict(list)
+        for m in dict.fromkeys(self.modules):
+            blocks[frozenset(self.resource_of[i] for i in self.segments_of(m))].append(m)
+        return list(map(tuple, blocks.values()))
+
+
+def segment_graph(layout: Layout, context: SearchContext) -> SegmentGraph:
+    """The graph of a layout, whatever its shapes."""
+    number = {s.name: i for i, s in enumerate(layout.segments)}
+    used_segments = {s.name for s in layout.segments if context.volumes[s.module].max_per_sample}
+    sources: list[list[int]] = [[] for _ in number]
+    for link in segment_links(layout):
+        if {link.source, link.target} <= used_segments:
+            sources[number[link.target]].append(number[link.source])
+    resource, in_flight = submesh_resources(layout), in_flight_limit(Plan("", layout))
+    directions_of = segment_directions(layout, context.trainable(layout))
+    return SegmentGraph(
+        tuple(s.module for s in layout.segments),
+        tuple(resource[s.submesh] for s in layout.segments),
+        tuple(map(tuple, sources)),
+        tuple(in_flight[n] for n in number),
+        tuple(directions_of[n] for n in number),
+    )
+
+
+def step_lower_bound_s(
+    graph: SegmentGraph,
+    seconds: Mapping[str, Sequence[Array]],
+    groups: Array,
+    devices: Mapping[str, Array],
+    cores: float,
+    groups_together: Mapping[str, Array],
+) -> Array:
+    """Seconds that no schedule beats, the mean over the sampled batches.
+
+    Args:
+      seconds: of every module's segments, as in `ModuleTable`.
+      groups: of each sampled batch, [n_batches, ...].
+      devices: that a task of each module takes.
+      cores: devices that compute at once.
+      groups_together: groups of a module that go with one of `groups`; missing: one.
+    """
+    forward, backward, reduce, update = (
+        [s[kind] for m in dict.fromkeys(graph.modules) for s in seconds[m]] for kind in range(4)
+    )
+    before_s, after_s = fill_and_drain_s(graph.sources, forward, backward, reduce)
+    after_s = [np.where(b > 0, a, 0.0) for a, b in zip(after_s, backward, strict=True)]
+    mean_groups: Array = groups.mean(axis=0)
+    # Part of a group takes that part of the seconds of a whole one.
+    first_group = np.minimum(groups, 1.0).mean(axis=0)
+    work_s = [
+        mean_groups * (f + b) * groups_together.get(m, 1)
+        for f, b, m in zip(forward, backward, graph.modules, strict=True)
+    ]
+    by_resource: dict[int, list[int]] = defaultdict(list)
+    for i, r in enumerate(graph.resource_of):
+        by_resource[r].append(i)
+
+    def minimum(values: Sequence[Array]) -> list[Array]:
+        each = ([values[i] for i in numbers] for numbers in by_resource.values())
+        return [first_group * np.minimum.reduce(np.broadcast_arrays(*v)) for v in each]
+
+    def total(values: Sequence[Array]) -> list[Array]:
+        return [sum(values[i] for i in numbers) for numbers in by_resource.values()]
+
+    resource_s = step_bound_s(
+        total(work_s), minimum(before_s), minimum(after_s), total(reduce), total(update)
+    )
+    device_s = sum(
+        s * np.minimum(devices[m], cores) for s, m in zip(work_s, graph.modules, strict=True)
+    )
+    return np.maximum(resource_s, device_s / cores)
 
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts of one graph at every cut, and what none of them undercuts.
+    """Layouts of one segment graph at every granularity, with their lower bounds.
 
-    layout: of each number, without shapes, in the smallest groups. cuts, group_sizes: groups of a
-    mean batch at every cut, and microbatches of a group. tables, forms, members: of every module,
-    and the rows of its table that the layouts have. devices: of a segment of every module,
-    [n_layouts, 1]. leasts: of every block of modules that share devices. tried: whether a candidate
-    is to be tried.
-
-    With sub-microbatches several groups of a module go with one of the others: on average `parts`
-    of every module, [1, n_cuts], and `fan_in` at most, [n_cuts]; `whole` is the bucket of every cut
-    that they are parts of.
+    Attributes:
+      build_layout: of each number, without buckets, in the smallest groups.
+      groups_per_batch, group_sizes: of every granularity.
+      tables, table_rows: of every module, and the row of its table for each layout.
+      block_minima: of every block of modules that share devices.
+      is_tried: whether the search may take a layout and granularity.
+      groups_together: with sub-microbatches, mean groups of a module that go with one of the other
+        modules, [1, n_granularities]; `fan_in` at most.
+      whole_buckets: of every granularity, before it is divided into sub-microbatches.
     """
 
     policy: str
@@ -63,7 +172,6 @@ class Space:
     tables: Mapping[str, ModuleTable]
     table_rows: Mapping[str, np.ndarray]
     module_options: Mapping[str, ModuleOptions]
-    devices: Mapping[str, Array]
     block_minima: Mapping[tuple[str, ...], BlockMinimum]
     is_tried: Array = True
     groups_together: Mapping[str, Array] = field(default_factory=dict)
@@ -72,28 +180,28 @@ class Space:
 
     @cached_property
     def min_groups(self) -> Array:
-        """That each sampled batch takes at least, [n_batches, n_layouts, n_cuts]."""
+        """Minimum number of groups of each sampled batch, [n_batches, n_layouts, ...]."""
         return np.max([t.min_groups[:, self.table_rows[m]] for m, t in self.tables.items()], axis=0)
 
     @cached_property
     def is_trusted(self) -> Array:
-        """Whether the prices of a candidate are believed."""
+        """Whether prices of these shapes are trusted."""
         each = [t.is_trusted[self.table_rows[m]] for m, t in self.tables.items()]
         return np.logical_and.reduce(each)
 
     @cached_property
     def fits(self) -> Array:
-        """Whether memory holds a candidate with some options."""
+        """Whether memory holds the layout with some options."""
         return np.logical_and.reduce([x.fits for x in self.block_minima.values()])
 
     @cached_property
     def min_peak_bytes(self) -> Array:
-        """Of the device that needs most, at least."""
-        return np.maximum.reduce([x.min_peak_bytes for x in self.block_minima.values()])
+        """Lower bound of the bytes of the fullest device."""
+        return np.maximum.reduce([x.peak_bytes for x in self.block_minima.values()])
 
     @cached_property
     def is_repeated(self) -> Array:
-        """Whether a cut has the groups of the one before it: where shapes are at their least."""
+        """Whether a granularity has the same shapes as the one before it."""
         is_equal: Array = np.diff(self.group_sizes)[None] == 0
         if self.whole_buckets:
             is_equal = is_equal & [a == b for a, b in pairwise(self.whole_buckets)]
@@ -105,36 +213,36 @@ class Space:
 
     @cached_property
     def lower_bound_s(self) -> Array:
-        """Lower bound of the mean makespan over the sampled batches with any options; infinite
-        where memory is short, prices are not believed, a cut repeats the one before it or nothing
-        is to be tried."""
+        """Lower bound of the mean makespan of the sampled batches with any options; infinite for
+        what the search does not take."""
         is_usable = self.is_trusted & self.fits & self.is_tried & ~self.is_repeated
         seconds = {
             m: s
             for block, x in self.block_minima.items()
             for m, s in zip(block, x.seconds, strict=True)
         }
-        bounds_s = self._step_bounds_s(seconds, self.min_groups, self.devices, slice(None))
+        bounds_s = self._step_bounds_s(seconds, self.min_groups, slice(None), slice(None))
         return np.where(is_usable, bounds_s, np.inf)
 
     def _step_bounds_s(
         self,
-        seconds: Mapping[str, Any],
+        seconds: Mapping[str, Sequence[Array]],
         groups: Array,
-        devices: Mapping[str, Array],
+        layouts: int | slice,
         columns: slice,
     ) -> Array:
-        """`structure.least_s` at some cuts."""
-        groups_together = {m: n[:, columns] for m, n in self.groups_together.items()}
+        """`step_lower_bound_s` of some layouts and granularities."""
+        together = {m: n[:, columns] for m, n in self.groups_together.items()}
+        devices = {m: t.n_devices[self.table_rows[m]][layouts] for m, t in self.tables.items()}
         cores = self.context.profile.concurrency
-        return step_lower_bound_s(self.graph, seconds, groups, devices, cores, groups_together)
+        return step_lower_bound_s(self.graph, seconds, groups, devices, cores, together)
 
     def layout_at(self, p: int, c: int) -> Layout:
-        """A layout in a cut's groups."""
+        """Layout `p` with the group size of granularity `c`, without buckets."""
         return replace(self.build_layout(p), group_size=int(self.group_sizes[c]))
 
     def plan(self, p: int, c: int, options: Mapping[str, MemoryOption] | None = None) -> Plan:
-        """A candidate's plan; `options` as of `as_plan`."""
+        """The plan of a layout and granularity; `options` as for `build_plan`."""
         bucket = Bucket.from_shapes(
             {m: t.shape(self.table_rows[m][p], c) for m, t in self.tables.items()}
         )
@@ -143,30 +251,27 @@ class Space:
 
     def groups_together_at(self, c: int) -> dict[str, int]:
         """Groups of every module that go together."""
-        return {
-            m: int(self.groups_together[m][0, c]) if m in self.groups_together else 1
-            for m in self.tables
-        }
+        together = self.groups_together
+        return {m: int(together[m][0, c]) if m in together else 1 for m in self.tables}
 
     def _blocks_at(self, p: int, c: int) -> Iterator[tuple[tuple[str, ...], list[ModuleOptions]]]:
-        """Each block of modules that share devices, and its members."""
+        """Each block of modules that share devices, with the modules' options."""
         for block in self.graph.blocks:
             yield block, [self.module_options[m].select(self.table_rows[m][p], c) for m in block]
 
     def smallest_options(self, p: int, c: int) -> tuple[float, dict[str, MemoryOption]]:
-        """The options with which a candidate needs least: (bytes of the device that needs most,
-        the option of every module)."""
+        """(bytes of the fullest device, option of every module) with the least memory."""
         options: dict[str, MemoryOption] = {}
         peak_bytes = 0.0
-        for block, members in self._blocks_at(p, c):
-            block_bytes, chosen = smallest_combination(members)
+        for block, modules in self._blocks_at(p, c):
+            block_bytes, chosen = smallest_combination(modules)
             peak_bytes = max(peak_bytes, block_bytes)
             options |= zip(block, chosen, strict=True)
         return peak_bytes, options
 
     def contents_at(self, p: int, c: int) -> dict[str, tuple[int, ...]]:
-        """Content of a group of each module: of a mean batch in as many as its cut says, or fewer
-        where shapes are at their least."""
+        """Content of a group of each module, where a mean batch takes as many groups as the
+        granularity says, or fewer where shapes cannot be smaller."""
         n = min(float(self.groups_per_batch[c]), float(self.min_groups[:, p, c].mean()))
         contents = {}
         for m, n_together in self.groups_together_at(c).items():
@@ -176,70 +281,55 @@ class Space:
         return contents
 
     def fitting_options(self, p: int, c: int) -> list[dict[str, int]]:
-        """The options of a candidate, by number, that fit and that no others undercut in
-        everything."""
+        """The option of every module, by number, of each combination that fits and that no other
+        one beats in every quantity."""
         limit = self.context.spec.memory_bytes
         by_block = [
-            [dict(zip(block, o.tolist(), strict=True)) for o in best_combinations(members, limit)]
-            for block, members in self._blocks_at(p, c)
+            [dict(zip(block, o.tolist(), strict=True)) for o in best_combinations(modules, limit)]
+            for block, modules in self._blocks_at(p, c)
         ]
-        chosen = [
-            {m: o for block in combination for m, o in block.items()}
-            for combination in product(*by_block)
-        ]
+        chosen = [{m: o for d in each for m, o in d.items()} for each in product(*by_block)]
         assert chosen, "a candidate fits with some options"
         return chosen
 
     def batch_bounds_s(
         self, p: int, c: int, options: Sequence[Mapping[str, int]], groups: Sequence[float]
     ) -> Array:
-        """What no schedule of batches of so many groups undercuts with each of these options,
+        """Lower bounds of the makespans of batches of so many groups with each of these options,
         [n_batches, n_options]."""
-
-        def seconds(m: str) -> tuple[tuple[Array, ...], ...]:
+        seconds = {}
+        for m in self.tables:
             numbers = [one[m] for one in options]
-            module_seconds = self.module_options[m].select(self.table_rows[m][p], c).seconds
-            return tuple(
-                tuple(a[numbers][:, None] for a in by_segment) for by_segment in module_seconds
-            )
-
-        groups_by_batch = np.reshape(groups, (1, -1, 1, 1))  # is a mean of its own
-        bounds_s: Array = self._step_bounds_s(
-            {m: seconds(m) for m in self.tables},
-            np.repeat(groups_by_batch, len(options), axis=2),
-            {m: n[p] for m, n in self.devices.items()},
-            slice(c, c + 1),
-        )
+            here = self.module_options[m].select(self.table_rows[m][p], c).seconds
+            seconds[m] = [s[:, numbers][..., None] for s in here]
+        # Every batch is a mean of its own.
+        each_batch = np.repeat(np.reshape(groups, (1, -1, 1, 1)), len(options), axis=2)
+        bounds_s: Array = self._step_bounds_s(seconds, each_batch, p, slice(c, c + 1))
         return bounds_s[..., 0]
 
-    def largest_bucket(
-        self, p: int, granularity: int, options: Mapping[str, MemoryOption] | None
-    ) -> Bucket:
-        """The largest bucket of a placement that memory holds with these options, None: any, in
-        groups of as many microbatches as the cut has."""
-        for c in np.flatnonzero(self.group_sizes == self.group_sizes[granularity]).tolist():
-            if not self.is_trusted[p, c]:
+    def largest_bucket(self, p: int, c: int, options: Mapping[str, MemoryOption] | None) -> Bucket:
+        """The largest bucket that memory holds with these options (None: any), among granularities
+        of the group size of `c`."""
+        for i in np.flatnonzero(self.group_sizes == self.group_sizes[c]).tolist():
+            if not self.is_trusted[p, i]:
                 continue
             peaks = []
-            for block, members in self._blocks_at(p, c):
+            for block, modules in self._blocks_at(p, i):
                 if options is not None:
-                    chosen = zip(block, members, strict=True)
-                    members = [m.with_option(m.options.index(options[n])) for n, m in chosen]
-                peaks.append(smallest_combination(members)[0])
+                    chosen = zip(block, modules, strict=True)
+                    modules = [m.with_option(m.options.index(options[n])) for n, m in chosen]
+                peaks.append(smallest_combination(modules)[0])
             if max(peaks) <= self.context.spec.memory_bytes:
-                return (
-                    self.whole_buckets[c]
-                    if self.whole_buckets
-                    else self.plan(p, c).layout.buckets[0]
-                )
-        raise AssertionError("the options fit at no cut")
+                whole = self.whole_buckets
+                return whole[i] if whole else self.plan(p, i).layout.buckets[0]
+        raise AssertionError("the options fit at no granularity")
 
 
 def bound_families(
     policy: str, families: Sequence[LayoutFamily], context: SearchContext
 ) -> Iterator[Space]:
-    """All families at all cuts."""
-    names = list(context.n_layers)
+    """The space of each family of layouts at all granularities."""
+    names, limit = list(context.n_layers), context.spec.memory_bytes
     degrees: dict[tuple[str, Parallelism, int], set[int]] = defaultdict(set)
     for f in families:
         for m, parallelism, data in zip(names, f.parallelisms, f.data.T, strict=True):
@@ -251,62 +341,53 @@ def bound_families(
     ) -> ModuleTable:
         data: Array = np.array(sorted(degrees[module, parallelism, max_stages]))[:, None]
         mesh, segments = replace(parallelism.mesh, data=data), context.segments(module, parallelism)
-        granularities = context.granularities(max_stages)
-        row_shapes = context.row_shapes(
-            module, granularities[0] * granularities[1], data, mesh.model
-        )
-        return module_table(context, segments, directions, mesh, granularities, row_shapes)
+        groups, group_sizes = context.granularities(max_stages)
+        shapes = context.row_shapes(module, groups * group_sizes, data, mesh.model)
+        return module_table(context, segments, directions, mesh, (groups, group_sizes), shapes)
+
+    Key = tuple[str, Parallelism, int, SegmentDirections, tuple[int, ...], tuple[int, ...]]
 
     @cache
-    def build_options(
-        module: str, parallelism: Parallelism, max_stages: int, directions: SegmentDirections,
-        resources: tuple[int, ...],
-        in_flight: tuple[int, ...],
-    ) -> ModuleOptions:  # fmt: skip
-        return ModuleOptions.from_table(
-            build_table(module, parallelism, max_stages, directions), resources, in_flight
-        )
+    def build_options(key: Key) -> ModuleOptions:
+        return ModuleOptions.from_table(build_table(*key[:4]), *key[4:])
 
     @cache
-    def module_minimum(*key: Any) -> BlockMinimum:
-        return block_minimum([build_options(*key)], context.spec.memory_bytes)
+    def module_minimum(key: Key) -> BlockMinimum:
+        return block_minimum([build_options(key)], limit)
+
+    def minimum(
+        block: Sequence[str], keys: Mapping[str, Key], rows: Mapping[str, Array]
+    ) -> BlockMinimum:
+        if len(block) == 1:
+            return module_minimum(keys[block[0]]).select(rows[block[0]])
+        return block_minimum([build_options(keys[m]).select(rows[m]) for m in block], limit)
 
     has_taps = bool(context.space_limits.unstaged)
     graphs: dict[tuple[object, ...], SegmentGraph] = {}
     for f in families:
         layout = _layout_builder(f, context)
         # Where an edge leaves from between layers, it depends on the split of the layers as well.
-        key = (f.blocks, tuple((k.n_segments, has_taps and k.mesh) for k in f.parallelisms))
-        if key not in graphs:
-            graphs[key] = segment_graph(layout(0), context)
-        graph = graphs[key]
-        keys = {
-            m: (m, parallelism, f.max_stages, *graph.module_key(m))
-            for m, parallelism in zip(names, f.parallelisms, strict=True)
-        }
+        graph_key = f.blocks, tuple((k.n_segments, has_taps and k.mesh) for k in f.parallelisms)
+        if graph_key not in graphs:
+            graphs[graph_key] = segment_graph(layout(0), context)
+        graph = graphs[graph_key]
+        of_modules = list(zip(names, f.parallelisms, f.data.T, strict=True))
+        keys = {m: (m, k, f.max_stages, *graph.module_key(m)) for m, k, _ in of_modules}
         tables = {m: build_table(*key[:4]) for m, key in keys.items()}
-        module_options = {m: build_options(*key) for m, key in keys.items()}
-        columns = zip(names, f.parallelisms, f.data.T, strict=True)
-        table_rows, devices = {}, {}
-        for m, parallelism, data in columns:
-            table_rows[m] = np.searchsorted(tables[m].data, data)
-            devices[m] = (parallelism.n_devices * data // parallelism.n_segments)[:, None]
-        block_minima: dict[tuple[str, ...], BlockMinimum] = {}
-        for block in graph.blocks:
-            if len(block) == 1:
-                block_minima[block] = module_minimum(*keys[block[0]]).select(table_rows[block[0]])
-            else:
-                block_options = [module_options[m].select(table_rows[m]) for m in block]
-                block_minima[block] = block_minimum(block_options, context.spec.memory_bytes)
+        rows = {m: np.searchsorted(tables[m].data, data) for m, _, data in of_modules}
         yield Space(
-            policy, layout, graph, context,
-            *context.granularities(f.max_stages), tables, table_rows,
-            module_options,
-            devices, block_minima,
-        )  # fmt: skip
+            policy,
+            layout,
+            graph,
+            context,
+            *context.granularities(f.max_stages),
+            tables,
+            table_rows=rows,
+            module_options={m: build_options(key) for m, key in keys.items()},
+            block_minima={block: minimum(block, keys, rows) for block in graph.blocks},
+        )
 
 
 def _layout_builder(family: LayoutFamily, context: SearchContext) -> Callable[[int], Layout]:
-    return lambda i: context.with_edges(
-        family.layout(i, context.n_layers, context.layer_costs_by_degree)
-    )
+    costs = context.layer_costs_by_degree
+    return lambda i: context.with_edges(family.layout(i, context.n_layers, costs))

@@ -1,4 +1,4 @@
-"""What a plan would cost: sampled batches scheduled by the real scheduler and simulated on it."""
+"""Evaluates plans: the real scheduler schedules sampled batches, and the simulator runs them."""
 
 from __future__ import annotations
 
@@ -45,78 +45,73 @@ from dflop_jax.simulate.task_graph import in_flight_limit, submesh_resources
 from dflop_jax.simulate.task_order import peak_groups_in_flight
 
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
-_MIN_LOOKAHEAD_GAIN = 0.005  # share of the makespan that a longer lookahead has to bring
-_RANKING_WORK = 100  # units for a batch of a plan that is ranked
-# Samples that give a plan's figures at least, in up to so many batches or twice the sampled ones.
+_MIN_LOOKAHEAD_GAIN = 0.005  # share of the makespan that a longer lookahead must save
+_RANKING_WORK = 100  # scheduler's units of work for a batch while plans are ranked
+# Samples that an evaluation needs at least, in at most so many batches or twice the sampled ones.
 _MIN_EVALUATED_SAMPLES, _MAX_EVALUATED_BATCHES = 512, 8
-# Most units for a batch that gives a plan's figures, and for one by which plans are compared: with
-# 300 schedules of 256 samples are up to 7% longer than with 4,000, those of other plans less, and
-# another plan seems the fastest.
+# Maximum units of work for a batch of an evaluation or a trial. With 300, schedules of 256 samples
+# are up to 7% longer than with 4,000, those of other plans less, and another plan seems fastest.
 TRIAL_WORK = 1_000
-_LOOKAHEAD_BATCH_SHARE = 0.5  # of the unseen ones, by which the lookahead is chosen
-# Of a step, in which the solver of a later one shall be done: where it has a core of its own, and
-# where it takes its seconds from a device, which is a core of the host.
+_LOOKAHEAD_BATCH_SHARE = 0.5  # of the evaluation batches, by which the lookahead is chosen
+# Share of a step in which the scheduler prepares a later one: on a core of its own, and on a core
+# that is a device.
 _SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
 
 
 def work_budget(step_s: float, *, shares_cores: bool) -> int:
-    """Units of the scheduler's work that a step of so many seconds hides; `shares_cores` as in
+    """Scheduler's units of work that a step of so many seconds hides; `shares_cores` as in
     `ModelProfile`."""
     share = _SOLVER_SHARE_OF_DEVICE if shares_cores else _SOLVER_SHARE
     return max(1, int(share * step_s * WORK_PER_S))
 
 
 class Evaluator:
-    """Schedules and simulates the same sampled batches on every plan.
+    """Schedules and simulates the same sampled batches for every plan.
 
-    Candidates are ranked by `batches`; what comes of that is compared by those of trials, some of
-    which hold other shares of media, and gets its figures from `unseen` ones.
+    Candidates are ranked by `batches`, compared by the batches of trials, some of which hold other
+    shares of media, and get their predictions from `evaluation_batches`.
     """
 
     def __init__(
-        self,
-        context: SearchContext,
-        loads: Sequence[Load],
-        batches: Sequence[Sequence[Load]],
+        self, context: SearchContext, loads: Sequence[Load], batches: Sequence[Sequence[Load]]
     ):
         self.context, self.loads, self.batches = context, loads, batches
         global_batch, n_sampled = context.spec.global_batch, context.spec.n_batches
         # Small batches differ most, and with them the number of groups.
-        max_batches = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
-        n_evaluated = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), max_batches)
-        self.evaluation_batches = sample_batches(loads, global_batch, n_evaluated, seed=1)
+        most = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
+        n = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), most)
+        self.evaluation_batches = sample_batches(loads, global_batch, n, seed=1)
         self._packed = [Batch(b, tuple(context.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], float] = {}
         self._trials: dict[int, list[list[Load]]] = {}
 
     def with_less_memory(self, n_bytes: float) -> Evaluator:
-        """The same for devices with so many bytes less to fill, where their memory is limited."""
+        """The evaluator for devices with so many bytes less, where their memory has a limit."""
         evaluator, spec = copy(self), self.context.spec
-        memory_bytes = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
-        evaluator.context = replace(self.context, spec=replace(spec, memory_bytes=memory_bytes))
+        left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
+        evaluator.context = replace(self.context, spec=replace(spec, memory_bytes=left))
         return evaluator
 
     @property
     def config(self) -> PlanConfig:
-        """The settings, their limits as the job needs."""
+        """The settings, with limits above 0."""
         return self.context.spec.config
 
     def prices(self, layout: Layout) -> Prices:
         return layout_prices(layout, self.context.costs)
 
     def max_peak_bytes(self, plan: Plan) -> float:
-        """Bytes of the device that needs the most, however many groups a batch takes."""
+        """Upper bound of the bytes of the fullest device, for any number of groups."""
         return max(self.peak_bytes_limit(plan).values())
 
     def peak_bytes_limit(self, plan: Plan) -> dict[str, float]:
-        """Bytes of each submesh's devices, however many groups a batch takes."""
+        """Upper bound of the bytes of each submesh's devices, for any number of groups."""
         return self.peak_bytes(plan.layout, in_flight_limit(plan))
 
     def peak_bytes(self, layout: Layout, in_flight: Mapping[str, int]) -> dict[str, float]:
-        """Of each submesh, with so many groups kept by each segment."""
-        return memory.peak_bytes(
-            layout, self.context.costs, in_flight, self.context.trainable(layout)
-        )
+        """Bytes of each submesh's devices with so many groups in flight in each segment."""
+        trainable = self.context.trainable(layout)
+        return memory.peak_bytes(layout, self.context.costs, in_flight, trainable)
 
     def fits(self, plan: Plan) -> bool:
         limit = self.context.spec.memory_bytes
@@ -124,46 +119,38 @@ class Evaluator:
 
     def busy_s(self, layout: Layout) -> float:
         """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
-        end: what tells options of a placement apart."""
+        end; options of a layout are ordered by it."""
         prices, trainable = self.prices(layout), self.context.trainable(layout)
-        n_groups = self._groups_per_mean_batch(layout)
-        tasks = segment_directions(layout, trainable)
+        n = self._groups_per_mean_batch(layout)
+        directions = segment_directions(layout, trainable)
         ends = (Task(s, NO_GROUP, d) for s in trainable for d in (REDUCE, UPDATE))
         total_s = sum(prices.step_end[task] for task in ends)
         for s in layout.segments:
             shapes = layout.shapes(s.module)
-            programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
-            volume, n_rank_groups = (
-                self.context.volumes[s.module],
-                n_groups * layout.data_ranks(s.module),
-            )
-            groups_together = layout.fan_in if s.module in layout.divided else 1
-            content = [amount / n_rank_groups / groups_together for amount in volume.content]
-            total_s += (
-                n_groups
-                * groups_together
-                * sum(prices.programs[p].seconds(content) for p in programs)
-            )
+            programs = [ProgramId(s.name, max(shapes), d) for d in directions[s.name] if shapes]
+            volume, n_ranks = self.context.volumes[s.module], n * layout.data_ranks(s.module)
+            together = layout.fan_in if s.module in layout.divided else 1
+            content = [amount / n_ranks / together for amount in volume.content]
+            total_s += n * together * sum(prices.programs[p].seconds(content) for p in programs)
         return total_s
 
     def _groups_per_mean_batch(self, layout: Layout) -> float:
         """Groups of the largest shapes that hold a mean batch."""
         n_groups = 1.0
         for m in layout.modules:
-            capacities = (
-                self.context.group_capacity(m, s.rows, s.tokens) for s in layout.shapes(m)
+            shapes = layout.shapes(m)
+            capacity = max(
+                (self.context.group_capacity(m, s.rows, s.tokens) for s in shapes), default=0
             )
-            capacity = max(capacities, default=0)
             capacity *= layout.data_ranks(m) * layout.group_size
             capacity *= layout.fan_in if m in layout.divided else 1
-            n_groups = max(
-                n_groups, self.context.volumes[m].mean_per_batch / capacity if capacity else 0.0
-            )
+            mean = self.context.volumes[m].mean_per_batch
+            n_groups = max(n_groups, mean / capacity if capacity else 0.0)
         return n_groups
 
     def with_cheapest_options(self, plan: Plan) -> Plan:
-        """The plan with the cheapest options that its buckets leave memory for, module by module;
-        with those that need least where nothing fits."""
+        """The plan with the cheapest options that fit beside its buckets, chosen module by module;
+        with the options of least memory where nothing fits."""
         if not self.fits(plan):
             for m in plan.layout.modules:
                 plan = min(self._with_each_option(plan, m), key=self.max_peak_bytes)
@@ -178,82 +165,75 @@ class Evaluator:
         return [with_options(plan, {module: o}) for o in self.context.options(module)]
 
     def count_groups(self, layout: Layout, batch: int) -> float:
-        """Groups that the scheduler makes of a batch in a layout of one bucket, the last as the
-        part of it that will do; those that feed one together count once. It is the same for all
-        layouts of the same data ranks."""
-        share_by_bucket, capacity = buckets_with_shares(layout, self.context), capacity_of(layout)
-        key = (capacity, tuple(share_by_bucket), layout.fan_in, batch)
+        """Groups that the scheduler makes of a batch with the layout's one bucket; the last group
+        counts as the part of it that a smaller bucket has, and sub-microbatches of one group count
+        once. Equal for layouts of equal data degrees."""
+        by_share, capacity = buckets_with_shares(layout, self.context), capacity_of(layout)
+        key = (capacity, tuple(by_share), layout.fan_in, batch)
         if key not in self._groups:
-            layout, shares = (
-                replace(layout, buckets=tuple(share_by_bucket)),
-                list(share_by_bucket.values()),
-            )
+            layout, shares = replace(layout, buckets=tuple(by_share)), list(by_share.values())
             self._groups[key] = min_groups(self._packed[batch], layout, shares, _RANKING_WORK)
         return self._groups[key]
 
     def evaluate(self, plan: Plan, expected_step_s: float, prices: Prices | None = None) -> Plan:
-        """The plan with its predicted figures and budget of work, and with the lookahead that makes
-        it fastest.
+        """The plan with its predictions, the scheduler's budget of work, and its best lookahead.
 
         Args:
-          about_s: what a step takes about, which says how much work hides behind it.
+          expected_step_s: about the seconds of a step, in which the scheduler's work hides.
           prices: of the plan's own programs; None: by the profile.
         """
-        is_timed = prices is not None
-        prices = prices or self.prices(plan.layout)
+        is_timed, prices = prices is not None, prices or self.prices(plan.layout)
         trainable = self.context.trainable(plan.layout)
         plan = self.with_lookahead(plan, prices)
-        hidden_work = partial(work_budget, shares_cores=self.context.profile.shares_cores)
-        work = min(hidden_work(expected_step_s), TRIAL_WORK)
+        budget = partial(work_budget, shares_cores=self.context.profile.shares_cores)
+        work, batches = min(budget(expected_step_s), TRIAL_WORK), self.evaluation_batches
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
-            for i, b in enumerate(self.evaluation_batches)
+            for i, b in enumerate(batches)
         ]
-        if not is_timed:  # else it has the rooms that its programs are for
-            plan = plan.with_layout(
-                exchange_capacities=exchange_rooms(plan.layout, schedules, self.evaluation_batches)
-            )
+        if not is_timed:  # else its programs are compiled for the rooms that it has
+            rooms = exchange_rooms(plan.layout, schedules, batches)
+            plan = plan.with_layout(exchange_capacities=rooms)
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         plan = self._with_prediction(plan, schedules, traces)
-        return plan.with_scheduling(work_budget=hidden_work(plan.predicted.makespan_s))
+        return plan.with_scheduling(work_budget=budget(plan.predicted.makespan_s))
 
     def with_lookahead(self, plan: Plan, prices: Prices | None = None) -> Plan:
-        """The plan with the lookahead that makes it fastest by list scheduling, and that memory
-        holds: an order that was searched for one lookahead is no measure of the others.
+        """The plan with the lookahead that is fastest by list scheduling and fits into memory. An
+        order that was searched for one lookahead would favour that one.
 
-        As it is where groups share out what memory is left, for which the lookahead is chosen
-        already, and on one set of devices, where no order is faster.
+        The plan itself where groups share the free memory, for which its lookahead was chosen, and
+        on one set of devices, where no order is faster.
         """
-        scheduling, is_one_resource = (
-            plan.scheduling,
-            len(set(submesh_resources(plan.layout).values())) == 1,
-        )
-        if scheduling.grouping != "balanced" or scheduling.residuals or is_one_resource:
+        scheduling = plan.scheduling
+        is_alone = len(set(submesh_resources(plan.layout).values())) == 1
+        if scheduling.grouping != "balanced" or scheduling.residuals or is_alone:
             return plan
         prices, trainable = prices or self.prices(plan.layout), self.context.trainable(plan.layout)
-        batches = self.evaluation_batches[
-            : max(2, round(_LOOKAHEAD_BATCH_SHARE * len(self.evaluation_batches)))
+        n = max(2, round(_LOOKAHEAD_BATCH_SHARE * len(self.evaluation_batches)))
+        schedules = [
+            quick_schedule(b, plan, prices, trainable, _RANKING_WORK)
+            for b in self.evaluation_batches[:n]
         ]
-        schedules = [quick_schedule(b, plan, prices, trainable, _RANKING_WORK) for b in batches]
 
         def list_scheduled_s(plan: Plan) -> float:
-            makespans_s = (
+            ordered = (
                 with_list_order(plan, replace(s, order=()), prices, trainable) for s in schedules
             )
-            return float(np.mean([s.makespan_s for s in makespans_s]))
+            return float(np.mean([s.makespan_s for s in ordered]))
 
-        fastest, fastest_s = plan, list_scheduled_s(plan)
+        best, best_s = plan, list_scheduled_s(plan)
         for lookahead in LOOKAHEADS:
-            with_more = plan.with_scheduling(lookahead=lookahead)
-            if not self.fits(with_more):
+            longer = plan.with_scheduling(lookahead=lookahead)
+            if not self.fits(longer):
                 break
-            if (with_more_s := list_scheduled_s(with_more)) < (1 - _MIN_LOOKAHEAD_GAIN) * fastest_s:
-                fastest, fastest_s = with_more, with_more_s
-        return fastest
+            if (longer_s := list_scheduled_s(longer)) < (1 - _MIN_LOOKAHEAD_GAIN) * best_s:
+                best, best_s = longer, longer_s
+        return best
 
     def trial_batches(self, number: int) -> list[list[Load]]:
-        """The batches of a trial, of any number: one as the data are and, where `plan.drift`
-        counts, a drifted one."""
+        """The batches of a trial: one with the data's shares of media and, where `plan.drift` is
+        above 0, a drifted one."""
         if number not in self._trials:
             n = self.context.spec.global_batch
             batches = sample_batches(self.loads, n, 1, seed=2 + number)
@@ -266,8 +246,7 @@ class Evaluator:
         return self._trials[number]
 
     def simulate_trial(self, plan: Plan, number: int, prices: Prices | None = None) -> float:
-        """Seconds of a step by the batches of a trial, a share of which (`plan.drift`) are those of
-        the drifted one.
+        """Seconds of a step by the batches of a trial; the drifted one has the weight `plan.drift`.
 
         Args:
           prices: of the plan's own programs; None: by the profile.
@@ -282,31 +261,25 @@ class Evaluator:
     def _with_prediction(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
     ) -> Plan:
-        busy = [trace.busy_fraction() for trace in traces]
-        depths = [peak_groups_in_flight(s.order) for s in schedules]
         if plan.scheduling.residuals:  # groups of one segment differ in what they keep
-            live_bytes = [peak_residual_bytes(plan, s) for s in schedules]
+            resources = submesh_resources(plan.layout)
+            residual_bytes = [peak_residual_bytes(plan, s) for s in schedules]
             peak_bytes = {
-                name: n_bytes
-                + max(
-                    resource_bytes[submesh_resources(plan.layout)[name]]
-                    for resource_bytes in live_bytes
-                )
+                name: n_bytes + max(by_resource[resources[name]] for by_resource in residual_bytes)
                 for name, n_bytes in self.peak_bytes(plan.layout, {}).items()
             }
         else:
-            in_flight = {
-                s.name: max(d.get(s.name, 0) for d in depths) for s in plan.layout.segments
-            }
+            depths = [peak_groups_in_flight(s.order) for s in schedules]
+            names = [s.name for s in plan.layout.segments]
+            in_flight = {name: max(d.get(name, 0) for d in depths) for name in names}
             peak_bytes = self.peak_bytes(plan.layout, in_flight)
         makespan_s = float(np.mean([t.makespan_s for t in traces]))
+        busy = [trace.busy_fraction() for trace in traces]
+        meshes = [m.name for m in plan.layout.submeshes]
         predicted = replace(
             plan.predicted,
             makespan_s=makespan_s,
-            busy_fraction={
-                m.name: float(np.mean([b.get(m.name, 0.0) for b in busy]))
-                for m in plan.layout.submeshes
-            },
+            busy_fraction={m: float(np.mean([b.get(m, 0.0) for b in busy])) for m in meshes},
             peak_bytes=peak_bytes,
             chosen_by_s=makespan_s,
             priced_by=self.context.profile.priced_by,

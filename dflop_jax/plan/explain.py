@@ -1,4 +1,4 @@
-"""Why a plan is what it is: why others lost, why nothing fits, and what would."""
+"""Explains a search: why other placements lost, why nothing fits, and what would."""
 
 from __future__ import annotations
 
@@ -29,36 +29,35 @@ from dflop_jax.records import (
 from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
-# Times the devices at hand up to which a message says how many would hold a plan; twice as much is
-# one more look at a space, only where nothing fits.
+# Maximum multiple of the devices at hand that a message proposes; twice as much is one more search,
+# only where nothing fits.
 _LARGEST_MULTIPLE = 64
 
 
 def explain_loss(candidate: Candidate, fastest: Candidate) -> str:
-    """What keeps a placement behind the best one, in a few words."""
+    """Why a placement is slower than the fastest, in a few words."""
     if candidate == fastest:
         return ""
     busy_s, step_s, fastest_s = candidate.busy_s, candidate.makespan_s, fastest.makespan_s
-    slowdown = f"+{max(0.0, step_s / fastest_s - 1):.1%}: "
+    slower = f"+{max(0.0, step_s / fastest_s - 1):.1%}: "
     busiest, idlest = (f(busy_s, key=busy_s.__getitem__) for f in (max, min))
     busiest_s = busy_s[busiest]
     if busiest_s >= fastest_s:
-        return f"{slowdown}{busiest} alone computes {1e3 * busiest_s:.1f} ms"
-    waiting_share = 1 - busiest_s / step_s
+        return f"{slower}{busiest} alone computes {1e3 * busiest_s:.1f} ms"
     if fastest.busy_s and busiest_s > max(fastest.busy_s.values()):
-        idle = f"{idlest} waits {1 - busy_s[idlest] / step_s:.0%}"
-        return f"{slowdown}{busiest} computes {1e3 * busiest_s:.1f} ms, {idle}"
-    return f"{slowdown}even {busiest}, the busiest, waits {waiting_share:.0%}"
+        waits = f"{idlest} waits {1 - busy_s[idlest] / step_s:.0%}"
+        return f"{slower}{busiest} computes {1e3 * busiest_s:.1f} ms, {waits}"
+    return f"{slower}even {busiest}, the busiest, waits {1 - busiest_s / step_s:.0%}"
 
 
 @dataclass(frozen=True)
 class KindCost:
-    """What the layers of one kind of a module take, rows being full of pieces as in the data.
+    """Seconds of the layers of one kind of a module, with rows as full of pieces as in the data.
 
     Attributes:
-      layers: how many there are.
-      forward_s, backward_s: of one layer, on one tensor rank of the fewest that were timed, at the
-        largest shape there.
+      layers: number of layers.
+      forward_s, backward_s: of one layer, on one tensor rank of the smallest timed degree, at the
+        largest shape timed there.
       share: of the seconds of all layers of the module.
     """
 
@@ -72,42 +71,39 @@ class KindCost:
 
 
 def kind_costs(profile: Profile) -> list[KindCost]:
-    """What layers take, by module and kind."""
+    """Costs of layers, by module and kind."""
     costs, model, loads = [], profile.model, profile.data.loads
     for module in model.n_layers:
-        names, module_costs = model.features(module), []
-        content_per_token = piece_content(loads, module).sum(axis=1)
-        content_per_token = content_per_token / max(sum(load.tokens(module) for load in loads), 1)
+        names, of_module = model.features(module), []
+        per_token = piece_content(loads, module).sum(axis=1)
+        per_token = per_token / max(sum(load.tokens(module) for load in loads), 1)
         for kind, n in Counter(model.layer_kinds(module)).items():
             timed = [t for t in model.timings if (t.module, t.kind) == (module, kind)]
             t = min(timed, key=lambda t: (t.model, -t.shape.size))
-            content = (t.shape.size * content_per_token).tolist()
+            content = (t.shape.size * per_token).tolist()
             forward_s, backward_s = (
-                static_s
-                + float(content_seconds(order_coefficients(seconds_by_feature, names), content))
-                for static_s, seconds_by_feature in (
+                static_s + float(content_seconds(order_coefficients(by_name, names), content))
+                for static_s, by_name in (
                     (t.layer_forward_s, t.content_forward_s),
                     (t.layer_backward_s, t.content_backward_s),
                 )
             )
-            module_costs.append(KindCost(module, kind, n, t.shape, forward_s, backward_s, 0.0))
-        module_s = sum(c.layers * (c.forward_s + c.backward_s) for c in module_costs) or 1.0
-        costs += [
-            replace(c, share=c.layers * (c.forward_s + c.backward_s) / module_s)
-            for c in module_costs
-        ]
+            of_module.append(KindCost(module, kind, n, t.shape, forward_s, backward_s, 0.0))
+        layers_s = [c.layers * (c.forward_s + c.backward_s) for c in of_module]
+        total_s = sum(layers_s) or 1.0
+        costs += [replace(c, share=s / total_s) for c, s in zip(of_module, layers_s, strict=True)]
     return costs
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What a module's option buys against the next cheaper one.
+    """Memory that a module's option saves and time that it costs, against the next cheaper option.
 
     Attributes:
       chosen, cheaper: both options in words; "none" saves nothing.
-      saved_bytes: of the device of the module's that needs most.
+      saved_bytes: of the module's fullest device.
       paid_s: of a step.
-      fits: whether memory would hold the cheaper one too.
+      fits: whether memory would hold the cheaper option, too.
     """
 
     module: str
@@ -119,80 +115,64 @@ class Saving:
 
 
 def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
-    """What each module of a plan that saves memory gets and pays for it."""
-    module_savings = []
+    """The saving of each module of a plan that saves memory."""
+    found = []
     for module, option in options_of(plan.layout).items():
-        plan_by_option = {
-            o: with_options(plan, {module: o}) for o in evaluator.context.options(module)
-        }
-        busy_s = {o: evaluator.busy_s(p.layout) for o, p in plan_by_option.items()}
-        cheaper = [o for o in plan_by_option if busy_s[o] < busy_s[option] * (1 - TIE_TOLERANCE)]
-        if option not in plan_by_option or not cheaper:
+        plans = {o: with_options(plan, {module: o}) for o in evaluator.context.options(module)}
+        busy_s = {o: evaluator.busy_s(p.layout) for o, p in plans.items()}
+        cheaper = [o for o in plans if busy_s[o] < busy_s[option] * (1 - TIE_TOLERANCE)]
+        if option not in plans or not cheaper:
             continue
-        cheapest = max(cheaper, key=busy_s.__getitem__)
-        step_s = [
-            evaluator.evaluate(plan_by_option[o], 0.0).predicted.makespan_s
-            for o in (option, cheapest)
-        ]
-        peaks = [evaluator.peak_bytes_limit(plan_by_option[o]) for o in (option, cheapest)]
+        other = max(cheaper, key=busy_s.__getitem__)
+        both = plans[option], plans[other]
+        step_s, other_s = (evaluator.evaluate(p, 0.0).predicted.makespan_s for p in both)
         meshes = {s.submesh for s in plan.layout.segments_of(module)}
-        module_bytes = [max(peak[name] for name in meshes) for peak in peaks]
-        descriptions = option.description or "none", cheapest.description or "none"
-        if module_bytes[0] < module_bytes[1]:
-            fits = evaluator.fits(plan_by_option[cheapest])
-            module_savings.append(
-                Saving(
-                    module,
-                    *descriptions,
-                    module_bytes[1] - module_bytes[0],
-                    step_s[0] - step_s[1],
-                    fits,
-                )
-            )
-    return module_savings
+        n_bytes, other_bytes = (
+            max(peak for name, peak in evaluator.peak_bytes_limit(p).items() if name in meshes)
+            for p in both
+        )
+        if n_bytes < other_bytes:
+            words = option.description or "none", other.description or "none"
+            fits = evaluator.fits(plans[other])
+            found.append(Saving(module, *words, other_bytes - n_bytes, step_s - other_s, fits))
+    return found
 
 
 def check_placement_exists(limits: SpaceLimits, allowed: Callable[[SubmeshPlan], bool]) -> None:
     """ValueError, as `search_plan` would raise it, unless the policy has a placement whose
-    submeshes are `allowed`, which no measurement changes."""
-    family_layouts = (
-        family.layout(i, limits.n_layers)
-        for policy_families in search_families(limits).values()
-        for family in policy_families
-        for i in range(len(family))
-    )
+    submeshes are `allowed`; no measurement changes that."""
+    families = chain.from_iterable(search_families(limits).values())
+    layouts = (f.layout(i, limits.n_layers) for f in families for i in range(len(f)))
     ranks = rank_submeshes(limits) if limits.config.policy in (DIP, "auto") else []
-    placements = chain(
-        (x.submeshes for x in chain(family_layouts, allowed_baselines(limits))), ranks
-    )
+    placements = chain((x.submeshes for x in chain(layouts, allowed_baselines(limits))), ranks)
     if not any(all(map(allowed, submeshes)) for submeshes in placements):
         raise ValueError(NO_SUBMESHES)
 
 
 def explain_no_fit(context: SearchContext, min_bytes: float, smallest: str) -> str:
-    """One line: what comes nearest, by how much it exceeds a device, and what would hold it."""
+    """One line: the candidate of least memory, how much it exceeds a device, and what would hold
+    it."""
     memory_bytes, config = context.spec.memory_bytes, context.spec.config
     if not memory_bytes or min_bytes <= memory_bytes:
         return NO_SUBMESHES
-    missing_gib = (min_bytes - memory_bytes) / GIB
     n_devices = _devices_that_fit(context)
     larger = [h.name for h in HARDWARE.values() if h.plannable_bytes >= min_bytes]
     remedies = [f"{n_devices} devices would do"] if n_devices else []
     if larger and context.profile.computed:
-        chips = " or ".join(larger)
-        remedies.append(f"so would {chips}" if n_devices else f"{chips} would do")
+        names = " or ".join(larger)
+        remedies.append(f"so would {names}" if n_devices else f"{names} would do")
     remedies += [
         f"a larger plan.max_model ({config.max_model}), plan.max_stage ({config.max_stage}) or "
         f"plan.max_microbatches ({config.max_microbatches}) or smaller samples need less"
     ]
     return (
-        f"no plan fits into {memory_bytes / GIB:.2f} GiB per device: the smallest "
-        f"({smallest}) needs {missing_gib:.2f} GiB more; {', '.join(remedies)}"
+        f"no plan fits into {memory_bytes / GIB:.2f} GiB per device: the smallest ({smallest}) "
+        f"needs {(min_bytes - memory_bytes) / GIB:.2f} GiB more; {', '.join(remedies)}"
     )
 
 
 def _devices_that_fit(context: SearchContext) -> int | None:
-    """The least doubling of the devices that holds a plan."""
+    """The smallest power of two times the devices that holds a plan; None: none up to the limit."""
     multiple = 2
     while multiple <= _LARGEST_MULTIPLE:
         spec = replace(context.spec, n_devices=multiple * context.spec.n_devices)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 
 from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.options import MemoryOption, with_options
@@ -36,26 +35,25 @@ def build_plan(
     context: SearchContext,
     options: Mapping[str, MemoryOption] | None = None,
 ) -> Plan:
-    """The plan of a layout of submeshes and segments; `options` by module, None: the simplest that
-    the rules allow."""
+    """The plan of a layout of submeshes and segments; `options` by module, None: the simplest."""
     options = options or {m: context.options(m)[0] for m in context.n_layers}
     node = context.spec.config.node
     scheduling = Scheduling("arrival" if policy in BASELINES else "balanced", node=node)
-    shaped_layout = replace(context.with_edges(layout), buckets=tuple(buckets))
-    return with_options(Plan(policy, shaped_layout, scheduling), options)
+    layout = replace(context.with_edges(layout), buckets=tuple(buckets))
+    return with_options(Plan(policy, layout, scheduling), options)
 
 
 def floor_and_ceil(n: float) -> tuple[int, int]:
-    """The whole numbers of groups that a number with a part is between, or twice itself."""
+    """The whole numbers of groups below and above a number with a fraction."""
     return math.floor(n), math.ceil(n)
 
 
 @dataclass
 class OneBucketSimulator:
-    """Steps of a plan with one bucket by its number of groups.
+    """Simulates steps of a plan with one bucket, by their number of groups.
 
-    content: of each group of a module. price: asked once, and only for what is simulated, since a
-    search has thousands. parts: groups of each module that go together.
+    content: of each group of a module. price_layout: called for what is simulated only, since a
+    search has thousands. groups_together: groups of each module that go together.
     """
 
     plan: Plan
@@ -74,36 +72,31 @@ class OneBucketSimulator:
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
 
     def _groups(self, n: int) -> tuple[Group, ...]:
-        """`n` times the groups that go together, of every module that the bucket has a shape of; it
-        is not said which pieces they hold."""
+        """`n` times the groups that go together, of every module of the bucket, without pieces."""
         layout, (bucket,) = self.plan.layout, self.plan.layout.buckets
-        shapes = [(m, s) for m in layout.modules if (s := bucket.shape(m)) is not None]
-        counts = [self.groups_together[m] for m, _ in shapes]
-        offsets = accumulate(counts, initial=0)
-        group_offsets = {
-            m: range(offset, offset + k) for (m, _), k, offset in zip(shapes, counts, offsets)
-        }
+        numbers: dict[str, range] = {}  # of the groups of each module that go together
+        size = 0
+        for m in (m for m in layout.modules if bucket.shape(m) is not None):
+            numbers[m] = range(size, size + self.groups_together[m])
+            size = numbers[m].stop
         groups: list[Group] = []
-        for i in range(n):
-            for (m, shape), count in zip(shapes, counts, strict=True):
-                reader_offsets = (
-                    reader_offset
-                    for t in layout.targets(m)
-                    for reader_offset in group_offsets.get(t, ())
-                )
-                feeds = tuple(i * sum(counts) + reader_offset for reader_offset in reader_offsets)
+        for first in range(0, n * size, max(size, 1)):
+            for m, own in numbers.items():
+                readers = (i for t in layout.targets(m) for i in numbers.get(t, ()))
+                feeds, shape = tuple(first + i for i in readers), bucket.shape(m)
+                assert shape is not None
                 group = Group(m, shape, feeds, self.content[m], microbatches=layout.group_size)
-                groups += [group] * count
+                groups += [group] * len(own)
         return tuple(groups)
 
     def makespan_s(self, n: float) -> float:
-        """Of a part of a group more than a whole number: as far on the way to the next."""
+        """Seconds of `n` groups; a fraction of a group takes that fraction of what it adds."""
         below, above = floor_and_ceil(n)
         below_s, above_s = self._whole_s(below), self._whole_s(above)
         return below_s + (n - below) * (above_s - below_s)
 
     def _whole_s(self, n: int) -> float:
-        """Simulated once; no trace is kept, since a search has hundreds."""
+        """Simulated once; no trace is stored, since a search has hundreds."""
         if n not in self._makespans:
             groups = self._groups(n)
             graph = step_graph(self.plan.layout, groups, self.trainable)
@@ -114,31 +107,31 @@ class OneBucketSimulator:
 
 
 def buckets_with_shares(layout: Layout, context: SearchContext) -> dict[Bucket, float]:
-    """The bucket of a layout and as many smaller ones as plans may have beside it, the largest
-    first, for what does not fit: a second group of the same size would double the step. Each with
-    its share of the only one: of its rows each, rounded up, or of its tokens where there is one
-    packed row, which stays long enough for the longest piece. The share is the largest of the
-    modules of which something is cut."""
+    """A layout's one bucket and the smaller ones that a plan may have beside it, largest first,
+    each with its share of the largest. The last group of a batch takes the smallest that holds it.
+
+    A smaller bucket has that share of the rows, rounded up, or of the tokens of a single packed
+    row, which still holds the longest piece. The share is the largest of the modules that shrink.
+    """
     (largest,) = layout.buckets
-    share_by_bucket = {largest: 1.0}
+    by_share = {largest: 1.0}
     for share in reversed(context.bucket_shares[:-1]):
         smaller = _scaled_bucket(largest, share, layout, context)
-        token_shares = [
-            smaller.tokens(m) / s.size for m, s in largest.shapes if smaller.shape(m) != s
-        ]
-        share_by_bucket.setdefault(smaller, max(token_shares, default=1.0))
-    return share_by_bucket
+        changed = [(m, s) for m, s in largest.shapes if smaller.shape(m) != s]
+        shares = (smaller.tokens(m) / s.size for m, s in changed)
+        by_share.setdefault(smaller, max(shares, default=1.0))
+    return by_share
 
 
 def _scaled_bucket(largest: Bucket, share: float, layout: Layout, context: SearchContext) -> Bucket:
-    def cut(size: int, unit: int = 1) -> int:
+    def scale(size: int, unit: int = 1) -> int:
         return math.ceil(size * share / unit - ROUNDING) * unit
 
     shapes: dict[str, Shape | None] = {}
     for m, shape in largest.shapes:
-        rows, tokens = cut(shape.rows), shape.tokens
+        rows, tokens = scale(shape.rows), shape.tokens
         if shape.rows == 1 and m not in context.profile.piece_tokens:
-            min_tokens = max(cut(tokens, context.spec.token_multiple), context.row_tokens(m))
-            tokens = min(tokens, min_tokens)
+            scaled = scale(tokens, context.spec.token_multiple)
+            tokens = min(tokens, max(scaled, context.row_tokens(m)))
         shapes[m] = shape if m in layout.divided else Shape(rows, tokens)
     return Bucket.from_shapes(shapes)

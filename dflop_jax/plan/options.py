@@ -46,31 +46,26 @@ def options_of(layout: Layout) -> dict[str, MemoryOption]:
     for m in layout.modules:
         segment = layout.segments_of(m)[0]
         mesh = layout.submesh(segment.submesh)
-        is_unsplit = segment.shard_ranks(mesh.data, mesh.model) == mesh.data
-        options[m] = MemoryOption.from_segment(
-            replace(segment, shard_devices=0) if is_unsplit else segment
-        )
+        if segment.shard_ranks(mesh.data, mesh.model) == mesh.data:
+            segment = replace(segment, shard_devices=0)
+        options[m] = MemoryOption.from_segment(segment)
     return options
 
 
 def with_options(plan: Plan, options: Mapping[str, MemoryOption]) -> Plan:
     """The plan with other options of some modules."""
-    segments = tuple(
-        options.get(s.module, MemoryOption.from_segment(s)).apply(s) for s in plan.layout.segments
-    )
-    return plan.with_layout(segments=segments)
+    own = MemoryOption.from_segment
+    segments = (options.get(s.module, own(s)).apply(s) for s in plan.layout.segments)
+    return plan.with_layout(segments=tuple(segments))
 
 
 def describe_savings(layout: Layout) -> str:
-    """How the plan's modules save memory; "none" if they do not. A module with a second recompute
+    """How modules save memory, in words; "none" if they do not. A module with a second recompute
     policy is "named or none"."""
-    descriptions = []
+    words = []
     for m, option in options_of(layout).items():
-        second_remat = next((s.remat_less for s in layout.segments_of(m) if s.remat_less), None)
-        both_policies = option.description.replace(
-            option.remat, f"{option.remat} or {second_remat}", 1
-        )
-        descriptions += [f"{m} {both_policies if second_remat else option.description}"] * bool(
-            option.description
-        )
-    return ", ".join(descriptions) or "none"
+        text = option.description
+        if second := next((s.remat_less for s in layout.segments_of(m) if s.remat_less), None):
+            text = text.replace(option.remat, f"{option.remat} or {second}", 1)
+        words += [f"{m} {text}"] * bool(text)
+    return ", ".join(words) or "none"

@@ -1,4 +1,4 @@
-"""Where a plan's modules lie: the form of each in brief, and the submeshes and segments of all."""
+"""Placements: the parallelism of every module, and the submeshes and segments that follow."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ COST_UNITS = 10**6  # of a layer's cost, in which costs of runs are compared
 
 
 class LayerCosts(NamedTuple):
-    """What runs of a module's layers cost, in mean layers: its entry, its exit, and each layer; ()
-    if all layers cost the same."""
+    """Costs of a module's entry, exit and layers, in mean layers; `layers` is () where all cost the
+    same."""
 
     entry: float = 0.0
     exit: float = 0.0
     layers: tuple[float, ...] = ()
 
 
-EQUAL_LAYERS = LayerCosts()  # runs cost what they have layers
+EQUAL_LAYERS = LayerCosts()  # a run costs its number of layers
 # By (module, tensor-parallel degree).
 LayerCostsByDegree = Mapping[tuple[str, int], LayerCosts]
 
 
 @dataclass(frozen=True, order=True)
 class Parallelism:
-    """A module on `n_segments` submeshes side by side, or in stages that microbatches go through in
-    so many `rounds`."""
+    """A module as `n_segments` segments on a submesh each, or as one segment whose stages a
+    microbatch passes `rounds` times."""
 
     mesh: MeshShape
     n_segments: int = 1
@@ -52,13 +52,16 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class SpaceLimits:
-    """How far a space of placements reaches.
+    """Limits of a space of placements.
 
-    n_layers: of every module, in topological order. degrees: of tensor parallelism, by module.
-    unstaged: modules with an edge between their layers, which lie in segments, not in stages.
-    patterns: layers of the shortest pattern of kinds that a module repeats from end to end, 1 where
-    all are alike; stages of a loop hold whole patterns. node: devices of a node. config: settings,
-    whose limits are above 0.
+    Attributes:
+      n_layers: of every module, in topological order.
+      degrees: of tensor parallelism, by module.
+      unstaged: modules with an edge between their layers, which lie in segments, not in stages.
+      patterns: layers of the shortest pattern of kinds that a module repeats, 1 where all are
+        alike; stages of a loop hold whole patterns.
+      node: devices of a node.
+      config: settings, with limits above 0.
     """
 
     n_layers: Mapping[str, int]
@@ -81,13 +84,8 @@ class SpaceLimits:
         unstaged = {e.source for e in edges if e.leaves >= 0}
         unstaged |= {e.target for e in edges if e.enters >= 0}
         n_layers = {m: len(k) for m, k in kinds.items()}
-        return cls(
-            n_layers,
-            degrees,
-            unstaged,
-            {m: shortest_pattern(k) for m, k in kinds.items()},
-            *devices,
-        )
+        patterns = {m: shortest_pattern(k) for m, k in kinds.items()}
+        return cls(n_layers, degrees, unstaged, patterns, *devices)
 
     @property
     def max_model(self) -> int:
@@ -97,12 +95,8 @@ class SpaceLimits:
 
 def shortest_pattern(kinds: Sequence[str]) -> int:
     """Layers of the shortest pattern whose repeats are a sequence of kinds."""
-    n, all_kinds = len(kinds), tuple(kinds)
-    return next(
-        length
-        for length in range(1, n + 1)
-        if n % length == 0 and all_kinds[:length] * (n // length) == all_kinds
-    )
+    n, names = len(kinds), tuple(kinds)
+    return next(k for k in range(1, n + 1) if n % k == 0 and names[:k] * (n // k) == names)
 
 
 def build_layout(
@@ -111,30 +105,26 @@ def build_layout(
     n_layers: Mapping[str, int],
     costs: LayerCostsByDegree | None = None,
 ) -> Layout:
-    """The layout, without shapes and edges, of modules in these forms.
+    """The layout, without buckets and edges, of modules with these parallelisms.
 
     Args:
-      firsts: the first device of each module. Modules that begin on the same device share all of
-        their devices.
+      first_devices: of each module. Modules with the same first device share all their devices.
       n_layers: of every module, in topological order.
-      costs: which segments are balanced by; None: the number of layers.
+      costs: by which segments are balanced; None: the number of layers.
     """
     submeshes: tuple[SubmeshPlan, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
-    for (module, n), first_device, parallelism in zip(
-        n_layers.items(), first_devices, parallelisms, strict=True
-    ):
-        module_costs = (costs or {}).get((module, parallelism.mesh.model), EQUAL_LAYERS)
-        more_submeshes, more_segments = module_segments(
-            module, n, first_device, parallelism, module_costs
-        )
-        submeshes, segments = submeshes + more_submeshes, segments + more_segments
-    return Layout(submeshes, segments, group_size=max(f.mesh.stage for f in parallelisms))
+    modules = zip(n_layers.items(), first_devices, parallelisms, strict=True)
+    for (module, n), first, parallelism in modules:
+        of_module = (costs or {}).get((module, parallelism.mesh.model), EQUAL_LAYERS)
+        new_meshes, new_segments = module_segments(module, n, first, parallelism, of_module)
+        submeshes, segments = submeshes + new_meshes, segments + new_segments
+    return Layout(submeshes, segments, group_size=max(x.mesh.stage for x in parallelisms))
 
 
 def layout_name(layout: Layout) -> str:
-    """Short, and unique among layouts of a space: module=stage x data x model on how many
-    segments, and rounds through the stages."""
+    """A short name, unique in a space: of every module its segments, stage x data x model, first
+    device, and rounds through the stages."""
     names = []
     for module in layout.modules:
         segments = layout.segments_of(module)
@@ -152,67 +142,57 @@ def module_segments(
     parallelism: Parallelism,
     costs: LayerCosts = EQUAL_LAYERS,
 ) -> tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]]:
-    """A module in a form, from device `first` on."""
-    n = parallelism.n_segments
+    """The submeshes and segments of a module, from device `first_device` on."""
+    n, mesh, rounds = parallelism.n_segments, parallelism.mesh, parallelism.rounds
     size = parallelism.n_devices // n
-    names = [module if n == 1 else f"{module}{i}" for i in range(n)]
-    runs = split_layers(n_layers, n, costs)
-    return (
-        tuple(
-            parallelism.mesh.block(name, first_device + i * size) for i, name in enumerate(names)
-        ),
-        tuple(
-            SegmentPlan(name, module, a, b, name, i == 0, i == n - 1, rounds=parallelism.rounds)
-            for i, (name, (a, b)) in enumerate(zip(names, runs, strict=True))
-        ),
-    )
+    submeshes, segments = [], []
+    for i, (a, b) in enumerate(split_layers(n_layers, n, costs)):
+        name = module if n == 1 else f"{module}{i}"
+        submeshes.append(mesh.block(name, first_device + i * size))
+        ends = i == 0, i == n - 1
+        segments.append(SegmentPlan(name, module, a, b, name, *ends, rounds=rounds))
+    return tuple(submeshes), tuple(segments)
 
 
 def split_layers(
     n_layers: int, n_runs: int, costs: LayerCosts = EQUAL_LAYERS
 ) -> list[tuple[int, int]]:
-    """[start, stop) of `parts` runs of at least a layer whose dearest is as cheap as whole layers
-    allow, with the entry in the first and the exit in the last run."""
+    """[start, stop) of runs of at least one layer each with the lowest possible maximum cost; the
+    first run has the entry, the last the exit."""
     assert 1 <= n_runs <= n_layers, (n_runs, n_layers)
     if costs.layers:
-        return list(_balanced_runs(costs, n_runs))
-    n_layers_of_run = [1] * n_runs
-    end_costs = [0.0] * n_runs
-    end_costs[0] += costs.entry
-    end_costs[-1] += costs.exit
-    for _ in range(n_layers - n_runs):  # each layer goes to the cheapest run, the first of several
-        cheapest = min(range(n_runs), key=lambda i: (n_layers_of_run[i] + end_costs[i], i))
-        n_layers_of_run[cheapest] += 1
-    stops = [0]
-    for n in n_layers_of_run:
-        stops.append(stops[-1] + n)
-    return list(pairwise(stops))
+        return list(_split_unequal(costs, n_runs))
+    counts, ends = [1] * n_runs, [0.0] * n_runs
+    ends[0] += costs.entry
+    ends[-1] += costs.exit
+    for _ in range(n_layers - n_runs):  # each layer goes to the cheapest run, the first of equals
+        cheapest = min(range(n_runs), key=lambda i: (counts[i] + ends[i], i))
+        counts[cheapest] += 1
+    return list(pairwise(accumulate(counts, initial=0)))
 
 
 @lru_cache(maxsize=4096)
-def _balanced_runs(costs: LayerCosts, n_runs: int) -> tuple[tuple[int, int], ...]:
-    """`split_layers` of layers that differ: by the best way to cut the first layers into fewer
-    runs, of which those that waste least (the sum of squares is least) are preferred."""
-    # Whole numbers, so that no choice hangs on the order of a sum.
-    layer_costs = [round(COST_UNITS * c) for c in costs.layers]
-    layer_costs[0] += round(COST_UNITS * costs.entry)
-    layer_costs[-1] += round(COST_UNITS * costs.exit)
-    cumulative = [0, *accumulate(layer_costs)]
-    n = len(layer_costs)
-    # By number of layers: (dearest run, sum of squares, where each run begins).
-    best_by_stop: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+def _split_unequal(costs: LayerCosts, n_runs: int) -> tuple[tuple[int, int], ...]:
+    """`split_layers` of layers with different costs, by dynamic programming over the first layers;
+    of splits of equal maximum cost that with the lowest sum of squares."""
+    # Whole numbers, so that no choice depends on the order of a sum.
+    each = [round(COST_UNITS * c) for c in costs.layers]
+    each[0] += round(COST_UNITS * costs.entry)
+    each[-1] += round(COST_UNITS * costs.exit)
+    total, n = [0, *accumulate(each)], len(each)
+    # By number of layers: (maximum cost of a run, sum of squares, first layer of each run).
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for run in range(1, n_runs + 1):
-        next_by_stop: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for stop in range(run, n - (n_runs - run) + 1):
             options = []
-            for start, (max_cost, squares, starts) in best_by_stop.items():
+            for start, (highest, squares, starts) in best.items():
                 if start < stop:
-                    cost = cumulative[stop] - cumulative[start]
-                    options.append((max(max_cost, cost), squares + cost * cost, (*starts, start)))
-            next_by_stop[stop] = min(options)
-        best_by_stop = next_by_stop
-    starts = best_by_stop[n][2]
-    return tuple(pairwise((*starts, n)))
+                    cost = total[stop] - total[start]
+                    options.append((max(highest, cost), squares + cost * cost, (*starts, start)))
+            longer[stop] = min(options)
+        best = longer
+    return tuple(pairwise((*best[n][2], n)))
 
 
 def divisors(n: int, limit: int) -> list[int]:
@@ -221,29 +201,24 @@ def divisors(n: int, limit: int) -> list[int]:
 
 
 def relative_layer_costs(profile: ModelProfile) -> LayerCostsByDegree:
-    """What entries, exits and layers cost at the largest shape timed."""
-    largest_timings: dict[tuple[str, int, str], LayerTiming] = {}
+    """Costs of entries, exits and layers at the largest timed shape."""
+    largest: dict[tuple[str, int, str], LayerTiming] = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
-        largest_timings[t.module, t.model, t.kind] = t
-    costs_by_degree = {}
-    for module, model in dict.fromkeys((m, d) for m, d, _ in largest_timings):
+        largest[t.module, t.model, t.kind] = t
+    by_degree = {}
+    for module, model in dict.fromkeys((m, d) for m, d, _ in largest):
         kinds = profile.layer_kinds(module)
-        timing_by_kind = {kind: largest_timings[module, model, kind] for kind in kinds}
-        layer_seconds = {
-            k: t.layer_forward_s + t.layer_backward_s for k, t in timing_by_kind.items()
-        }
-        mean_s = sum(layer_seconds[k] for k in kinds) / len(kinds)
-        ends_s = timing_by_kind[kinds[0]].ends_forward_s + timing_by_kind[kinds[0]].ends_backward_s
+        timings = {kind: largest[module, model, kind] for kind in kinds}
+        seconds = {k: t.layer_forward_s + t.layer_backward_s for k, t in timings.items()}
+        mean_s = sum(seconds[k] for k in kinds) / len(kinds)
+        ends_s = timings[kinds[0]].ends_forward_s + timings[kinds[0]].ends_backward_s
         entry_share = profile.entry_share[module]
 
         # Bits of a timing must not move a layer from one segment to another.
         def in_layers(s: float, mean_s: float = mean_s) -> float:
             return round(s / mean_s, 6) if mean_s else 0.0
 
-        layer_costs = (
-            tuple(in_layers(layer_seconds[k]) for k in kinds) if len(layer_seconds) > 1 else ()
-        )
-        costs_by_degree[module, model] = LayerCosts(
-            in_layers(ends_s * entry_share), in_layers(ends_s * (1 - entry_share)), layer_costs
-        )
-    return costs_by_degree
+        layers = tuple(in_layers(seconds[k]) for k in kinds) if len(seconds) > 1 else ()
+        entry, leave = in_layers(ends_s * entry_share), in_layers(ends_s * (1 - entry_share))
+        by_degree[module, model] = LayerCosts(entry, leave, layers)
+    return by_degree

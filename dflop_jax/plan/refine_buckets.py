@@ -1,5 +1,5 @@
-"""The last choice among plans by the profile: candidates of several policies get buckets of their
-own, and what comes of them races by batches that no shape was sized for."""
+"""The last choice by the profile: the best candidates of several policies get other buckets, and
+their plans are compared on batches that no bucket was chosen for."""
 
 from __future__ import annotations
 
@@ -33,136 +33,115 @@ from dflop_jax.schedule.buckets.extra_buckets import oversize_samples, sample_ca
 from dflop_jax.schedule.buckets.problem import largest_first
 from dflop_jax.simulate.task_graph import segments_with_backward
 
-# Microbatches that chosen buckets cut a mean batch into at most, over those of the one bucket; each
-# is a choice of buckets more, and with effort "quick" the finest alone is tried.
+# Maximum microbatches of a mean batch with chosen buckets, over those with the one bucket; effort
+# "quick" tries the last alone.
 _GRANULARITIES = (0.6, 1.0, 1.6)
-# Makespan by one bucket over the best one's, up to which another policy gets a look; a larger one
-# costs planning time and misses less.
+# Makespan with one bucket over the best one's, up to which another policy is screened; a larger one
+# takes planning time and misses fewer.
 _MAX_POLICY_RATIO = 1.2
-# Candidates, and placements of them, whose buckets are chosen, besides the first of other policies,
-# by effort; each takes a second or so.
+# Candidates, and placements of them, that get chosen buckets besides the first of other policies,
+# by effort; each takes about a second.
 _N_SIZED = {"quick": 2, "full": 3}
-# Candidates that the integer program of shapes is asked for, a second or two each.
+# Candidates for which the integer program of shapes is solved, one or two seconds each.
 _N_INTEGER_PROGRAMS = 2
-# Groups of plans with shorter rows, over those with longer ones, up to which the plan is judged;
-# with twice as many, plans win by chance whose groups just hold the batches that judge.
+# Groups with shorter rows over those with longer ones, up to which shorter rows are tried; with
+# twice as many, plans win by chance whose groups just hold the batches of the trials.
 _MAX_GROUP_RATIO = 1.2
 
 
 def refine_candidates(
-    ranking: BestFirstSearch, ranked: Sequence[Candidate], tail: Sequence[Load]
+    search: BestFirstSearch, ranked: Sequence[Candidate], tail: Sequence[Load]
 ) -> list[Plan]:
-    """Plans of candidates with suitable buckets, the fastest first, with about their makespans: of
-    the fastest of those that are ranked and of the first of other policies, with effort "full" with
-    several granularities of buckets; the integer program of shapes is then asked for the fastest,
-    and second recompute policies are tried for plans with room for the samples of `tail`."""
-    evaluator = ranking.evaluator
+    """Plans of the best candidates with suitable buckets, fastest first, with their mean trial as
+    the predicted makespan.
+
+    The fastest of the ranked candidates and the first of other policies get chosen buckets, with
+    effort "full" at several granularities. The integer program of shapes is solved for the fastest
+    of these. Plans get room for the samples of `tail`, and second recompute policies.
+    """
+    evaluator = search.evaluator
     if ranked[0].plan.scheduling.grouping == "arrival":
         return [with_spare_bucket(r.plan, tail, evaluator) for r in first_of_placements(ranked)]
-    close = [_with_smaller_buckets(evaluator, c) for c in _close_candidates(ranking, ranked)]
+    close = [_with_smaller_buckets(evaluator, c) for c in _close_candidates(search, ranked)]
     screened = screen(evaluator, close)
     n_sized = _N_SIZED[evaluator.config.effort]
-    firsts = {candidate.policy: candidate for candidate in reversed(close_to_best(screened))}
+    firsts = {one.policy: one for one in reversed(close_to_best(screened))}
     leading = [*screened[:n_sized], *first_of_placements(screened)[:n_sized], *firsts.values()]
-    for candidate in {id(candidate): candidate for candidate in leading}.values():
-        if candidate.ranked.layout != candidate.plan.layout:
-            screened.append(replace(candidate, plan=candidate.ranked, trial_seconds=()))
-        screened += _with_shorter_rows(evaluator, candidate)
-        screened += _with_chosen_buckets(evaluator, candidate)
-    screened += [
-        divided for candidate in screened for divided in _with_divided_readers(evaluator, candidate)
-    ]
+    for one in {id(one): one for one in leading}.values():
+        if one.ranked_plan.layout != one.plan.layout:
+            screened.append(one.with_plan(one.ranked_plan))
+        screened += _with_shorter_rows(evaluator, one)
+        screened += _with_chosen_buckets(evaluator, one)
+    screened += [more for one in screened for more in _with_divided_readers(evaluator, one)]
     compared = _with_integer_program(evaluator, successive_halving(evaluator, screened))
-    compared = [replace(f, plan=with_spare_bucket(f.plan, tail, evaluator)) for f in compared]
+    compared = [replace(c, plan=with_spare_bucket(c.plan, tail, evaluator)) for c in compared]
     second = [
-        replace(candidate, plan=plan, trial_seconds=())
-        for candidate in close_to_best(compared)
-        for plan in with_second_remat(candidate.plan, evaluator)
+        one.with_plan(plan)
+        for one in close_to_best(compared)
+        for plan in with_second_remat(one.plan, evaluator)
     ]
     plan_by_layout: dict[Layout, Plan] = {}
-    for candidate in compare_new(evaluator, compared, second):
-        predicted = replace(
-            candidate.plan.predicted, makespan_s=float(np.mean(candidate.trial_seconds))
-        )
-        plan_by_layout.setdefault(
-            candidate.plan.layout, replace(candidate.plan, predicted=predicted)
-        )
+    for one in compare_new(evaluator, compared, second):
+        makespan_s = float(np.mean(one.trial_seconds))
+        plan = replace(one.plan, predicted=replace(one.plan.predicted, makespan_s=makespan_s))
+        plan_by_layout.setdefault(plan.layout, plan)
     return list(plan_by_layout.values())
 
 
-def _close_candidates(ranking: BestFirstSearch, ranked: Sequence[Candidate]) -> list[Candidate]:
-    """What is close to the first by one bucket, or one of the first that are timed: many just hold
-    the batches that they are ranked by, and not others. And about the best of every other policy,
-    as far as these are not far behind: with one bucket policies compare otherwise than with chosen
-    ones."""
-    n, best_s = ranking.evaluator.config.finalists, ranked[0].lower_bound_s
-    close = [r for i, r in enumerate(ranked) if i < n or r.lower_bound_s <= CLOSE_RATIO * best_s][
-        :MAX_CLOSE
-    ]
-    other_policies = sorted(ranking.policies - {r.policy for r in close})
-    max_s = _MAX_POLICY_RATIO * best_s
-    return close + [c for policy in other_policies for c in ranking.screen_policy(policy, max_s)]
+def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates close to the first, or among the first that are timed, and the best of every other
+    policy that is not far behind: chosen buckets change the order of policies."""
+    n, best_s = search.evaluator.config.finalists, ranked[0].lower_bound_s
+    max_s = CLOSE_RATIO * best_s
+    close = [r for i, r in enumerate(ranked) if i < n or r.lower_bound_s <= max_s][:MAX_CLOSE]
+    others = sorted(search.policies - {r.policy for r in close})
+    return close + [c for p in others for c in search.screen_policy(p, _MAX_POLICY_RATIO * best_s)]
 
 
 def _with_smaller_buckets(evaluator: Evaluator, candidate: Candidate) -> Candidate:
-    ranked = candidate.plan
+    plan = candidate.plan
+    buckets = tuple(buckets_with_shares(plan.layout, evaluator.context))
     return replace(
         candidate,
-        plan=ranked.with_layout(
-            buckets=tuple(buckets_with_shares(ranked.layout, evaluator.context))
-        ),
-        one_bucket_plan=ranked,
+        plan=plan.with_layout(buckets=buckets),
+        one_bucket_plan=plan,
         max_microbatches=candidate.microbatches,
     )
 
 
 def _with_chosen_buckets(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
-    """The candidate's plan with chosen buckets, of each granularity that the effort allows."""
-    max_microbatches, is_quick = (
-        evaluator.config.max_microbatches,
-        evaluator.config.effort == "quick",
-    )
-    granularities = _GRANULARITIES[-1:] if is_quick else _GRANULARITIES
-    max_counts = {
-        max(1, min(max_microbatches, round(x * candidate.max_microbatches))) for x in granularities
+    """The candidate with chosen buckets, at each granularity that the effort allows."""
+    config, largest = evaluator.config, candidate.largest_buckets()[0]
+    ratios = _GRANULARITIES[-1:] if config.effort == "quick" else _GRANULARITIES
+    counts = {
+        max(1, min(config.max_microbatches, round(x * candidate.max_microbatches))) for x in ratios
     }
-    largest_bucket, candidates = candidate.largest_buckets()[0], []
-    for max_count in sorted(max_counts, reverse=True):
-        candidates += _choose_buckets(
-            evaluator, candidate, largest_bucket, max_count, "quick", with_milp=False
-        )
-    return candidates
+    return [
+        one
+        for n in sorted(counts, reverse=True)
+        for one in _choose_buckets(evaluator, candidate, largest, n, "quick", with_milp=False)
+    ]
 
 
 def _with_integer_program(evaluator: Evaluator, compared: Sequence[Candidate]) -> list[Candidate]:
-    """The plans with what the integer program of shapes makes of the candidates of the fastest,
-    which says how their own buckets compare; with effort "full" of a longer search, too."""
-    sized_by_plan: dict[int, Candidate] = {}  # of a ranked plan, that buckets were chosen for
-    for candidate in compared:
-        sized = next(
-            (f for f in compared if f.ranked is candidate.ranked and f.bucket_choice), None
-        )
-        if sized:  # else the plan leaves no room for a choice
-            sized_by_plan.setdefault(id(candidate.ranked), sized)
-    solved = [
-        c
-        for sized in list(sized_by_plan.values())[:_N_INTEGER_PROGRAMS]
-        for c in _solve_integer_program(evaluator, sized)
-    ]
-    new = [c for c in solved if all(c.plan.layout != f.plan.layout for f in compared)]
+    """The candidates, and those with the integer program's buckets for the fastest ones, fastest
+    first; the first says how its buckets compare with the others'."""
+    sized: dict[int, Candidate] = {}  # by ranked plan, with chosen buckets
+    for one in compared:
+        known = (c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice)
+        if first := next(known, None):  # else no choice of buckets fits
+            sized.setdefault(id(one.ranked_plan), first)
+    to_solve = list(sized.values())[:_N_INTEGER_PROGRAMS]
+    solved = [c for one in to_solve for c in _solve_integer_program(evaluator, one)]
+    new = [c for c in solved if all(c.plan.layout != one.plan.layout for one in compared)]
     fastest, *others = compare_new(evaluator, compared, new)
     choices = [c.bucket_choice for c in solved if c.bucket_choice]
     if not choices:
         return [fastest, *others]
     choice = next((c for c in choices if c == fastest.bucket_choice), choices[0])
-    solved_layouts = {c.plan.layout for c in new}
-    unlike = (
-        f
-        for f in others
-        if (f.plan.layout in solved_layouts) != (fastest.plan.layout in solved_layouts)
-    )
-    rival = next(unlike, None)
-    gain = choice.gain
+    gain, new_layouts = choice.gain, {c.plan.layout for c in new}
+    is_new = fastest.plan.layout in new_layouts
+    rival = next((c for c in others if (c.plan.layout in new_layouts) != is_new), None)
     if rival:  # by the trials that both ran
         n = min(len(fastest.trial_seconds), len(rival.trial_seconds))
         gain = 1 - fastest.mean_trial_s(n) / rival.mean_trial_s(n)
@@ -176,25 +155,22 @@ def _with_integer_program(evaluator: Evaluator, compared: Sequence[Candidate]) -
 
 
 def _solve_integer_program(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
-    """What the program makes of a candidate, as large as memory holds with its options, and where
-    it is another answer with any: larger buckets may be worth these."""
+    """The candidate with the integer program's buckets, as large as memory holds with its options
+    and, where that differs, with any: larger buckets may be worth other options."""
     n, effort = candidate.max_microbatches, evaluator.config.effort
     start = candidate.bucket_choice if effort == "quick" else None
     by_layout: dict[Layout, Candidate] = {}
     for largest in candidate.largest_buckets():
-        for a in _choose_buckets(evaluator, candidate, largest, n, effort, start=start):
-            by_layout.setdefault(a.plan.layout, a)
-    return [
-        extended
-        for a in by_layout.values()
-        for extended in (a, *_with_divided_readers(evaluator, a))
-    ]
+        for one in _choose_buckets(evaluator, candidate, largest, n, effort, start=start):
+            by_layout.setdefault(one.plan.layout, one)
+    solved = by_layout.values()
+    return [c for one in solved for c in (one, *_with_divided_readers(evaluator, one))]
 
 
 def _with_divided_readers(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
-    """The plan whose modules that only read others go through in several groups, where the policy
-    divides modules, none of this plan is and memory holds it. The ranking leaves it out: what it
-    brings is less than what equal groups are off."""
+    """The candidate with sub-microbatches in the modules that only read others, where policy `dip`
+    divides no module yet and memory holds it. The ranking leaves this out: it gains less than the
+    ranking's equal groups are wrong by."""
     layout = candidate.plan.layout
     if candidate.plan.policy != DIP or layout.divided:
         return []
@@ -204,45 +180,40 @@ def _with_divided_readers(evaluator: Evaluator, candidate: Candidate) -> list[Ca
 
 
 def _with_layout(evaluator: Evaluator, candidate: Candidate, layout: Layout) -> list[Candidate]:
-    """The same with another layout, where memory holds it."""
+    """The candidate with another layout, where memory holds it."""
     plan = replace(candidate.plan, layout=layout).with_scheduling(lookahead=0)
-    return [replace(candidate, plan=plan, trial_seconds=())] if evaluator.fits(plan) else []
+    return [candidate.with_plan(plan)] if evaluator.fits(plan) else []
 
 
 def _with_shorter_rows(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
-    """The plan with packed rows as short as the longest piece allows, no more of them than before;
-    nothing where they are, where these hold not every sample, or where batches need many more
-    groups: whether a batch fits into one or two of them, too few are judged to tell. Programs of
-    about the same size may differ in speed by more than a fit of a few timings tells; their own
-    times do."""
-    context, plan = evaluator.context, candidate.plan
-    packed_modules = (
-        set(plan.layout.modules) - set(context.profile.piece_tokens) - set(plan.layout.divided)
-    )
-    min_tokens = {m: context.row_tokens(m) for m in packed_modules}
-    shortened = (
-        Bucket.from_shapes(
-            {m: Shape(s.rows, min(s.tokens, min_tokens.get(m, s.tokens))) for m, s in b.shapes}
-        )
-        for b in plan.layout.buckets
-    )
-    buckets = tuple(dict.fromkeys(shortened))  # those that differed in tokens only are one now
-    shorter = plan.with_layout(buckets=buckets)
-    if buckets == plan.layout.buckets or oversize_samples(evaluator.loads, shorter):
+    """The candidate with packed rows as short as the longest piece allows, and no more of them.
+
+    None where rows are as short already, do not hold every sample, or need many more groups: the
+    trials are too few to tell whether a batch fits into one group or two. Programs of about equal
+    size may differ in speed by more than the fit of a few timings shows; timing them does.
+    """
+    context, layout = evaluator.context, candidate.plan.layout
+    packed = set(layout.modules) - set(context.profile.piece_tokens) - set(layout.divided)
+    limits = {m: context.row_tokens(m) for m in packed}
+
+    def shorten(b: Bucket) -> Bucket:
+        shapes = {m: Shape(s.rows, min(s.tokens, limits.get(m, s.tokens))) for m, s in b.shapes}
+        return Bucket.from_shapes(shapes)
+
+    shorter = candidate.plan.with_layout(buckets=tuple(dict.fromkeys(map(shorten, layout.buckets))))
+    if shorter.layout == layout or oversize_samples(evaluator.loads, shorter):
         return []
-    n_groups, n_shorter_groups = (_count_groups(evaluator, p) for p in (plan, shorter))
-    return (
-        _with_layout(evaluator, candidate, shorter.layout)
-        if n_shorter_groups <= _MAX_GROUP_RATIO * n_groups
-        else []
-    )
+    n_groups, n_shorter_groups = (_count_groups(evaluator, x) for x in (layout, shorter.layout))
+    if n_shorter_groups > _MAX_GROUP_RATIO * n_groups:
+        return []
+    return _with_layout(evaluator, candidate, shorter.layout)
 
 
-def _count_groups(evaluator: Evaluator, plan: Plan) -> float:
+def _count_groups(evaluator: Evaluator, layout: Layout) -> float:
     """Groups of the largest bucket that hold the first batches of the ranking."""
-    one_bucket_plan = plan.with_layout(buckets=plan.layout.buckets[:1])
-    batches = evaluator.batches[: evaluator.context.spec.n_batches]
-    return sum(evaluator.count_groups(one_bucket_plan.layout, i) for i in range(len(batches)))
+    one_bucket = replace(layout, buckets=layout.buckets[:1])
+    n_batches = len(evaluator.batches[: evaluator.context.spec.n_batches])
+    return sum(evaluator.count_groups(one_bucket, i) for i in range(n_batches))
 
 
 def _choose_buckets(
@@ -253,10 +224,14 @@ def _choose_buckets(
     effort: str,
     **options: Any,
 ) -> list[Candidate]:
-    """The candidate's plan with the buckets that suit it best, none larger than `largest` or than
-    its one bucket where prices are not believed, cutting an average batch into at most `finest`
-    microbatches; nothing if they do not fit. `options` are those of `choose_buckets`."""
-    context, plan = evaluator.context, candidate.ranked
+    """The candidate with the buckets that suit it best; none if they do not fit.
+
+    Args:
+      largest: upper limit of the buckets; beside it, shapes whose prices are trusted.
+      max_microbatches: of a mean batch.
+      options: of `choose_buckets`.
+    """
+    context, plan = evaluator.context, candidate.ranked_plan
     layout = replace(plan.layout, fan_in=1)
     limits = {
         m: max(context.max_trusted_tokens(m), max((s.size for s in layout.shapes(m)), default=0))
@@ -284,33 +259,31 @@ def _choose_buckets(
     )
     try:
         choice = choose_buckets(evaluator.loads, problem, effort=effort, **options)
-        plan = problem.with_buckets(choice.buckets)
+        plan = evaluator.with_cheapest_options(problem.with_buckets(choice.buckets))
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
-    plan = evaluator.with_cheapest_options(plan)
-    sized = replace(
-        candidate,
-        plan=plan,
-        max_microbatches=max_microbatches,
-        bucket_choice=choice,
-        trial_seconds=(),
-    )
+    sized = candidate.with_plan(plan, max_microbatches=max_microbatches, bucket_choice=choice)
     return [sized] if evaluator.fits(plan) else []
 
 
 def with_second_remat(plan: Plan, evaluator: Evaluator) -> list[Plan]:
-    """Plans in which every segment that can may keep as much as one policy does, so that schedules
-    may use what memory is left group by group (`schedule.memory_plan`), as far as memory holds
-    them; none where no segment computes anything again."""
-    if not evaluator.context.spec.memory_bytes or plan.scheduling.grouping != "balanced":
+    """Plans that fit in which segments have a second recompute policy that keeps more, for groups
+    that memory has room for as a step goes (`schedule.memory_plan`); one plan for each such policy,
+    none where no segment recomputes."""
+    context = evaluator.context
+    if not context.spec.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
-    backward = set(segments_with_backward(plan.layout, evaluator.context.trainable(plan.layout)))
+    backward = set(segments_with_backward(plan.layout, context.trainable(plan.layout)))
+
+    def keeps_more(s: SegmentPlan, remat: Remat) -> bool:
+        is_weaker = remat in REMAT[: REMAT.index(s.remat)]
+        is_priced = remat in context.costs.fits.priced_policies(s.module)
+        return is_weaker and is_priced and s.name in backward and context.costs.has_forward(s)
+
     plans = []
-    for second_remat in get_args(Remat):
+    for remat in get_args(Remat):
         segments = tuple(
-            replace(s, remat_less=second_remat)
-            if _can_save_more(s, second_remat, backward, evaluator)
-            else s
+            replace(s, remat_less=remat) if keeps_more(s, remat) else s
             for s in plan.layout.segments
         )
         second = plan.with_layout(segments=segments)
@@ -319,52 +292,34 @@ def with_second_remat(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     return plans
 
 
-def _can_save_more(
-    s: SegmentPlan, second_remat: Remat, backward: set[str], evaluator: Evaluator
-) -> bool:
-    """Whether a segment has tasks of both directions, and a policy keeps more than its own."""
-    context = evaluator.context
-    is_known = second_remat in context.costs.fits.priced_policies(s.module)
-    keeps_more = is_known and second_remat in REMAT[: REMAT.index(s.remat)]
-    return keeps_more and s.name in backward and context.costs.has_forward(s)
-
-
 def _with_free_bytes(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
-    """The plan with what its groups keep, and what of every device's memory is left."""
-    costs = evaluator.context.costs
-    bytes_by_shape = []
-    for s in plan.layout.segments:
-        for shape in plan.layout.shapes(s.module) if s.name in backward else ():
-            n_bytes = group_bytes(plan.layout, costs, s, shape)
-            second = s if s.remat_less is None else s.with_less_remat
-            bytes_by_shape.append(
-                ResidualBytes(
-                    s.name, shape, n_bytes, group_bytes(plan.layout, costs, second, shape) - n_bytes
-                )
-            )
-    peaks = evaluator.peak_bytes_limit(plan)
-    free = {name: evaluator.context.spec.memory_bytes - peak for name, peak in peaks.items()}
-    return plan.with_scheduling(residuals=tuple(bytes_by_shape), free_bytes=free)
+    """The plan with the bytes of its groups, and the free bytes of every submesh's devices."""
+    layout, costs, residuals = plan.layout, evaluator.context.costs, []
+    for s in layout.segments:
+        second = s if s.remat_less is None else s.with_less_remat
+        for shape in layout.shapes(s.module) if s.name in backward else ():
+            n_bytes, more = (group_bytes(layout, costs, x, shape) for x in (s, second))
+            residuals.append(ResidualBytes(s.name, shape, n_bytes, more - n_bytes))
+    limit = evaluator.context.spec.memory_bytes
+    free = {name: limit - peak for name, peak in evaluator.peak_bytes_limit(plan).items()}
+    return plan.with_scheduling(residuals=tuple(residuals), free_bytes=free)
 
 
 def with_spare_bucket(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
     """The plan with a bucket for samples of `tail` that none of its buckets holds, since they are
-    larger than those that were profiled.
+    larger than the profiled ones.
 
-    As it is where there is none, or where memory, with the options that the plan has, is too small
-    for such a bucket: then these samples are not trained on (`data.oversize`).
+    The plan itself where there is none, or where memory has no room for such a bucket with the
+    plan's options: then these samples are not trained on (`data.oversize`).
     """
     oversize = [tail[i] for i in oversize_samples(tail, plan)] if tail else []
     if not oversize:
         return plan
-    context = evaluator.context
-    spare = spare_bucket(
-        oversize, sample_capacity(plan), context.profile.piece_tokens, context.spec.token_multiple
-    )
-    # Parts have one shape: of a divided module a sample gets as many as may feed one group.
-    divided_shapes = {
-        m: plan.layout.shapes(m)[0] for m in plan.layout.divided if plan.layout.shapes(m)
-    }
-    spare = Bucket(tuple((m, divided_shapes.get(m, shape)) for m, shape in spare.shapes))
-    with_spare = plan.with_layout(buckets=largest_first((*plan.layout.buckets, spare)))
+    layout, context = plan.layout, evaluator.context
+    capacity, multiple = sample_capacity(plan), context.spec.token_multiple
+    spare = spare_bucket(oversize, capacity, context.profile.piece_tokens, multiple)
+    # Sub-microbatches have one shape: a sample gets as many as may feed one group.
+    divided = {m: layout.shapes(m)[0] for m in layout.divided if layout.shapes(m)}
+    spare = Bucket(tuple((m, divided.get(m, shape)) for m, shape in spare.shapes))
+    with_spare = plan.with_layout(buckets=largest_first((*layout.buckets, spare)))
     return with_spare if evaluator.fits(with_spare) else plan

@@ -1,10 +1,10 @@
-"""Chooses a plan: placement, cut and options of least expected makespan, then its buckets.
+"""Chooses a plan: layout, granularity and options of least expected makespan, then its buckets.
 
 The expectation is over global batches sampled from the data profile, each scheduled by the real
-scheduler and simulated on the runtime's task lists (DFLOP's Data-aware 3D Parallelism Optimizer,
+scheduler and simulated on the runtime's task graph (DFLOP's Data-aware 3D Parallelism Optimizer,
 arXiv 2603.25120, with an expectation instead of mean shapes). The best of the whole space
-(`ranking`), or the first few, then get buckets of their own. Where the devices are at hand, the
-programs of the fastest are timed; the fastest by those times is the plan.
+(`best_first`) then get chosen buckets (`refine_buckets`). Where devices are at hand, the programs
+of the fastest plans are timed, and the fastest by these times is the plan (`time_plans`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
 from dflop_jax.schedule.sampled_batches import sample_batches
 
-# Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of placements
-# some suit two batches by chance. With twice as many, as many again are counted.
+# Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of layouts some
+# suit two batches by chance. Twice as many take twice the time to count groups.
 _RANKING_BATCHES_RATIO = 2
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The chosen plan and what it was chosen from, best first.
+    """The chosen plan, and how the search found it.
 
-    candidates: the best placements by their makespan with one bucket. n_placements,
-    n_candidates: size of the space without and with cuts; n_fit: candidates that memory holds;
-    n_evaluated: how many of them were scheduled and simulated. n_timed: plans whose own programs
-    were timed. limits: of the space, as given or as the job needs.
+    Attributes:
+      candidates: the best placements by their makespan with one bucket, best first.
+      n_placements, n_candidates: size of the space without and with granularities.
+      n_fit, n_evaluated: candidates that memory holds, and those that were simulated.
+      n_timed: plans whose own programs were timed.
+      limits: of the space, as configured or as the job needs.
     """
 
     plan: Plan

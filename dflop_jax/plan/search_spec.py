@@ -17,14 +17,14 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.records import Load, ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
 from dflop_jax.schedule.sampled_batches import LARGE_BATCH
 
-# The largest values that are tried for a model that fits on one device.
+# Upper limits for a model that fits on one device.
 DEFAULT_LIMITS = {"max_model": 2, "max_stage": 4, "max_microbatches": 16}
 # Share of a device's memory for the layers' inputs of all microbatches in flight: parameters and
 # optimizer state fill about a half, temporaries of a program another quarter. Half of it would
-# double the most microbatches tried.
+# double the maximum number of microbatches.
 INPUTS_SHARE = 0.25
-MAX_MICROBATCHES = 128  # as many as the finest of the usual cuts (`volume.CUTS`)
-_MIN_RANKED = 3  # placements at least, of which a plan is chosen
+MAX_MICROBATCHES = 128  # as in the finest granularity (`volume.GROUPS_PER_BATCH`)
+_MIN_RANKED = 3  # placements of which a plan is chosen
 
 
 @dataclass(frozen=True)
@@ -81,29 +81,29 @@ class SearchSpec:
 def largest_module_bytes(
     float32_bytes: Mapping[str, float], bfloat16_modules: Collection[str]
 ) -> float:
-    """Parameters and gradients of the largest module, which a data rank has whole under ZeRO 1.
+    """Bytes of parameters and gradients of the largest module, which a data rank holds whole under
+    ZeRO 1.
 
     Args:
       float32_bytes: parameters of every module in float32, as gradients are.
-      halved: modules whose programs work on bfloat16 parameters.
+      bfloat16_modules: modules whose programs work on bfloat16 parameters.
     """
     return max(n * (1.5 if m in bfloat16_modules else 2.0) for m, n in float32_bytes.items())
 
 
 def parallel_limits(module_bytes: float, memory_bytes: float, node: int) -> tuple[int, int]:
-    """(max_model, max_stage) for a module that holds so many bytes. The devices that share them, a
-    power of two, may do so by tensor parallelism alone where a node has as many, and by a pipeline
-    alone of at most a node's devices or of what the largest tensor parallelism leaves.
+    """(max_model, max_stage) for a module of so many bytes. A power of two of devices shares them,
+    by tensor parallelism alone where a node has as many, and by a pipeline alone of at most a
+    node's devices or of what the largest tensor parallelism leaves.
 
     Args:
-      memory_bytes: that a plan may fill; 0: nobody says, and nothing needs to be shared.
+      memory_bytes: that a plan may fill; 0: unknown, and nothing needs to be shared.
       node: devices of a node.
     """
     n_devices = _power_of_two(module_bytes / memory_bytes) if memory_bytes else 1
-    max_model = max(DEFAULT_LIMITS["max_model"], min(n_devices, node))
-    return max_model, max(
-        DEFAULT_LIMITS["max_stage"], min(n_devices, node), -(-n_devices // max_model)
-    )
+    in_node, least_stage = min(n_devices, node), DEFAULT_LIMITS["max_stage"]
+    max_model = max(DEFAULT_LIMITS["max_model"], in_node)
+    return max_model, max(least_stage, in_node, -(-n_devices // max_model))
 
 
 def microbatch_limit(
@@ -123,40 +123,36 @@ def microbatch_limit(
 
 
 def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) -> SearchSpec:
-    """What is searched for, with a limit of the job's own wherever the settings have 0, and with
-    the profile's devices of a node, where these are known."""
+    """The spec with the job's limits wherever the settings have 0, and with the profile's devices
+    of a node where these are known."""
     config = spec.config
     float32_bytes = {m: 4.0 * profile.n_elements(m) for m in profile.n_layers}
-    bfloat16_modules = [m for m in profile.n_layers if profile.has_bfloat16_params(m)]
-    node, module_bytes = (
-        config.node or profile.devices_per_node,
-        largest_module_bytes(float32_bytes, bfloat16_modules),
-    )
-    max_model, max_stage = parallel_limits(module_bytes, spec.memory_bytes, node or spec.n_devices)
-    max_stage = config.max_stage or max_stage
+    bfloat16 = [m for m in profile.n_layers if profile.has_bfloat16_params(m)]
+    module_bytes = largest_module_bytes(float32_bytes, bfloat16)
+    node = config.node or profile.devices_per_node
+    model, stage = parallel_limits(module_bytes, spec.memory_bytes, node or spec.n_devices)
+    stage = config.max_stage or stage
     batch_bytes = spec.global_batch * _input_bytes(profile, loads)
     config = replace(
         config,
         node=node,
-        max_model=config.max_model or max_model,
-        max_stage=max_stage,
+        max_model=config.max_model or model,
+        max_stage=stage,
         max_microbatches=config.max_microbatches
-        or microbatch_limit(batch_bytes, spec.memory_bytes, spec.n_devices, max_stage),
+        or microbatch_limit(batch_bytes, spec.memory_bytes, spec.n_devices, stage),
     )
     return replace(spec, config=config)
 
 
 def _input_bytes(profile: ModelProfile, loads: Sequence[Load]) -> float:
-    """Of a mean sample: the inputs of all layers of all modules."""
-    bytes_per_token = {
-        t.module: t.hidden_bytes / t.shape.size for t in profile.timings if t.model == 1
-    }
+    """Bytes of the inputs of all layers, for a mean sample."""
+    per_token = {t.module: t.hidden_bytes / t.shape.size for t in profile.timings if t.model == 1}
     return sum(
-        bytes_per_token.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
+        per_token.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
         for m, n in profile.n_layers.items()
     )
 
 
 def _power_of_two(minimum: float) -> int:
-    """The least power of two that is not below it."""
+    """The smallest power of two that is at least `minimum`."""
     return 1 << max(0, math.ceil(minimum) - 1).bit_length()

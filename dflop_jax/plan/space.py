@@ -1,14 +1,13 @@
-"""Which devices and parallelism a plan may give to its modules: the search space, as data.
+"""The search space: families of layouts, whose data degrees and first devices are arrays.
 
 A placement puts the modules into blocks; a block has consecutive devices of its own, which its
-modules share, each with a (data, model) of its own. A module that is alone in its block may be a
+modules share, each with its own (data, model). A module that is alone in its block may be a
 pipeline.
-Layouts that differ in sizes only form a family, whose numbers are arrays.
 
-The systems that DFLOP (arXiv 2603.25120) is compared with have spaces of layouts, too. All give the
-whole model one (data, model) per pipeline stage, on consecutive devices with tensor parallelism
-inside, and take samples in the order in which they arrive; they differ in how layers are dealt to
-stages. A stage that holds layers of several modules has them on one submesh.
+The baselines of DFLOP (arXiv 2603.25120) have spaces of layouts, too. All give the whole model one
+(data, model) per pipeline stage, on consecutive devices with tensor parallelism inside, and take
+samples in the order of arrival; they differ in how layers are split into stages. A stage that holds
+layers of several modules has them on one submesh.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ Stages = list[list[tuple[str, int, int]]]
 # Blocks up to which every split of the devices and every pair of pipelines is tried. Twice as many
 # make spaces of three modules many times as large.
 _MAX_FINE_BLOCKS = 2
-# Parts that devices are divided into for more blocks, at least; twice as many are four times as
+# Minimum number of parts into which more blocks divide the devices; twice as many are four times as
 # many splits into three blocks.
 _MIN_GRAINS = 16
-# Rounds through the stages of a loop that are tried. With R rounds the S - 1 ticks that it takes
-# beside what it needs are of 1/R of a stage's layers each; 4 would halve once more what 2 leave.
+# Rounds through the stages of a loop. With R rounds its S - 1 ticks of fill and drain are of 1/R of
+# a stage's layers each; 4 would halve once more what 2 leave.
 ROUNDS = (1, 2)
 
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """Layouts that differ in sizes only.
+    """Layouts that differ in data degrees and devices only.
 
-    forms: of every module, with a data degree of 1. blocks: of every module. data, first: degree
-    and first device, [n_layouts, n_modules].
+    parallelisms, blocks: of every module; data degrees are 1. data, first_device: data degree and
+    first device, [n_layouts, n_modules].
     """
 
     parallelisms: tuple[Parallelism, ...]
@@ -62,29 +61,27 @@ class LayoutFamily:
 
     @property
     def max_stages(self) -> int:
-        """Of the deepest loop."""
+        """Stages of the deepest loop."""
         return max(f.mesh.stage for f in self.parallelisms)
 
     def layout(
         self, index: int, n_layers: Mapping[str, int], costs: LayerCostsByDegree | None = None
     ) -> Layout:
-        """Number `i`, without shapes and edges; arguments as for `lay_out`."""
-        parallelisms = [
-            replace(parallelism, mesh=replace(parallelism.mesh, data=d))
-            for parallelism, d in zip(self.parallelisms, self.data[index].tolist(), strict=True)
+        """Layout number `index`, without buckets and edges; arguments as for `build_layout`."""
+        sized = [
+            replace(f, mesh=replace(f.mesh, data=d))
+            for f, d in zip(self.parallelisms, self.data[index].tolist(), strict=True)
         ]
-        return build_layout(parallelisms, self.first_device[index].tolist(), n_layers, costs)
+        return build_layout(sized, self.first_device[index].tolist(), n_layers, costs)
 
     def subset(self, is_kept: np.ndarray) -> LayoutFamily:
         return replace(self, data=self.data[is_kept], first_device=self.first_device[is_kept])
 
 
 def separate_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
-    """DFLOP: modules in two blocks at least, each with its own (stage, data, model); a model of
-    one module has all devices for it.
-
-    Beyond two blocks the devices are divided in coarser steps and one module at most is a pipeline.
-    """
+    """DFLOP: modules in at least two blocks, each with its own (stage, data, model); a single
+    module gets all devices. With more than two blocks the devices are divided in coarser steps, and
+    at most one module is a pipeline."""
     n_layers, n_devices = limits.n_layers, limits.n_devices
     for blocks in _block_partitions(len(n_layers)):
         n_blocks = max(blocks) + 1
@@ -104,10 +101,10 @@ def separate_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
 def shared_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
     """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
     the last module may be a loop of stages. Each module is balanced over its own data ranks."""
-    *sources, last_module = limits.n_layers
-    parallelisms = [_parallelisms(limits, m, 1) for m in sources]
-    last_parallelisms = _parallelisms(limits, last_module, limits.config.max_stage)
-    parallelisms.append([f for f in last_parallelisms if f.n_segments == 1])
+    *others, last = limits.n_layers
+    parallelisms = [_parallelisms(limits, m, 1) for m in others]
+    loops = _parallelisms(limits, last, limits.config.max_stage)
+    parallelisms.append([f for f in loops if f.n_segments == 1])
     for chosen in product(*parallelisms):
         yield from _family(chosen, (0,) * len(parallelisms), np.array([[limits.n_devices]]))
 
@@ -127,7 +124,7 @@ def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
-    """Devices of every block, [n_splits, n_blocks]. For many blocks, cuts lie on multiples of a
+    """Devices of every block, [n_splits, n_blocks]. More blocks begin at multiples of a
     power of two of which the devices hold `_LEAST_GRAINS`."""
     step = 1
     while n_blocks > _MAX_FINE_BLOCKS and 2 * step * _MIN_GRAINS <= n_devices:
@@ -165,8 +162,8 @@ def _parallelisms(limits: SpaceLimits, module: str, max_stage: int) -> list[Para
 def _family(
     parallelisms: Sequence[Parallelism], blocks: tuple[int, ...], block_sizes: np.ndarray
 ) -> Iterator[LayoutFamily]:
-    """The family of these forms on the splits that they divide, unless it is empty or no group of
-    microbatches can be one of every segment's."""
+    """The family of these parallelisms on the splits that they divide, unless it is empty or no
+    group of microbatches can be one of every segment's."""
     max_stages = max(f.mesh.stage for f in parallelisms)
     if any(max_stages % f.mesh.stage for f in parallelisms):
         return
@@ -194,74 +191,61 @@ def tensor_groups_in_nodes(first_device: Array, n_devices: Array, model: int, no
 
 
 def search_families(limits: SpaceLimits) -> dict[str, list[LayoutFamily]]:
-    """The configured space, by searched policy, as far as its tensor-parallel degrees are known and
-    stay inside a node; none for a baseline.
+    """The families of each searched policy whose tensor-parallel groups stay inside a node; empty
+    for a baseline.
 
     Raises:
       ValueError: nothing is left.
     """
     configured = limits.config.policy
     policies = ("dflop", "orch") if configured == "auto" else (configured,)
-    families_by_policy: dict[str, list[LayoutFamily]] = {}
-    for policy in policies:
-        if policy not in FAMILIES_BY_POLICY:
-            continue
-        families = families_by_policy.setdefault(policy, [])
+    by_policy: dict[str, list[LayoutFamily]] = {}
+    for policy in (p for p in policies if p in FAMILIES_BY_POLICY):
+        families = by_policy.setdefault(policy, [])
         for family in FAMILIES_BY_POLICY[policy](limits):
+            columns = zip(family.parallelisms, family.data.T, family.first_device.T, strict=True)
             in_nodes = [
-                tensor_groups_in_nodes(
-                    first, data * parallelism.n_devices, parallelism.mesh.model, limits.node
-                )
-                for parallelism, data, first in zip(
-                    family.parallelisms, family.data.T, family.first_device.T
-                )
+                tensor_groups_in_nodes(first, data * f.n_devices, f.mesh.model, limits.node)
+                for f, data, first in columns
             ]
             if (is_allowed := np.all(in_nodes, axis=0)).any():
                 families.append(family.subset(is_allowed))
-    if families_by_policy and not any(families_by_policy.values()):
+    if by_policy and not any(by_policy.values()):
         raise ValueError(_no_placement(limits))
-    return families_by_policy
+    return by_policy
 
 
 def _stage_splits(policy: str, n_layers: Mapping[str, int], stages: int) -> Iterator[Stages]:
-    """Ways to deal layers to pipeline stages.
+    """Splits of the layers into pipeline stages.
 
-    `pytorch`: the layers of the whole model, module by module, evenly by count. `megatron`: the
-    modules before the last on the first `e` stages, the last module's layers evenly over the rest;
-    with e = 0 all share the first stage with its part of the last module. `blind`: the same with
+    `pytorch`: the layers of the whole model, module by module, evenly by number. `megatron`: the
+    modules before the last on the first `n` stages, the last module's layers evenly on the rest;
+    with n = 0 all share the first stage with its part of the last module. `blind`: the same with
     one stage for the modules before the last, where there are two stages.
     """
-    *source_modules, last_module = n_layers
-    source_layers = {m: n_layers[m] for m in source_modules}
+    *names, last = n_layers
+    sources = {m: n_layers[m] for m in names}
     if policy == "pytorch":
         if stages <= sum(n_layers.values()):
             yield _split_evenly(n_layers, stages)
         return
-    max_source_stages = min(stages - 1, sum(source_layers.values()))
-    for n_source_stages in (
-        range(max_source_stages + 1) if policy == "megatron" else [min(1, max_source_stages)]
-    ):
-        if stages - n_source_stages <= n_layers[last_module]:
-            last_stages = [
-                [(last_module, a, b)]
-                for a, b in split_layers(n_layers[last_module], stages - n_source_stages)
-            ]
-            if not n_source_stages:
-                last_stages[0] = [*((m, 0, n) for m, n in source_layers.items()), *last_stages[0]]
-            yield [
-                *(_split_evenly(source_layers, n_source_stages) if n_source_stages else []),
-                *last_stages,
-            ]
+    most = min(stages - 1, sum(sources.values()))
+    for n in range(most + 1) if policy == "megatron" else [min(1, most)]:
+        if stages - n <= n_layers[last]:
+            rest = [[(last, a, b)] for a, b in split_layers(n_layers[last], stages - n)]
+            if not n:
+                rest[0] = [*((m, 0, k) for m, k in sources.items()), *rest[0]]
+            yield [*(_split_evenly(sources, n) if n else []), *rest]
 
 
 def _split_evenly(n_layers: Mapping[str, int], stages: int) -> Stages:
-    """Layers of modules in a row, cut into stages of even count."""
-    first_layer = dict(zip(n_layers, np.cumsum([0, *n_layers.values()]).tolist()))
+    """The layers of modules in a row, split into stages of even number."""
+    first = dict(zip(n_layers, np.cumsum([0, *n_layers.values()]).tolist()))
     return [
         [
-            (m, max(a - first_layer[m], 0), min(b - first_layer[m], n))
+            (m, max(a - first[m], 0), min(b - first[m], n))
             for m, n in n_layers.items()
-            if a < first_layer[m] + n and b > first_layer[m]
+            if a < first[m] + n and b > first[m]
         ]
         for a, b in split_layers(sum(n_layers.values()), stages)
     ]
@@ -270,7 +254,7 @@ def _split_evenly(n_layers: Mapping[str, int], stages: int) -> Stages:
 def baseline_layouts(
     policy: str, n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
 ) -> Iterator[Layout]:
-    """The layouts of a baseline: every way to deal the layers to stages on consecutive blocks of
+    """The layouts of a baseline: every split of the layers into stages on consecutive blocks of
     devices."""
     order = list(n_layers)
     for n_stages in divisors(n_devices, max_stage):
@@ -290,7 +274,8 @@ def baseline_layouts(
 
 
 def allowed_baselines(limits: SpaceLimits) -> list[Layout]:
-    """Layouts of a baseline policy, as far as `families` would take them; none for others.
+    """Layouts of a baseline policy with known tensor-parallel degrees, whose groups stay inside a
+    node; none for other policies.
 
     Raises:
       ValueError: nothing is left.
@@ -300,24 +285,19 @@ def allowed_baselines(limits: SpaceLimits) -> list[Layout]:
         return []
 
     def is_allowed(layout: Layout) -> bool:
-        submeshes = [(s.module, layout.submesh(s.submesh)) for s in layout.segments]
+        meshes = ((s.module, layout.submesh(s.submesh)) for s in layout.segments)
         return all(
             m.model in limits.degrees[module]
             and tensor_groups_in_nodes(m.first, m.n_devices, m.model, limits.node)
-            for module, m in submeshes
+            for module, m in meshes
         )
 
-    layouts = baseline_layouts(
-        config.policy,
-        limits.n_devices,
-        limits.n_layers,
-        max_model=limits.max_model,
-        max_stage=config.max_stage,
-    )
-    allowed = list(filter(is_allowed, layouts))
-    if not allowed:
+    sizes = {"max_model": limits.max_model, "max_stage": config.max_stage}
+    every = baseline_layouts(config.policy, limits.n_devices, limits.n_layers, **sizes)
+    layouts = list(filter(is_allowed, every))
+    if not layouts:
         raise ValueError(_no_placement(limits))
-    return allowed
+    return layouts
 
 
 def _no_placement(limits: SpaceLimits) -> str:

@@ -1,9 +1,8 @@
-"""Which plans are the fastest: all run the same trials, the slower half leaves, and what is left
-runs twice as many, until these tell which is the fastest or the work for it is spent (sequential
-halving, Karnin, Koren and Somekh 2013, with a test of paired differences).
+"""Compares plans on batches that no bucket was chosen for, by successive halving (Karnin, Koren and
+Somekh 2013) with a test of paired differences: all run the same trials, the slower half leaves, and
+the others run twice as many, until the fastest is certain or the work is spent.
 
-Where devices are at hand, trials are priced by the plans' own programs, as far as memory holds
-these.
+Where devices are at hand, trials are priced by the plans' own programs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress
 
 import numpy as np
 
@@ -23,116 +21,102 @@ from dflop_jax.schedule.sampled_batches import LARGE_BATCH
 
 TimePlan = Callable[[Plan], Prices]
 TryStep = Callable[[Plan, Prices], None]
-# Trials that every plan runs, and that the last ones do at most.
+# Trials that every plan runs, and that the last plans run.
 _MIN_TRIALS, _MAX_TRIALS = 2, 8
-# Seconds over the best ones' in the first trials up to which a plan may be the fastest after more.
+# Seconds over the fastest's in the first trials, up to which a plan runs more trials.
 _MAX_SLOWDOWN = 1.1
-# Standard errors of the mean difference at which plans count as told apart, once there are so many
-# trials, and a share of a step that is too small to matter.
+# Standard errors of the mean difference that make it certain, once there are so many trials, and
+# the share of a step that is too small to matter.
 _STANDARD_ERRORS, _MIN_TESTED_TRIALS, _EQUAL_SHARE = 2.0, 4, 0.001
-# Seconds over the best ones' up to which more is made of a plan; a larger share costs planning time
-# and misses less.
+# Seconds over the fastest's, up to which variants of a plan are tried; a larger share takes
+# planning time and misses fewer.
 _CLOSE_RATIO = 1.05
-# Units of work that a batch takes besides what the scheduler may spend, of larger ones as many
-# times; all of a race beyond the first trials, and that many times as many with effort "full".
+# Units of work: of a batch beside the scheduler's limit (larger batches take more); of all trials
+# beyond the first ones; and how many times that with effort "full".
 _BATCH_COST, _MAX_WORK, _FULL_EFFORT_RATIO = 500, 75_000, 4
-# Of the memory that plans fill: what a message says to plan without where no shortage is known.
+# Share of the memory that a message says to leave free where the missing bytes are not known.
 _GUESSED_SHORTAGE = 0.1
 _REMEDIES = "--plan.zero 3, --train.remat layers or a smaller --data.max_tokens"
 
 
 def screen(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The plans by their first trials, the fastest first."""
-    return _fastest_first([_run_trials(evaluator, f, _MIN_TRIALS) for f in candidates], _MIN_TRIALS)
+    """The candidates after their first trials, fastest first."""
+    return _fastest_first([_run_trials(evaluator, c, _MIN_TRIALS) for c in candidates], _MIN_TRIALS)
 
 
 def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that are close to the fastest by the first trials."""
-    max_s = _CLOSE_RATIO * min(f.mean_trial_s(_MIN_TRIALS) for f in candidates)
-    return [f for f in candidates if f.mean_trial_s(_MIN_TRIALS) <= max_s]
+    """The candidates that are close to the fastest in the first trials."""
+    max_s = _CLOSE_RATIO * min(c.mean_trial_s(_MIN_TRIALS) for c in candidates)
+    return [c for c in candidates if c.mean_trial_s(_MIN_TRIALS) <= max_s]
 
 
 def successive_halving(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The plans, the fastest first, those that left early last; one alone runs nothing."""
-    running, eliminated = list(candidates), list[Candidate]()
+    """The candidates, fastest first, those that left early last; a single one runs no trial."""
+    running, left = list(candidates), list[Candidate]()
+    batches = evaluator.trial_batches(0)
+    trial_work = len(batches) * max(1.0, len(batches[0]) / LARGE_BATCH) * (TRIAL_WORK + _BATCH_COST)
     work = float(_MAX_WORK) * (_FULL_EFFORT_RATIO if evaluator.config.effort == "full" else 1)
-    n_trials = _MIN_TRIALS
+    n = _MIN_TRIALS
     while len(running) > 1:
-        if n_trials > _MIN_TRIALS:
-            work -= sum(max(0, n_trials - len(f.trial_seconds)) for f in running) * _trial_cost(
-                evaluator
-            )
-        if n_trials > _MAX_TRIALS or work < 0:
+        if n > _MIN_TRIALS:
+            work -= sum(max(0, n - len(c.trial_seconds)) for c in running) * trial_work
+        if n > _MAX_TRIALS or work < 0:
             break
-        fastest, *others = _fastest_first(
-            [_run_trials(evaluator, f, n_trials) for f in running], n_trials
-        )
+        fastest, *others = _fastest_first([_run_trials(evaluator, c, n) for c in running], n)
         half = max(1, len(others) // 2)
-        stays_running = [
-            i < half and not _is_decided(f, fastest, n_trials) for i, f in enumerate(others)
-        ]
-        eliminated = [f for f, stays in zip(others, stays_running) if not stays] + eliminated
-        running = [fastest, *compress(others, stays_running)]
-        n_trials *= 2
-    return running + eliminated
+        stays = [c for c in others[:half] if not _is_decided(c, fastest, n)]
+        left = [c for c in others if not any(c is one for one in stays)] + left
+        running = [fastest, *stays]
+        n *= 2
+    return running + left
 
 
 def compare_new(
     evaluator: Evaluator, compared: Sequence[Candidate], new: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The plans of a race and new ones that race its fastest; the fastest first, the others by the
-    first trials."""
+    """The fastest of `new` candidates and the first of those that were `compared`, then all others
+    by their first trials."""
     if not new:
         return list(compared)
     fastest, *others = successive_halving(evaluator, [compared[0], *new])
     return [fastest, *_fastest_first([*others, *compared[1:]], _MIN_TRIALS)]
 
 
-def _run_trials(evaluator: Evaluator, candidate: Candidate, n_trials: int) -> Candidate:
-    """The plan with the seconds of its first `n` trials, with the lookahead that suits it."""
-    plan, trial_seconds = candidate.plan, candidate.trial_seconds
-    if not trial_seconds and candidate.prices is None:
+def _run_trials(evaluator: Evaluator, candidate: Candidate, n: int) -> Candidate:
+    """The candidate with the seconds of its first `n` trials, and with its best lookahead."""
+    plan, known, prices = candidate.plan, candidate.trial_seconds, candidate.prices
+    if not known and prices is None:
         plan = evaluator.with_lookahead(plan)
-    more = (
-        evaluator.simulate_trial(plan, i, candidate.prices)
-        for i in range(len(trial_seconds), n_trials)
-    )
-    return replace(candidate, plan=plan, trial_seconds=(*trial_seconds, *more))
+    more = (evaluator.simulate_trial(plan, i, prices) for i in range(len(known), n))
+    return replace(candidate, plan=plan, trial_seconds=(*known, *more))
 
 
 def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
-    """By the first `n` trials; of equals that of fewer buckets, then the first."""
+    """By the first `n` trials; of equal ones that with fewer buckets, then the first."""
     unordered, ordered = list(candidates), list[Candidate]()
     while unordered:
-        fastest_s = min(f.mean_trial_s(n) for f in unordered)
-        equal = [f for f in unordered if f.mean_trial_s(n) <= fastest_s * (1 + TIE_TOLERANCE)]
-        ordered.append(min(equal, key=lambda f: len(f.plan.layout.buckets)))
-        unordered = [f for f in unordered if f is not ordered[-1]]
+        fastest_s = min(c.mean_trial_s(n) for c in unordered)
+        equal = [c for c in unordered if c.mean_trial_s(n) <= fastest_s * (1 + TIE_TOLERANCE)]
+        ordered.append(min(equal, key=lambda c: len(c.plan.layout.buckets)))
+        unordered = [c for c in unordered if c is not ordered[-1]]
     return ordered
 
 
-def _trial_cost(evaluator: Evaluator) -> float:
-    batches = evaluator.trial_batches(0)
-    return len(batches) * max(1.0, len(batches[0]) / LARGE_BATCH) * (TRIAL_WORK + _BATCH_COST)
-
-
 def _is_decided(candidate: Candidate, fastest: Candidate, n: int) -> bool:
-    """Whether a plan is surely slower than the best in the same trials, or surely as fast."""
+    """Whether a candidate is certainly slower than the fastest, or certainly as fast."""
     if n < _MIN_TESTED_TRIALS:
         return candidate.mean_trial_s(n) > _MAX_SLOWDOWN * fastest.mean_trial_s(n)
-    differences = np.subtract(candidate.trial_seconds[:n], fastest.trial_seconds[:n]) / np.mean(
-        fastest.trial_seconds[:n]
-    )
-    error = differences.std(ddof=1) / math.sqrt(n)
-    return bool(
-        differences.mean() > _STANDARD_ERRORS * error
-        or abs(differences.mean()) + _STANDARD_ERRORS * error < _EQUAL_SHARE
-    )
+    fastest_s = fastest.trial_seconds[:n]
+    slower = np.subtract(candidate.trial_seconds[:n], fastest_s) / np.mean(fastest_s)
+    margin = _STANDARD_ERRORS * slower.std(ddof=1) / math.sqrt(n)
+    return bool(slower.mean() > margin or abs(slower.mean()) + margin < _EQUAL_SHARE)
 
 
 class PlanTooLarge(ValueError):
-    """A plan whose programs ran out of memory; `short_bytes` are missing, 0: not known. `what`: the
-    message without its remedy."""
+    """A plan whose programs ran out of memory.
+
+    short_bytes: missing bytes; 0: not known. reason: the message without its remedy.
+    """
 
     def __init__(self, reason: str, short_bytes: float = 0.0):
         super().__init__(f"{reason}; give a smaller --plan.memory_bytes, {_REMEDIES}")
@@ -146,32 +130,33 @@ def choose_by_timing(
     time_plan: TimePlan,
     try_step: TryStep,
 ) -> tuple[Plan, int]:
-    """The fastest plan by the times of its own programs, with the figures that these give, and how
-    many were timed: of the first about `n` (0: the first, by the profile) that memory holds when
-    they are tried, and of the others where it holds none of these.
+    """(the fastest plan by the times of its own programs, with the predictions that these give; how
+    many plans were timed).
 
-    Whatever memory does not hold is dropped, and what it was short of is left free by the others.
+    About the first `n` plans are timed (0: none, the profile chooses the first), and the others one
+    by one where memory holds none of these. A plan that memory does not hold is dropped, and the
+    others leave free what it was short of.
 
     Raises:
-      ValueError: it holds none.
+      ValueError: memory holds none.
     """
     session = _TimingSession(evaluator, time_plan, try_step)
     finalists = plans_to_time(plans, n)
-    for plan_set in (finalists, *([p] for p in plans if p not in finalists)):
-        is_only = len(plan_set) == 1
-        candidates = [
-            j for p in plan_set for j in session.time_candidate(p, is_timed=n > 0, is_only=is_only)
+    for together in (finalists, *([p] for p in plans if p not in finalists)):
+        alone = len(together) == 1
+        timed = [
+            c for p in together for c in session.time_candidate(p, is_timed=n > 0, alone=alone)
         ]
-        while candidates := [j for j in candidates if session.evaluator.fits(j.plan)]:
-            fastest, *candidates = successive_halving(evaluator, candidates)
-            if chosen := session.try_one_step(fastest):
+        while timed := [c for c in timed if session.evaluator.fits(c.plan)]:
+            fastest, *timed = successive_halving(evaluator, timed)
+            if chosen := session.run_step(fastest):
                 return chosen, session.n_timed
     raise ValueError(session.explain_failure())
 
 
 def plans_to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
-    """The first `n` plans, and `n` of the first one's policy: a policy that is far from the fastest
-    takes no place of it."""
+    """The first `n` plans, and the first `n` of the first one's policy, so that slower policies
+    take no place of these."""
     same_policy = [p for p in plans if p.policy == plans[0].policy][:n]
     return [p for i, p in enumerate(plans) if i < n or p in same_policy]
 
@@ -186,17 +171,17 @@ class _TimingSession:
 
     @property
     def _missing_bytes(self) -> float:
-        """What plans were short of in all, which others are to leave free."""
+        """Bytes that all refused plans were short of, which others leave free."""
         return sum(e.short_bytes for e in self._refused)
 
     @property
     def evaluator(self) -> Evaluator:
-        """Of devices with so much less memory."""
+        """The evaluator for devices with so much less memory."""
         return self._evaluator.with_less_memory(self._missing_bytes)
 
-    def time_candidate(self, plan: Plan, *, is_timed: bool, is_only: bool) -> list[Candidate]:
-        """The plan, judged by its own times, or by the profile's; nothing where the devices do not
-        hold it. `alone`: the profile chose it."""
+    def time_candidate(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
+        """The plan evaluated by its own times, or by the profile's; none where the devices do not
+        hold it. `alone`: no other plan is timed with it, so the profile chose it."""
         evaluator = self.evaluator
         if not evaluator.fits(plan):
             return []
@@ -210,19 +195,18 @@ class _TimingSession:
             self._refused.append(e)
             return []
         self.n_timed += 1
-        plan_to_evaluate = plan if plan.scheduling.residuals else plan.with_scheduling(lookahead=0)
-        timed = evaluator.evaluate(plan_to_evaluate, by_profile_s, prices)
-        if is_only:
-            timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
-        return [Candidate(timed, prices=prices)]
+        plan = plan if plan.scheduling.residuals else plan.with_scheduling(lookahead=0)
+        plan = evaluator.evaluate(plan, by_profile_s, prices)
+        if alone:
+            plan = replace(plan, predicted=replace(plan.predicted, chosen_by_s=by_profile_s))
+        return [Candidate(plan, prices=prices)]
 
-    def try_one_step(self, candidate: Candidate) -> Plan | None:
-        """The plan once it has run a step; None where the devices do not hold that."""
-        free_bytes = {
-            m: max(0.0, n - self._missing_bytes)
-            for m, n in candidate.plan.scheduling.free_bytes.items()
-        }
-        plan = candidate.plan.with_scheduling(free_bytes=free_bytes)  # that groups may keep more in
+    def run_step(self, candidate: Candidate) -> Plan | None:
+        """The plan after it has run a step; None where the devices do not hold that."""
+        free, missing = candidate.plan.scheduling.free_bytes, self._missing_bytes
+        plan = candidate.plan.with_scheduling(
+            free_bytes={m: max(0.0, n - missing) for m, n in free.items()}
+        )
         try:
             self._try_step(plan, candidate.prices or self._time_plan(plan))
         except PlanTooLarge as e:
@@ -231,7 +215,7 @@ class _TimingSession:
         return plan
 
     def explain_failure(self) -> str:
-        """One line: what was tried, and what to plan with."""
+        """One line: which plans were tried, and what to plan with."""
         limit = self.evaluator.context.spec.memory_bytes
         if limit and not self._missing_bytes:
             limit *= 1 - _GUESSED_SHORTAGE

@@ -1,8 +1,4 @@
-"""What sampled global batches ask of a module, and the shape that cuts them into so many groups.
-
-A cut says into how many groups a mean global batch goes; all groups of a cut have one shape and the
-same content, so what they cost is known before anything is scheduled.
-"""
+"""Volume of sampled global batches by module, and shapes that divide it into so many groups."""
 
 from __future__ import annotations
 
@@ -18,19 +14,18 @@ from dflop_jax.records import Load, piece_content
 from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.schedule.buckets.sizes import ROW_COUNTS
 
-# Groups that a mean batch is cut into; every one is priced for every placement.
+# Groups into which a mean batch may go; every one is priced for every layout.
 GROUPS_PER_BATCH = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
-# Room of the groups over a mean batch's volume: batches differ, and samples do not pack without
-# gaps. Twice the 5% makes groups dearer, and fewer batches need one more than was thought.
+# Capacity of the groups over a mean batch's volume: batches differ, and samples do not pack without
+# gaps. Twice the 5% makes groups slower, and fewer batches need one more than estimated.
 HEADROOM = 1.05
 
 
 @dataclass(frozen=True)
 class ModuleVolume:
-    """What global batches ask of a module: pieces where a row takes one, else tokens.
+    """Volume of a module: pieces where a row takes one piece, else tokens.
 
-    mean, content: of a global batch, content by feature. largest: of one sample; it is `divided` if
-    some sample has several pieces. longest: tokens of one piece. batches: of each sampled batch,
+    mean_per_batch, content: of a global batch, content by feature. by_batch: of each sampled batch,
     [n_batches].
     """
 
@@ -68,8 +63,8 @@ def module_volume(
 
 
 def piece_rows(volume: ModuleVolume, microbatches: Array, data: Array) -> Array:
-    """Rows of a rank in a microbatch, of which a mean batch has so many, where a row is a piece; 0
-    where no sample has one."""
+    """Rows of a rank where a row is a piece and a mean batch has so many microbatches; 0 where no
+    sample has a piece."""
     if not volume.max_per_sample:
         return np.zeros(np.broadcast_shapes(np.shape(microbatches), np.shape(data)), int)
     pieces_per_rank = volume.mean_per_batch * HEADROOM / (microbatches * data)
@@ -85,45 +80,48 @@ def packed_rows(
     model: int,
     multiple: int,
 ) -> tuple[Array, Array]:
-    """(rows, tokens of a row) of a rank where rows are packed: as many rows as make a token
-    cheapest, each long enough for the longest piece, all of them for the largest sample."""
-    tokens_per_rank = volume.mean_per_batch * HEADROOM / (microbatches * data)
-    best_rows: Array = np.zeros(np.shape(tokens_per_rank), int)
-    best_tokens: Array = np.zeros(np.shape(tokens_per_rank), int)
-    best_seconds: Array = np.inf
-    kind_counts = Counter(costs.profile.layer_kinds(module)).items()
+    """(rows, tokens of a row) of a rank where rows are packed: the number of rows that is cheapest
+    per token, each with room for the longest piece, all of them for the largest sample."""
+    share = volume.mean_per_batch * HEADROOM / (microbatches * data)
+    best_rows: Array = np.zeros(np.shape(share), int)
+    best_tokens: Array = np.zeros(np.shape(share), int)
+    best_s: Array = np.inf  # per token
+    kinds = Counter(costs.profile.layer_kinds(module)).items()
     for rows in ROW_COUNTS if volume.max_per_sample else ():
-        min_row_tokens = _round_up(_min_row_tokens(volume, rows * data), multiple)
-        tokens = np.maximum(_round_up(tokens_per_rank / rows, multiple), min_row_tokens).astype(int)
+        shortest = _round_up(_min_row_tokens(volume, rows * data), multiple)
+        tokens = np.maximum(_round_up(share / rows, multiple), shortest).astype(int)
         predictions = costs.predict(module, model, rows, tokens)
-        seconds_per_token = sum(
-            n * predictions.layer(kind, "layer_backward") for kind, n in kind_counts
-        ) / (rows * tokens)
+        layers_s = sum(n * predictions.layer(kind, "layer_backward") for kind, n in kinds)
+        token_s = layers_s / (rows * tokens)
         # More rows than the share fills would only pad.
-        is_useful = (rows == 1) | (tokens_per_rank > (rows - 0.5) * min_row_tokens)
-        is_cheaper = is_useful & (seconds_per_token < best_seconds * (1 - ROUNDING))
+        is_filled = (rows == 1) | (share > (rows - 0.5) * shortest)
+        is_cheaper = is_filled & (token_s < best_s * (1 - ROUNDING))
         best_rows = np.where(is_cheaper, rows, best_rows)
         best_tokens = np.where(is_cheaper, tokens, best_tokens)
-        best_seconds = np.where(is_cheaper, seconds_per_token, best_seconds)
+        best_s = np.where(is_cheaper, token_s, best_s)
     return best_rows, best_tokens
 
 
 def _min_row_tokens(volume: ModuleVolume, rows: Array) -> Array:
-    """Tokens of a row with which so many rows hold every sample: with more than a sample's even
-    share and a piece in each, putting pieces where they fit cannot fail."""
+    """Tokens of a row with which so many rows hold every sample: first fit cannot fail where each
+    has room for an even share of the sample and one piece more."""
     if not volume.has_many_pieces:
         return np.full(np.shape(rows), float(volume.max_piece_tokens))
     return np.minimum(volume.max_per_sample, volume.max_per_sample / rows + volume.max_piece_tokens)
 
 
 def group_content(volume: ModuleVolume, groups_per_batch: Array, data: Array) -> tuple[Array, ...]:
-    """Content, by feature, of a rank's share of one group, of which a mean batch has so many."""
+    """Content, by feature, of a rank's share of one group, where a mean batch takes so many."""
     return tuple(_ceil(amount * HEADROOM / (groups_per_batch * data)) for amount in volume.content)
 
 
 def min_groups(volume: ModuleVolume, capacity: Array, min_share: float) -> Array:
-    """Groups that each sampled batch needs at least, [n_batches, *room.shape]; `room` is what one
-    holds, of which the smallest has a share: 1 where all are whole."""
+    """Minimum number of groups of each sampled batch, [n_batches, *capacity.shape].
+
+    Args:
+      capacity: of a group.
+      min_share: of the smallest bucket, which the last group may have; 1: all have the largest.
+    """
     batch_amounts = volume.by_batch.reshape(-1, *(1 for _ in np.shape(capacity)))
     needed = batch_amounts / np.maximum(capacity, 1)
     return np.maximum(min_share, needed if min_share < 1 else _ceil(needed))

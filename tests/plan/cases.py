@@ -1,7 +1,4 @@
-"""Profiles, data and the exhaustive search that the planner is compared with.
-
-Long because the search's oracle shares nothing with it.
-"""
+"""Profiles, data and the exhaustive search that the planner is compared with."""
 
 import dataclasses
 import functools
@@ -11,9 +8,9 @@ from collections import Counter
 
 import numpy as np
 
-import dflop_jax.plan.refine_buckets as finalists
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
+from dflop_jax.plan import refine_buckets
 from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import LayerCosts, SpaceLimits, layout_name
 from dflop_jax.plan.search import SearchResult, build_evaluator, search_plan
@@ -275,21 +272,32 @@ def by_volume(batch, bucket, ranks, group_size, profile):
     return max(least)
 
 
-def full_groups(plan, pairs, n):
-    """`n` groups of every module that has a shape, the i-th of each feeding the i-th of others."""
+def full_groups(plan, contents, n, together=None):
+    """`n` times the groups that go `together` (one of each module that has a shape): each feeds all
+    of its modules' readers of that time."""
     (bucket,) = plan.layout.buckets
-    names = [m for m, _ in bucket.shapes]
-    return tuple(
-        Group(
-            m,
-            bucket.shape(m),
-            tuple(i * len(names) + names.index(t) for t in plan.layout.targets(m) if t in names),
-            (pairs[m],),
-            microbatches=plan.layout.group_size,
-        )
-        for i in range(n)
-        for m in names
-    )
+    counts = {m: (together or {}).get(m, 1) for m, _ in bucket.shapes}
+    first, size = {}, 0
+    for m, count in counts.items():
+        first[m], size = size, size + count
+    groups = []
+    for start in range(0, n * size, max(size, 1)):
+        for m, shape in bucket.shapes:
+            readers = [t for t in plan.layout.targets(m) if t in counts]
+            feeds = tuple(start + first[t] + k for t in readers for k in range(counts[t]))
+            group = Group(m, shape, feeds, contents[m], microbatches=plan.layout.group_size)
+            groups += [group] * counts[m]
+    return tuple(groups)
+
+
+def mean_makespan_s(plan, prices, names, contents, n_groups, together=None):
+    """Mean seconds of steps of so many groups; part of a group takes that part of what a group more
+    takes."""
+    took = {}
+    for n in sorted({f(n) for n in n_groups for f in (math.floor, math.ceil)}):
+        schedule = Schedule(0, full_groups(plan, contents, n, together))
+        took[n] = simulate_step(plan, schedule, prices, names).makespan_s
+    return float(np.mean(np.interp(n_groups, list(took), list(took.values()))))
 
 
 def extent(n_devices, n_layers, *, max_model, max_stage, unstaged=(), patterns=None):
@@ -357,13 +365,9 @@ def every_candidate(policy, n_devices, profile, data, config):
                 continue  # far beyond what was timed
             volumes = [by_volume(b, bucket, ranks, size, profile) for b in batches]
             n = min(cut, np.mean(volumes))
-            pairs = {
-                m: math.ceil(
-                    sum(n**2 for load in data.loads for n in load.lengths(m))
-                    * BATCH / len(data.loads) * 1.05 / (n * r) - 1e-9
-                )
-                for m, r in ranks.items()
-            }  # fmt: skip
+            squares = {m: sum(n**2 for load in data.loads for n in load.lengths(m)) for m in ranks}
+            scale = BATCH / len(data.loads) * 1.05 / n
+            contents = {m: (math.ceil(squares[m] * scale / r - 1e-9),) for m, r in ranks.items()}
             key = (size, bucket, *ranks.values())
             if key not in n_groups:
                 lengths = {m: [n for x in data.loads for n in x.lengths(m)] for m in ranks}
@@ -374,7 +378,7 @@ def every_candidate(policy, n_devices, profile, data, config):
                 place.submeshes, place.segments, (bucket,), profile.edges, size, tied=profile.tied
             )
             plan = Plan(policy, layout)
-            yield layout_name(place), (cut, size), plan, pairs, n_groups[key]
+            yield layout_name(place), (cut, size), plan, contents, n_groups[key]
 
 
 def every_option(plan, remats, degrees):
@@ -399,31 +403,24 @@ def exhaustive(
     trains = trains or (lambda s: True)
     costs = CostModel(profile)
     found = []
-    for name, m, plan, pairs, n_groups in every_candidate(policy, n_devices, profile, data, config):
+    for name, m, plan, contents, n_groups in every_candidate(
+        policy, n_devices, profile, data, config
+    ):
         names = [s.name for s in plan.layout.segments if trains(s)]
         for with_option in every_option(plan, remats, degrees):
             flying = in_flight_limit(with_option)
             peak = max(peak_bytes(with_option.layout, costs, flying, names).values())
-            found.append((name, m, with_option, names, pairs, n_groups, peak))
+            found.append((name, m, with_option, names, contents, n_groups, peak))
     peaks = sorted(peak for *_, peak in found)
     memory_bytes = peaks[len(peaks) // 2] if tight else 0.0
     rows, known = [], {}
-    for name, m, plan, names, pairs, n_groups, peak in found:
+    for name, m, plan, names, contents, n_groups, peak in found:
         if memory_bytes and peak > memory_bytes:
             continue
         prices = layout_prices(plan.layout, costs)
         key = name, m, repr((prices.programs, prices.step_end, prices.sends))
         if key not in known:
-            around = {f(n) for n in n_groups for f in (math.floor, math.ceil)}
-            took = {
-                n: simulate_step(
-                    plan, Schedule(0, full_groups(plan, pairs, n)), prices, names
-                ).makespan_s
-                for n in around
-            }
-            # Part of a group takes that part of what a group more takes.
-            each = [np.interp(n, sorted(took), [took[k] for k in sorted(took)]) for n in n_groups]
-            known[key] = float(np.mean(each))
+            known[key] = mean_makespan_s(plan, prices, names, contents, n_groups)
         rows.append((name, m, known[key], peak))
     return rows, memory_bytes
 
@@ -503,30 +500,19 @@ def prepared(n_devices, profile=None, data=None, config=CONFIG, **asked):
 _SEARCHED: dict[str, SearchResult] = {}
 
 
-def run(*asked, **options):
-    """What `searched_anew` says; what was asked before, of the same choice of buckets, is not
-    searched again."""
-    if any(map(callable, options.values())):
-        return searched_anew(*asked, **options)
-    key = repr((finalists.choose_buckets, asked, sorted(options.items())))
-    if key not in _SEARCHED:
-        _SEARCHED[key] = searched_anew(*asked, **options)
-    return _SEARCHED[key]
-
-
-def searched_anew(
+def run(
     policy="dflop", n_devices=3, profile=None, data=None, effort="quick", finalists=3,
-    shard_devices=0, **kwargs,
+    shard_devices=0, **options,
 ):  # fmt: skip
-    """A search, of the usual profiles where none are given."""
+    """A search, of the usual profiles where none are given; equal ones, with the same choice of
+    buckets, are searched once."""
     config = dataclasses.replace(
         CONFIG, policy=policy, effort=effort, finalists=finalists, shard_devices=shard_devices
     )
-    return search_plan(
-        profile or model_profile(),
-        data or data_profile(),
-        n_devices=n_devices,
-        global_batch=BATCH,
-        config=config,
-        **kwargs,
-    )
+    inputs = profile or model_profile(), data or data_profile()
+    key = repr((refine_buckets.choose_buckets, inputs, n_devices, config, sorted(options.items())))
+    if any(map(callable, options.values())) or key not in _SEARCHED:
+        _SEARCHED[key] = search_plan(
+            *inputs, n_devices=n_devices, global_batch=BATCH, config=config, **options
+        )
+    return _SEARCHED[key]

@@ -2,7 +2,7 @@
 
 import pytest
 
-import dflop_jax.plan.refine_buckets as finalists
+from dflop_jax.plan import refine_buckets
 
 from .cases import simple_buckets
 
@@ -10,7 +10,7 @@ from .cases import simple_buckets
 @pytest.fixture(autouse=True)
 def _quick_buckets(monkeypatch, request):
     if "real_buckets" not in request.fixturenames:
-        monkeypatch.setattr(finalists, "choose_buckets", simple_buckets)
+        monkeypatch.setattr(refine_buckets, "choose_buckets", simple_buckets)
 
 
 @pytest.fixture

@@ -42,14 +42,14 @@ CASES = [
 
 
 @cache  # cases of one graph and seed ask for the same
-def everything(graph, seed, policy, config, **more):
+def exhaustive_case(graph, seed, policy, config, **more):
     profile, data, n_devices, _ = random_case(seed, graph)
     return exhaustive(policy, n_devices, profile, data, config, **more)
 
 
 @pytest.mark.slow(first=3)
 @pytest.mark.parametrize("graph, seed", CASES)
-def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
+def test_ranking_equals_exhaustive_evaluation(monkeypatch, graph, seed):
     profile, data, n_devices, rng = random_case(seed, graph)
     policy = "orch" if n_devices == 1 or seed % 5 == 2 else "dflop"
     most = 3 if graph != "two" else int(rng.choice([3, 6]))
@@ -64,7 +64,7 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
         "remats": known if remat == "auto" else (remat,),
         "degrees": ZERO if zero == "auto" else (zero,),
     }
-    fit, memory_bytes = everything(graph, seed, policy, config, **more)
+    fit, memory_bytes = exhaustive_case(graph, seed, policy, config, **more)
 
     def search():
         return search_plan(
@@ -108,11 +108,11 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
 
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("graph, seed", [("two", 3), ("apart", 3), ("chain", 3), ("taps", 3)])
-def test_no_bound_is_above_what_it_bounds(graph, seed):
+def test_no_lower_bound_exceeds_the_makespan(graph, seed):
     profile, data, n_devices, _ = random_case(seed, graph)
     config = dataclasses.replace(CONFIG, policy="dflop", max_microbatches=3)
     plain = {"tight": False, "remats": ("none",), "degrees": (1,)}
-    every, _ = everything(graph, seed, "dflop", config, **plain)
+    every, _ = exhaustive_case(graph, seed, "dflop", config, **plain)
     took = {(name, m): seconds for name, m, seconds, _ in every}
     evaluator = prepared(n_devices, profile, data, config)
     rules, shares = evaluator.context, []
@@ -139,7 +139,7 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     ("two", {"vision"}),
     ("taps", {"vision"}), ("taps", {"vision", "llm"}), ("taps", {"llm"}),
 ])  # fmt: skip
-def test_frozen_parts_are_not_timed_nor_given_an_optimizer(graph, frozen):
+def test_frozen_modules_have_no_backward_and_no_optimizer(graph, frozen):
     """Also where a tap reads what is frozen, or that stands between trained parts."""
 
     def trains(s):

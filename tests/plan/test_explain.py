@@ -33,7 +33,7 @@ def candidate(makespan_s, busy_s):
         (1 - 1e-9, {"vision": 1.1, "llm": 0.6}, "+0.0%: vision alone computes 1100.0 ms"),
     ],
 )
-def test_why_a_placement_lost(makespan_s, busy_s, says):
+def test_explain_loss(makespan_s, busy_s, says):
     best = candidate(1.0, {"vision": 0.7, "llm": 0.9})
     assert explain_loss(candidate(makespan_s, busy_s), best) == says
     assert explain_loss(best, best) == ""
@@ -53,7 +53,7 @@ def plan(n_devices, memory_bytes, hardware=None):
 
 
 @pytest.mark.parametrize("gib", [10, 13, 20])
-def test_how_many_devices_would_do_is_true(gib):
+def test_proposed_number_of_devices_is_the_smallest_that_fits(gib):
     with pytest.raises(ValueError, match="no plan fits") as failed:
         plan(2, gib * GIB)
     more = int(re.search(r"(\d+) devices would do", str(failed.value))[1])
@@ -63,7 +63,7 @@ def test_how_many_devices_would_do_is_true(gib):
     assert "so would" not in str(failed.value)  # it is this machine that is planned for
 
 
-def test_which_hardware_would_do_is_true():
+def test_proposed_hardware_fits():
     l40s = find_hardware("l40s")
     with pytest.raises(ValueError, match="no plan fits") as failed:
         plan(2, 4 * GIB, l40s)
@@ -73,7 +73,7 @@ def test_which_hardware_would_do_is_true():
             plan(2, h.plannable_bytes, h)
 
 
-def test_when_no_number_of_devices_would_do_none_is_named():
+def test_no_number_of_devices_is_proposed_where_none_fits():
     with pytest.raises(
         ValueError,
         match=r"more; a larger plan\.max_model \(2\), .*stage \(2\) or .*microbatches \(8\)",
@@ -81,7 +81,7 @@ def test_when_no_number_of_devices_would_do_none_is_named():
         plan(2, 1000.0)
 
 
-def test_what_memory_costs():
+def test_savings_compare_with_the_next_cheaper_option():
     """Against the next cheaper option of each module, which would not fit or costs as much."""
     profile, data = on(LINKS, model_profile()), data_profile()
     free = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, policy="orch", effort="quick"))

@@ -32,9 +32,9 @@ from tests.simulate.cases import (
 )
 
 
-def at(points, time_s):
+def value_at(points, time_s):
     """Value of a step function."""
-    return [held for start, held in points if start <= time_s][-1]
+    return [n_bytes for start, n_bytes in points if start <= time_s][-1]
 
 
 def shapes_of(schedule):
@@ -42,7 +42,7 @@ def shapes_of(schedule):
 
 
 def peaks(curves):
-    return {name: max(held for _, held in points) for name, points in curves.items()}
+    return {name: max(n_bytes for _, n_bytes in points) for name, points in curves.items()}
 
 
 EVENTS = (
@@ -61,7 +61,7 @@ TABLE = ByteTable(
 GROUPS = {0: ONE, 1: ONE, 2: TWO, 3: TWO}
 
 
-def test_a_step_by_hand():
+def test_memory_over_time_of_a_step_by_hand():
     """What another module sends is there when it is read, as nothing says who feeds whom."""
     trace = Trace(0, "x", EVENTS)
     curves = memory_over_time(chain(2, sources=1).layout, trace, GROUPS, TABLE)
@@ -94,7 +94,7 @@ def test_no_event_holds_the_constant_and_unknown_groups_nothing():
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("m", [1, 2, 9])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_the_first_stage_holds_what_its_order_says(order, m, stages):
+def test_first_stage_holds_the_groups_in_flight_of_its_order(order, m, stages):
     """GPipe holds all groups at once; 1F1B the classical depth, with one more in flight."""
     plan = chain(stages, sources=1, order=order)
     schedule, priced = batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0)
@@ -107,7 +107,7 @@ def test_the_first_stage_holds_what_its_order_says(order, m, stages):
     assert peak["a0"] == peak_groups_in_flight(schedule.order)["a0"]
 
 
-def test_every_moment_holds_the_inputs_that_are_in_use():
+def test_memory_at_every_moment_equals_brute_force():
     rng = np.random.default_rng(0)
     for _ in range(40):
         plan, schedule, priced, trainable = random_case(rng, sends=True)
@@ -120,7 +120,7 @@ def test_every_moment_holds_the_inputs_that_are_in_use():
             (s.name, g): span
             for s in plan.layout.segments
             for g, group in enumerate(schedule.groups)
-            if group.module == s.module and (span := in_use(plan, schedule, trace, s.name, g))
+            if group.module == s.module and (span := input_span(plan, schedule, trace, s.name, g))
         }
         edges = sorted({t for e in trace.events for t in (e.start_s, e.end_s)})
         for moment in [(a + b) / 2 for a, b in itertools.pairwise(edges) if b - a > 1e-9]:
@@ -128,11 +128,11 @@ def test_every_moment_holds_the_inputs_that_are_in_use():
             for (name, g), (came, went) in spans.items():
                 if came < moment < went:
                     want[plan.layout.segment(name).submesh] += kept[name, shapes[g]]
-            got = {name: at(points, moment) for name, points in curves.items()}
+            got = {name: value_at(points, moment) for name, points in curves.items()}
             assert got == pytest.approx(want)
 
 
-def in_use(plan, schedule, trace, name, g):
+def input_span(plan, schedule, trace, name, g):
     """When a segment has a group's input, by hand: from the first of what is sent to it."""
     mine = [e for e in trace.events if (e.segment, e.group) == (name, g)]
     mine = [e for e in mine if e.direction in (FORWARD, BACKWARD)]
@@ -150,7 +150,7 @@ def in_use(plan, schedule, trace, name, g):
     return min(came, default=min(e.start_s for e in mine)), max(e.end_s for e in mine)
 
 
-def made_up(plan, **fields):
+def profile_of_plan(plan, **fields):
     """A profile of a plan's modules: 8 bytes of hidden states a token, no other temporaries."""
     timings = tuple(
         LayerTiming(m, 1, s, 1.0, 1.0, 1.0, 1.0, 8.0 * s.size)
@@ -161,10 +161,10 @@ def made_up(plan, **fields):
     return profile_of(timings, layers, concurrency=8.0, **fields)
 
 
-def test_the_table_of_a_profile_matches_its_peak():
+def test_byte_table_adds_up_to_peak_bytes():
     """Constant and kept inputs add up to what the planner counts for the largest shape."""
     plan = graph("a", "b:2", edges=["ab"])
-    model = made_up(plan, edges=plan.layout.edges)
+    model = profile_of_plan(plan, edges=plan.layout.edges)
     table = byte_table(plan.layout, model)
     in_flight = {"a0": 3, "b0": 2, "b1": 1}
     whole = peak_bytes(plan.layout, CostModel(model), in_flight)
@@ -180,17 +180,17 @@ def test_the_table_of_a_profile_matches_its_peak():
     assert table.constant_bytes == pytest.approx({s: state[s] + reduced[s] for s in state})
 
 
-def test_a_segment_that_nothing_says_is_in_flight_holds_no_input():
+def test_segments_without_groups_in_flight_hold_no_input():
     plan = chain(2, sources=1)
-    costs = CostModel(made_up(plan))
+    costs = CostModel(profile_of_plan(plan))
     assert peak_bytes(plan.layout, costs, {"a0": 0}) == peak_bytes(plan.layout, costs, {})
     one, two = (peak_bytes(plan.layout, costs, {"a0": n})["a0"] for n in (1, 2))
     assert two - one == pytest.approx(8.0 * TWO.size)
 
 
-def test_the_memory_of_a_saved_run():
+def test_memory_of_a_saved_trace():
     plan, trace = chain(2, sources=1), Trace(0, "run", EVENTS)
-    model = made_up(plan)
+    model = profile_of_plan(plan)
     named = {g: f"{'ab'[g % 2]}:{s.name}" for g, s in GROUPS.items()}
     got = memory_of_trace(plan.layout, model, trace, named)
     assert got == memory_over_time(plan.layout, trace, GROUPS, byte_table(plan.layout, model))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from dflop_jax.plan.placement import (
     shortest_pattern,
     split_layers,
 )
-from dflop_jax.plan.space import baseline_layouts, separate_families, shared_families
+from dflop_jax.plan.space import BASELINES, baseline_layouts, separate_families, shared_families
 from dflop_jax.records import (
     Bucket,
     LayerTiming,
@@ -33,7 +32,6 @@ from .cases import extent, layouts
 LAYERS = {"vision": 3, "llm": 4}
 THREE = {"vision": 2, "audio": 3, "llm": 4}
 SPACE = {"max_model": 4, "max_stage": 4}
-blind = partial(baseline_layouts, "blind")
 
 
 def triples(n, max_stage, max_model):
@@ -43,7 +41,7 @@ def triples(n, max_stage, max_model):
             yield s, d, m
 
 
-def brute_forms(n, layers, max_stage, max_model, cut, staged=True):
+def brute_parallelisms(n, layers, max_stage, max_model, cut, staged=True):
     """(mesh, segments, rounds) of a module on n devices."""
     for stage, data, model in triples(n, max_stage, max_model):
         if layers % stage == 0 and (staged or stage == 1):
@@ -81,7 +79,7 @@ def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
                     alone = len(block) == 1
                     forms[m] = [
                         (sum(sizes[:i]), *form)
-                        for form in brute_forms(
+                        for form in brute_parallelisms(
                             sizes[i], layers[m], max_stage if alone else 1, max_model, alone,
                             m not in unstaged,
                         )
@@ -97,7 +95,7 @@ def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
     return found
 
 
-def described(placement):
+def parallelisms_of(placement):
     """(first device, mesh, segments, rounds) of every module."""
     mesh = {m.name: m for m in placement.submeshes}
     found = []
@@ -109,18 +107,7 @@ def described(placement):
     return tuple(found)
 
 
-def firsts_of(placement):
-    return [first for first, *_ in described(placement)]
-
-
-def laid_out(space, n, layers, **limits):
-    """Layouts of a space, of which searched ones give families."""
-    if space is blind:
-        return list(space(n, layers, **limits))
-    return layouts(space, n, layers, **limits)
-
-
-def check(placement, n_devices, layers, disjoint):
+def check_layout(placement, n_devices, layers, disjoint):
     """A placement is a valid plan that covers every device and layer."""
     bucket = Bucket.from_shapes({m: Shape(1, 8) for m in layers})
     plan = Plan(
@@ -146,29 +133,32 @@ def check(placement, n_devices, layers, disjoint):
 
 @pytest.mark.parametrize("llm_layers", [1, 4, 6])
 @pytest.mark.parametrize("n", range(1, 9))
-def test_separate_is_the_whole_space(n, llm_layers):
+def test_separate_families_equal_brute_force(n, llm_layers):
     layers = {"vision": 3, "llm": llm_layers}
-    found = laid_out(separate_families, n, layers, **SPACE)
+    found = layouts(separate_families, n, layers, **SPACE)
     want = brute_separate(n, layers, **SPACE)
     assert len(found) == len(want)
-    assert {described(p) for p in found} == want
+    assert {parallelisms_of(p) for p in found} == want
     assert len({layout_name(p) for p in found}) == len(found)
     for p in found:
-        check(p, n, layers, disjoint=True)
+        check_layout(p, n, layers, disjoint=True)
 
 
 @pytest.mark.parametrize("unstaged", [(), ("audio", "llm")])
 @pytest.mark.parametrize("n", range(1, 6))
-def test_separate_of_three_modules_has_every_partition(n, unstaged):
+def test_separate_families_of_three_modules_have_every_partition(n, unstaged):
     limits = {"max_model": 2, "max_stage": 2, "unstaged": unstaged}
-    found = laid_out(separate_families, n, THREE, **limits)
-    assert len(found) == len({described(p) for p in found}) == len({layout_name(p) for p in found})
-    assert {described(p) for p in found} == brute_separate(n, THREE, **limits)
-    blocks = {tuple(firsts_of(p)) for p in found}
+    found = layouts(separate_families, n, THREE, **limits)
+    assert (
+        len(found)
+        == len({parallelisms_of(p) for p in found})
+        == len({layout_name(p) for p in found})
+    )
+    assert {parallelisms_of(p) for p in found} == brute_separate(n, THREE, **limits)
+    blocks = {tuple(f for f, *_ in parallelisms_of(p)) for p in found}
     for p in found:
-        check(p, n, THREE, disjoint=False)
-        firsts = firsts_of(p)
-        assert len(set(firsts)) >= 2
+        check_layout(p, n, THREE, disjoint=False)
+        assert len({f for f, *_ in parallelisms_of(p)}) >= 2
     if n >= 3:  # two share, in all ways, or none do
         equal = {(a == b, a == c, b == c) for a, b, c in blocks}
         assert equal == {
@@ -177,77 +167,100 @@ def test_separate_of_three_modules_has_every_partition(n, unstaged):
         }  # fmt: skip
 
 
-def test_many_devices_are_split_among_many_blocks_in_coarse_steps():
-    small = {"max_model": 1, "max_stage": 1}
-    for n in (16, 64, 100, 1024):
-        firsts = [firsts_of(p) for p in layouts(separate_families, n, THREE, **small)]
-        cuts = {f for row in firsts if len(set(row)) > 2 for f in row[1:]}
-        step = min(cuts)
-        assert cuts == set(range(step, n, step))
-        assert 16 <= n / step < 32
-    # Two blocks are split everywhere.
-    firsts = {max(firsts_of(p)) for p in layouts(separate_families, 100, LAYERS, **small)}
-    assert firsts == set(range(1, 100))
-
-
 @pytest.mark.parametrize("n", range(1, 9))
-def test_shared_gives_every_module_all_devices(n):
-    found = laid_out(shared_families, n, LAYERS, **SPACE)
+def test_shared_families_give_every_module_all_devices(n):
+    found = layouts(shared_families, n, LAYERS, **SPACE)
     want = {
         ((0, *vision), (0, *llm))
-        for vision in brute_forms(n, LAYERS["vision"], 1, 4, False)
-        for llm in brute_forms(n, LAYERS["llm"], 4, 4, False)
+        for vision in brute_parallelisms(n, LAYERS["vision"], 1, 4, False)
+        for llm in brute_parallelisms(n, LAYERS["llm"], 4, 4, False)
     }
     assert len(found) == len(want)
-    assert {described(p) for p in found} == want
+    assert {parallelisms_of(p) for p in found} == want
     for p in found:
-        check(p, n, LAYERS, disjoint=False)
+        check_layout(p, n, LAYERS, disjoint=False)
     assert all(
-        p.group_size == 1 for p in laid_out(shared_families, n, LAYERS, unstaged=("llm",), **SPACE)
+        p.group_size == 1 for p in layouts(shared_families, n, LAYERS, unstaged=("llm",), **SPACE)
     )
 
 
+def test_more_than_two_blocks_split_devices_in_coarse_steps():
+    for n in (16, 64, 100, 1024):
+        found = layouts(separate_families, n, THREE, max_model=1, max_stage=1)
+        firsts = [[f for f, *_ in parallelisms_of(p)] for p in found]
+        cuts = {f for row in firsts if len(set(row)) > 2 for f in row[1:]}
+        assert cuts == set(range(min(cuts), n, min(cuts)))
+        assert 16 <= n / min(cuts) < 32
+        # Two blocks are split everywhere.
+        assert {max(row) for row in firsts if len(set(row)) == 2} == set(range(1, n))
+
+
+def stage_of(placement):
+    """Layer -> (first device of its stage, data, model)."""
+    found = {}
+    for s in placement.segments:
+        m = placement.submesh(s.submesh)
+        found |= {(s.module, i): (m.first, m.data, m.model) for i in range(s.start, s.stop)}
+    return found
+
+
+def brute_baseline(policy, n, layers):
+    """`stage_of` every layout of a baseline, whose stages have layers of even number."""
+    every = [(m, i) for m, k in layers.items() for i in range(k)]
+    *sources, last = layers
+    n_sources = sum(layers[m] for m in sources)
+    for stages, data, tp in triples(n, 8, 4):
+        splits = []
+        if policy == "pytorch" and stages <= len(every):
+            splits.append(np.array_split(np.arange(len(every)), stages))
+        elif policy != "pytorch":
+            most = min(stages - 1, n_sources)
+            for e in range(most + 1) if policy == "megatron" else [min(1, most)]:
+                if stages - e <= layers[last]:
+                    rest = np.array_split(np.arange(n_sources, len(every)), stages - e)
+                    before = np.array_split(np.arange(n_sources), max(e, 1))
+                    if e == 0:
+                        before, rest[0] = [], np.concatenate([*before, rest[0]])
+                    splits.append([*before, *rest])
+        for split in splits:
+            yield {
+                every[i]: (k * data * tp, data, tp) for k, part in enumerate(split) for i in part
+            }
+
+
+@pytest.mark.parametrize("layers", [LAYERS, {"llm": 4}], ids=len)
+@pytest.mark.parametrize("policy", BASELINES)
 @pytest.mark.parametrize("n", range(1, 9))
-def test_blind_gives_the_whole_model_one_parallelism(n):
-    found = list(blind(n, LAYERS, **SPACE))
-    want = set()
-    for s, d, m in triples(n, 4, 4):
-        llm = max(s - 1, 1)  # the module before the last is the first of s stages
-        first = n // s if s > 1 else 0
-        want.add(((0, (1, d, m), 1, 1), (first, (1, d, m), llm, 1)))
-        assert llm <= LAYERS["llm"]
-    assert {described(p) for p in found} == want
-    assert len({layout_name(p) for p in found}) == len(found)
+def test_baseline_layouts_equal_brute_force(policy, n, layers):
+    found = list(baseline_layouts(policy, n, layers, max_model=4, max_stage=8))
+    want = list(brute_baseline(policy, n, layers))
+    assert sorted(map(repr, map(sorted, map(dict.items, map(stage_of, found))))) == sorted(
+        map(repr, map(sorted, map(dict.items, want)))
+    )
     for p in found:
-        one = p.submeshes[0].first == p.submeshes[-1].first
-        assert len(p.segments) == (2 if one else n // p.submeshes[0].n_devices)
-        check(p, n, LAYERS, disjoint=not one)
+        check_layout(p, n, layers, disjoint=True)
+        assert {m.stage for m in p.submeshes} == {1}
 
 
-@pytest.mark.parametrize("space", [separate_families, shared_families, blind])
+@pytest.mark.parametrize("space", [separate_families, shared_families])
 @pytest.mark.parametrize("n", [1, 2, 6])
-def test_a_model_of_one_module_gives_it_all_devices(space, n):
-    found = laid_out(space, n, {"llm": 4}, **SPACE)
+def test_a_model_of_one_module_gets_all_devices(space, n):
+    found = layouts(space, n, {"llm": 4}, **SPACE)
     assert found
     for p in found:
         assert {s.module for s in p.segments} == {"llm"}
-        check(p, n, {"llm": 4}, disjoint=True)
-
-
-def test_one_device_cannot_be_shared_out():
+        check_layout(p, n, {"llm": 4}, disjoint=True)
     assert list(separate_families(extent(1, LAYERS, **SPACE))) == []
-    (layout,) = laid_out(blind, 1, LAYERS, **SPACE)
-    assert [s.module for s in layout.segments] == ["vision", "llm"]
 
 
-def test_the_ends_of_a_model_shift_layers_to_the_others():
+def test_segments_with_entry_or_exit_have_fewer_layers():
     where = (Parallelism(MeshShape()), Parallelism(MeshShape(), 2)), (0, 1)
     ends = {("llm", 1): LayerCosts(0.0, 2.0)}
     assert [s.n_layers for s in build_layout(*where, LAYERS, ends).segments] == [3, 3, 1]
     assert [s.n_layers for s in build_layout(*where, LAYERS).segments] == [3, 2, 2]
 
 
-def test_layers_that_differ_are_cut_by_what_they_cost():
+def test_split_layers_has_the_lowest_maximum_cost():
     rng = np.random.default_rng(0)
     for _ in range(90):
         n = int(rng.integers(1, 10))
@@ -271,7 +284,7 @@ def test_layers_that_differ_are_cut_by_what_they_cost():
         assert sizes == sorted((n // parts + (i < n % parts) for i in range(parts)), reverse=True)
 
 
-def test_what_layers_cost_comes_from_the_timings_of_their_kinds():
+def test_layer_costs_come_from_the_timings_of_their_kinds():
     def timing(kind, rows, layer_s, ends_s):
         shape = Shape(rows, 8)
         return LayerTiming("llm", 1, shape, layer_s, 2 * layer_s, ends_s, ends_s, kind=kind)

@@ -40,7 +40,7 @@ def published(name):
     )  # fmt: skip
 
 
-def job(name, devices, batch, config=None, memory=A100, node=8):
+def limits_of_job(name, devices, batch, config=None, memory=A100, node=8):
     loads = [Load({"vision": (729,) * 4, "llm": (n,)}) for n in (2000, 5000)]
     config = dataclasses.replace(config or PlanConfig(), node=node)
     spec = SearchSpec(devices, batch, config, memory)
@@ -49,32 +49,35 @@ def job(name, devices, batch, config=None, memory=A100, node=8):
 
 
 def test_one_node_of_a_small_model_keeps_small_limits():
-    assert job("7b", 8, 128) == tuple(DEFAULT_LIMITS.values()) == (2, 4, 16)
-    assert job("7b", 1024, 4096) == (2, 4, 16)
-    assert job("7b", 8, 128, memory=0.0) == (2, 4, 16)  # nobody says what a device holds
-    assert job("72b", 64, 2048, memory=0.0) == (2, 4, 16)
+    assert limits_of_job("7b", 8, 128) == tuple(DEFAULT_LIMITS.values()) == (2, 4, 16)
+    assert limits_of_job("7b", 1024, 4096) == (2, 4, 16)
+    assert limits_of_job("7b", 8, 128, memory=0.0) == (2, 4, 16)  # nobody says what a device holds
+    assert limits_of_job("72b", 64, 2048, memory=0.0) == (2, 4, 16)
 
 
 def test_limits_grow_with_the_job():
     """Parameters in bfloat16 and gradients in float32 are 6 bytes each: 197e9 and 436e9 of 69.9e9.
     Inputs of 64 and 80 layers of a mean sample of 3,500 tokens, and of 27 of 2,916 patches."""
-    assert job("32b", 64, 512) == (4, 4, 16)
-    assert job("72b", 64, 512)[:2] == (8, 8)
+    assert limits_of_job("32b", 64, 512) == (4, 4, 16)
+    assert limits_of_job("72b", 64, 512)[:2] == (8, 8)
     sample = 3500 * 80 * 2 * 8192 + 2916 * 27 * 2 * 1152
     for batch in (1024, 2048, 4096):
         needed = 8 * batch * sample / 64 / (A100 / 4)
-        microbatches = job("72b", 64, batch)[2]
+        microbatches = limits_of_job("72b", 64, batch)[2]
         assert microbatches == min(128, 2 ** math.ceil(math.log2(needed)))
-    assert job("72b", 64, 2048)[2] > 16
-    assert job("7b", 8, 1024)[2] > 16  # more samples on a device
+    assert limits_of_job("72b", 64, 2048)[2] > 16
+    assert limits_of_job("7b", 8, 1024)[2] > 16  # more samples on a device
 
 
-def test_what_is_given_goes_first():
+def test_configured_limits_replace_those_of_the_job():
     given = PlanConfig(max_model=1, max_stage=3, max_microbatches=5)
-    assert job("72b", 64, 2048, given) == (1, 3, 5)
-    assert job("72b", 64, 2048, PlanConfig(max_microbatches=5)) == (8, 8, 5)
+    assert limits_of_job("72b", 64, 2048, given) == (1, 3, 5)
+    assert limits_of_job("72b", 64, 2048, PlanConfig(max_microbatches=5)) == (8, 8, 5)
     # A shallower pipeline has fewer groups in flight.
-    assert job("72b", 64, 1024, PlanConfig(max_stage=2))[2] < job("72b", 64, 1024)[2]
+    assert (
+        limits_of_job("72b", 64, 1024, PlanConfig(max_stage=2))[2]
+        < limits_of_job("72b", 64, 1024)[2]
+    )
 
 
 @pytest.mark.parametrize("node", [1, 2, 4, 8, 72])
@@ -89,13 +92,13 @@ def test_degrees_hold_the_module_and_stay_in_a_node(node, shares):
     assert parallel_limits(100 * shares, 0.0, node) == (2, 4)
 
 
-def test_the_largest_module_counts_and_nothing_needs_nothing():
+def test_largest_module_bytes_and_microbatch_limits():
     assert largest_module_bytes({"a": 400.0, "b": 500.0}, ["b"]) == 800  # 400 + 400; 250 + 500
     assert microbatch_limit(0.0, 100.0, 8, 4) == 16
     assert microbatch_limit(1e30, 100.0, 8, 4) == 128
 
 
-def test_a_search_says_how_far_it_went():
+def test_search_result_states_its_limits():
     """With limits of its own where none are given, and the plan then is that of these numbers."""
     asked = dataclasses.replace(CONFIG, effort="quick", max_model=0, max_stage=0)
     asked = dataclasses.replace(asked, max_microbatches=0)

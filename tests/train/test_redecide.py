@@ -17,7 +17,7 @@ from dflop_jax import CheckpointConfig, PlanConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.data import make_loader
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.plan.pricing import simulate
+from dflop_jax.plan.simulate_batches import simulate
 from dflop_jax.records import DataProfile, Plan, Profile
 from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics

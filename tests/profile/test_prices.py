@@ -76,23 +76,20 @@ def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()
         Bucket.from_shapes({"b": Shape(2, 32)}),
         Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 96)}),
     )
-    joined = tuple(Edge("a", "b", f"f{i}") for i in range(edges))
-    return Plan(
-        "t",
-        Layout(
-            tuple(meshes),
-            tuple(parts),
-            buckets,
-            edges=joined,
-            group_size=group_size,
-            tied=tuple(tied),
-        ),
-    )
+    layout = Layout(
+        tuple(meshes), tuple(parts), buckets, tuple(Edge("a", "b", f"f{i}") for i in range(edges)),
+        group_size, tied=tuple(tied),
+    )  # fmt: skip
+    return Plan("t", layout)
+
+
+def prices_of(p, of_profile):
+    return layout_prices(p.layout, CostModel(of_profile))
 
 
 def test_every_program_has_a_price_by_its_shape():
     p, costs = plan(b=(2, 1, 1), group_size=2), CostModel(profile())
-    prices = layout_prices(p.layout, CostModel(profile()))
+    prices = prices_of(p, profile())
     assert prices.concurrency == 8.0
     want = {("a", Shape(2, 16))} | {("b0", Shape(*s)) for s in ((1, 64), (2, 32), (1, 96))}
     assert {(k.segment, k.shape) for k in prices.programs} == want
@@ -108,11 +105,9 @@ def test_every_program_has_a_price_by_its_shape():
 def test_a_task_holds_the_work_of_the_host(device):
     """Beside the devices', where these are cores of the host; else only where theirs is shorter."""
     alone = profile()
-    host_s = sorted(
-        p.static_s for p in layout_prices(plan().layout, CostModel(alone)).programs.values()
-    )[2]
+    host_s = sorted(p.static_s for p in prices_of(plan(), alone).programs.values())[2]
     own = dataclasses.replace(alone, device=device, host_s=host_s)
-    before, after = (layout_prices(plan().layout, CostModel(p)) for p in (alone, own))
+    before, after = (prices_of(plan(), p) for p in (alone, own))
     assert (after.host_s, after.shares_cores) == (host_s, device == "cpu")
     for k, price in before.programs.items():
         took_s = {"cpu": price.static_s + host_s, "gpu": max(price.static_s, host_s)}[device]
@@ -122,9 +117,7 @@ def test_a_task_holds_the_work_of_the_host(device):
 @pytest.mark.parametrize("stage, ticks", [(1, 1.0), (2, 1.5)])
 def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
     """Of 4 layers, and of the half-full ticks of a pipeline of 2 stages for 2 microbatches."""
-    prices = layout_prices(
-        plan(b=(stage, 1, 1), group_size=2).layout, CostModel(profile(pair_s=1e-9))
-    ).programs
+    prices = prices_of(plan(b=(stage, 1, 1), group_size=2), profile(pair_s=1e-9)).programs
     of_b = {k.direction: v.content_s[0] for k, v in prices.items() if k.segment == "b0"}
     assert of_b[FORWARD] == pytest.approx(4 / stage * ticks * 1e-9)
     assert of_b[BACKWARD] == pytest.approx(3 * of_b[FORWARD])
@@ -132,7 +125,7 @@ def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
 
 
 def test_nothing_crosses_in_no_time_without_hardware():
-    prices = layout_prices(plan((1, 2, 1), (1, 1, 2), group_size=2).layout, CostModel(profile()))
+    prices = prices_of(plan((1, 2, 1), (1, 1, 2), group_size=2), profile())
     assert prices.sends == {}
     assert set(prices.step_end.values()) == {0.0}
 
@@ -142,7 +135,7 @@ def test_nothing_crosses_in_no_time_without_hardware():
 def test_what_a_module_sends_another(first, across, edges):
     """The reader's hidden states of a group, to each of its devices, for every edge."""
     p = plan((1, first, 1), (2, 1, 1), group_size=2, edges=edges)
-    sends = layout_prices(p.layout, CostModel(linked())).sends
+    sends = prices_of(p, linked()).sends
     assert len(sends) == 2 * 3
     for shape in p.layout.shapes("b"):
         took = edges * send_s(10.0 * shape.size * 2, HARDWARE, across=across)
@@ -151,7 +144,7 @@ def test_what_a_module_sends_another(first, across, edges):
 
 
 def test_what_passes_between_segments_of_one_module():
-    sends = layout_prices(plan(segments=2).layout, CostModel(linked())).sends
+    sends = prices_of(plan(segments=2), linked()).sends
     ends = {("a", "b0"), ("b0", "b1")}
     assert {(k.source, k.target) for k in sends} == ends
     assert len(sends) == 2 * 3 * 2
@@ -162,12 +155,12 @@ def test_what_passes_between_segments_of_one_module():
 def test_segments_on_the_same_devices_send_nothing():
     p = plan()
     p = p.with_layout(submeshes=tuple(dataclasses.replace(m, first=0) for m in p.layout.submeshes))
-    assert layout_prices(p.layout, CostModel(linked())).sends == {}
+    assert prices_of(p, linked()).sends == {}
 
 
 def test_the_step_ends_with_reduction_and_update():
     p = plan((1, 3, 2), (1, 8, 1))
-    got = layout_prices(p.layout, CostModel(linked())).step_end
+    got = prices_of(p, linked()).step_end
     for name, ways, ranks in (("a", 2, 3), ("b0", 1, 8)):
         own = PARAMS[name[0]] / ways
         assert got[Task(name, NO_GROUP, REDUCE)] == pytest.approx(
@@ -187,7 +180,7 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
 
     def prices(zero):
         segments = tuple(dataclasses.replace(s, zero=zero) for s in base.layout.segments)
-        return layout_prices(base.with_layout(segments=segments).layout, CostModel(model))
+        return prices_of(base.with_layout(segments=segments), model)
 
     by_degree = {zero: prices(zero) for zero in (1, 2, 3)}
     share, layer, ends = 0.5 if half else 1.0, 9_600, 4_800
@@ -229,7 +222,7 @@ def test_blocks_gather_inside_and_add_up_between():
     def prices(zero, devices):
         segments = tuple(dataclasses.replace(s, zero=zero, shard_devices=devices)
                          for s in base.layout.segments)  # fmt: skip
-        return layout_prices(base.with_layout(segments=segments).layout, CostModel(model))
+        return prices_of(base.with_layout(segments=segments), model)
 
     part = PARAMS["a"] / 4
     between = sum(of(part, 2, HARDWARE, stride=4) for of in (reduce_scatter_s, all_gather_s))
@@ -246,7 +239,7 @@ def test_blocks_gather_inside_and_add_up_between():
     on_four = on_four.with_layout(
         segments=tuple(dataclasses.replace(s, zero=3) for s in on_four.layout.segments)
     )
-    four = layout_prices(on_four.layout, CostModel(model)).programs
+    four = prices_of(on_four, model).programs
     blocks, all_ranks = prices(3, 4).programs, prices(3, 0).programs
     for direction in (FORWARD, BACKWARD):
         key = ProgramId("a", Shape(2, 16), direction)
@@ -257,8 +250,8 @@ def test_blocks_gather_inside_and_add_up_between():
 
 
 def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
-    loose = layout_prices(plan(segments=2).layout, CostModel(linked())).step_end
-    tied = layout_prices(plan(segments=2, tied=["b"]).layout, CostModel(linked(["b"]))).step_end
+    loose = prices_of(plan(segments=2), linked()).step_end
+    tied = prices_of(plan(segments=2, tied=["b"]), linked(["b"])).step_end
     update = 7 * 2_400 / HARDWARE.memory_bandwidth  # the other half of the ends, on one rank
     send = send_s(4_800, HARDWARE)
     for name, direction, more in (

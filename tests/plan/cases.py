@@ -1,4 +1,7 @@
-"""Profiles, data and the exhaustive search that the planner is compared with."""
+"""Profiles, data and the exhaustive search that the planner is compared with.
+
+Long because the oracle of the search shares nothing with it.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,7 @@
-"""Plans, predictions and memory of the search, and what it refuses."""
+"""Plans, predictions and memory of the search, and what it refuses.
+
+Long because all its cases share one way to search.
+"""
 
 import contextlib
 import dataclasses

@@ -22,7 +22,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.efficiency import Efficiency, program_s
 from dflop_jax.records import Hardware
 from models.attention import attention
-from models.attention_choice import choose
+from models.attention_choice import choose_kernel
 from models.decoder import DecoderModule
 from models.sizes import DecoderSize
 
@@ -121,7 +121,7 @@ def attention_cases(
     chip, known = chip_of(bench.device), ("pallas", "cudnn") if chip_is_gpu(bench) else ("pallas",)
     exact = _exact(make, causal) if checked and bench.runs else None
     for kernel in (*known, "xla") if checked else known:
-        if choose(kernel, chip, BF16, shape, is_packed=ids is not None) != kernel:
+        if choose_kernel(kernel, chip, BF16, shape, is_packed=ids is not None) != kernel:
             continue
         call = partial(attention, causal=causal, kernel=kernel, chip=chip)
         for direction, function, times in (("forward", call, 1), ("both", _both(call), 3.5)):

@@ -37,7 +37,7 @@ from dflop_jax.runtime.module_parts import init_part
 from dflop_jax.runtime.parameter_layout import initial_structs
 from dflop_jax.runtime.programs import GroupArrays
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.verify.round_trip import spread
+from dflop_jax.verify.round_trip import split_layout
 
 Tree = Any
 ROWS, TOKENS, ONES = 2, 512, 16  # of packed modules; rows of those that take one piece a row
@@ -223,7 +223,7 @@ class PackedRun:
 
     def __init__(self, model: MultimodalModel, params: Mapping[str, Tree], n_devices: int = 1):
         self.model, self.shapes = model, shapes_of(model)
-        layout = spread(model, n_devices, ())
+        layout = split_layout(model, n_devices, ())
         self.plan = Plan("packing", replace(layout, buckets=(Bucket.from_shapes(self.shapes),)))
         self._ex = Executor(model, self.plan, optax.sgd(0.0))
         self._ex.init(0, lambda segment, fresh: _held(segment, params[segment.plan.module]))

@@ -73,7 +73,7 @@ from dflop_jax.contract import (
 )
 from dflop_jax.data import Sample
 from dflop_jax.records import Layout, Schedule
-from dflop_jax.verify.compare import QUICKLY
+from dflop_jax.verify.compare import COMPILER_OPTIONS
 
 Tree = Any
 
@@ -89,7 +89,7 @@ class AloneRun:
         cuts = {m: frozenset(s.stop for s in layout.segments_of(m) if not s.last)
                 for m in model.modules}  # fmt: skip
         run = jax.value_and_grad(partial(_loss, model, cuts), has_aux=True)
-        self._run = jax.jit(run, compiler_options=QUICKLY)
+        self._run = jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
     def of(self, sample: Sample, *, moved: bool = False) -> Seen:
         """What comes out of a sample that is packed with nothing.

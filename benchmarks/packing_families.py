@@ -20,7 +20,7 @@ from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample
 from dflop_jax.data.datasets.clips import ClipSource, Grid, clip_format_of
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.train.run_context import build_model
-from dflop_jax.verify.samples import StampedTokenizer, drawn_sample, small_limits
+from dflop_jax.verify.samples import StampedTokenizer, random_sample, small_limits
 
 # A sample of records: its media and the tokens of text after them. Five tokens stand before, so
 # that texts are from less than a chunk of linear attention (64 tokens) to more than three.
@@ -147,7 +147,7 @@ def _records(model: MultimodalModel) -> list[Drawing]:
 
     def drawn(number: int, form: Form, seed: int) -> Sample:
         sizes, values = (np.random.default_rng(key) for key in ((number,), (number, seed)))
-        return drawn_sample(*form, how, model.vocab_size, sizes=sizes, values=values).sample
+        return random_sample(*form, how, model.vocab_size, sizes=sizes, values=values).sample
 
     forms = [f for f in FORMS if all(module_of(how, kind) for kind in f[0])]
     return [partial(drawn, n, form) for n, form in enumerate(forms)]

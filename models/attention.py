@@ -16,22 +16,22 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models import attention_cudnn, attention_gpu
-from models.attention_choice import choose, on_gpu
-from models.attention_kernels import Marks, Sight
-from models.attention_split import SAVED, AttentionKernel, attend
+from models.attention_choice import choose_kernel, is_gpu
+from models.attention_kernels import MaskRule, TokenMask
+from models.attention_split import RESIDUAL_NAME, AttentionKernel, run_split
 
 Array = jax.Array
-Attend = Callable[..., Array]  # called as `attention` is
+AttentionFunction = Callable[..., Array]  # called as `attention` is
 
-_BLOCK = 128  # queries; fewer would not keep a core busy
-_MOST_BLOCKS = 4  # each is compiled on its own
+_MIN_QUERY_BLOCK = 128  # queries; fewer would not keep a core busy
+_MAX_QUERY_BLOCKS = 4  # each is compiled on its own
 
 
 def attention(
     q_BTNH: Array,
     k_BSKH: Array,
     v_BSKH: Array,
-    marks: Marks | Array | None,
+    token_mask: TokenMask | Array | None,
     *,
     causal: bool,
     kernel: str = "auto",
@@ -49,10 +49,9 @@ def attention(
     Args:
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
-      marks: segment ids int [items, tokens], 0 and up, or None where all tokens of a row see each
-        other. For cuDNN a segment's tokens stand together. `Marks` also say, where attention is
-        causal, the index of the last token that each one sees if that is not always itself: see
-        `reach_of`.
+      token_mask: segment ids int [items, tokens], 0 and up, or None where all tokens of a row see
+        each other. cuDNN needs the tokens of a segment side by side. A `TokenMask` also gives, for
+        causal attention, the last token that each one sees: see `last_visible_tokens`.
       causal: whether a token sees only itself and earlier ones.
       kernel: "xla"; "pallas", the project's GPU kernels, interpreted elsewhere; "auto", the fastest
         that computes the case on the chip and gives equal bits every time; or "cudnn", the fastest
@@ -69,45 +68,45 @@ def attention(
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    marks = marks if isinstance(marks, Marks) else Marks(marks)
-    segment_ids, reach = marks
-    assert causal or (not window and reach is None), "windows and reach are of causal attention"
+    token_mask = token_mask if isinstance(token_mask, TokenMask) else TokenMask(token_mask)
+    assert causal or (not window and token_mask.last_visible is None), "only of causal attention"
     window = window if window < T else 0
-    is_packed = segment_ids is not None
-    chosen = choose(
+    chosen = choose_kernel(
         kernel,
         chip,
         q_BTNH.dtype,
         q_BTNH.shape,
-        is_packed=is_packed,
+        is_packed=token_mask.segment_ids is not None,
         window=window,
-        reaches=reach is not None,
+        has_last_visible=token_mask.last_visible is not None,
     )
     scale = H**-0.5 if scale is None else scale
     if chosen != "xla" and q_BTNH.size:
-        by = attention_cudnn if chosen == "cudnn" else attention_gpu
-        in_order = chosen == "cudnn" and kernel != "cudnn"
-        backward = attention_cudnn.exact_backward if in_order else by.backward
-        interpret = not on_gpu(chip)
-        chosen_kernel = AttentionKernel(by.forward, backward, causal, interpret, scale, window)
-        known = segment_ids if reach is None else marks
-        return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, known)
-    sees = Sight(causal, window)
-    if causal and T > _BLOCK:
+        directions: tuple[Any, Any] = attention_gpu.forward, attention_gpu.backward
+        if chosen == "cudnn":
+            in_order = kernel != "cudnn"
+            backward = attention_cudnn.ordered_backward if in_order else attention_cudnn.backward
+            directions = attention_cudnn.forward, backward
+        gpu_kernel = AttentionKernel(*directions, causal, not is_gpu(chip), scale, window)
+        has_more = token_mask.last_visible is not None
+        kernel_mask = token_mask if has_more else token_mask.segment_ids
+        return run_split(gpu_kernel, q_BTNH, k_BSKH, v_BSKH, kernel_mask)
+    mask_rule = MaskRule(causal, window)
+    if causal and T > _MIN_QUERY_BLOCK:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * scale
-        out_BTKGH = _blocked(sees, q_BTKGH, k_BSKH, v_BSKH, marks)
+        out_BTKGH = _blocked_attention(mask_rule, q_BTKGH, k_BSKH, v_BSKH, token_mask)
         return out_BTKGH.reshape(B, T, N, H)
-    mask = _mask(marks, (0, T), (0, T), sees)
+    mask = _visibility_mask(token_mask, (0, T), (0, T), mask_rule)
     return masked_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale)
 
 
-def reach_of(is_picture: Array, segment_ids: Array) -> Array:
+def last_visible_tokens(is_picture: Array, segment_ids: Array) -> Array:
     """The last token that each one sees, int [items, tokens], where pictures see themselves whole:
     a picture is a run of tokens where `is_picture`, in one segment."""
     T = is_picture.shape[1]
-    at = jnp.arange(T)[None]
-    goes_on = is_picture[:, :-1] & is_picture[:, 1:] & (segment_ids[:, :-1] == segment_ids[:, 1:])
-    ends = jnp.where(jnp.pad(goes_on, ((0, 0), (0, 1))), T, at)
+    token_index = jnp.arange(T)[None]
+    continues = is_picture[:, :-1] & is_picture[:, 1:] & (segment_ids[:, :-1] == segment_ids[:, 1:])
+    ends = jnp.where(jnp.pad(continues, ((0, 0), (0, 1))), T, token_index)
     return jax.lax.cummin(ends, axis=1, reverse=True)
 
 
@@ -126,31 +125,33 @@ def masked_attention(
     scores_BKGTS = _scores(q_BTKGH, k_BSKH, mask_BTS)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
-    return checkpoint_name(out_BTKGH.reshape(B, T, N, H), SAVED)
+    return checkpoint_name(out_BTKGH.reshape(B, T, N, H), RESIDUAL_NAME)
 
 
-def attend_by(kernel: str, chip: str) -> Attend:
+def bind_attention(kernel: str, chip: str) -> AttentionFunction:
     """`attention` by the named kernel, or the best, on a chip."""
     return partial(attention, kernel=kernel, chip=chip)
 
 
-def _mask(
-    marks: Marks, queries: tuple[int, int], keys: tuple[int, int], sees: Sight
+def _visibility_mask(
+    token_mask: TokenMask, queries: tuple[int, int], keys: tuple[int, int], mask_rule: MaskRule
 ) -> Array | None:
     """[B or 1, T, S]: which of the keys first..last the queries start..stop see."""
     (start, stop), (first, last) = queries, keys
-    ids, reach = marks
+    ids, last_visible = token_mask
     mask = None
     if ids is not None:
         mask = ids[:, start:stop, None] == ids[:, None, first:last]
-    if sees.causal:
-        past = jnp.tri(stop - start, last - first, start - first, dtype=bool)[None]
-        if reach is not None:
-            past = jnp.arange(first, last)[None, None] <= reach[:, start:stop, None]
-        mask = past if mask is None else mask & past
-    if sees.window:
-        near = ~jnp.tri(stop - start, last - first, start - first - sees.window, dtype=bool)[None]
-        mask = near if mask is None else mask & near
+    if mask_rule.causal:
+        is_past = jnp.tri(stop - start, last - first, start - first, dtype=bool)[None]
+        if last_visible is not None:
+            is_past = jnp.arange(first, last)[None, None] <= last_visible[:, start:stop, None]
+        mask = is_past if mask is None else mask & is_past
+    if mask_rule.window:
+        in_window = ~jnp.tri(
+            stop - start, last - first, start - first - mask_rule.window, dtype=bool
+        )[None]
+        mask = in_window if mask is None else mask & in_window
     return mask
 
 
@@ -166,62 +167,68 @@ def _scores(q_BTKGH: Array, k_BSKH: Array, mask_BTS: Array | None) -> Array:
 # ---- causal attention over long rows: blocks of queries, weights recomputed in backward ----
 
 
-def _spans(tokens: int, window: int, reaches: bool) -> list[tuple[int, int, int, int]]:
+def _query_blocks(
+    tokens: int, window: int, has_last_visible: bool
+) -> list[tuple[int, int, int, int]]:
     """[low, high) of each block of queries, and [first, last) of the keys that any of them sees."""
-    step = max(_BLOCK, -(-tokens // _MOST_BLOCKS))
+    step = max(_MIN_QUERY_BLOCK, -(-tokens // _MAX_QUERY_BLOCKS))
     ends = ((lo, min(lo + step, tokens)) for lo in range(0, tokens, step))
     return [
-        (lo, hi, max(0, lo + 1 - window) if window else 0, tokens if reaches else hi)
+        (lo, hi, max(0, lo + 1 - window) if window else 0, tokens if has_last_visible else hi)
         for lo, hi in ends
     ]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(sees: Sight, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, marks: Marks) -> Array:
+def _blocked_attention(
+    mask_rule: MaskRule, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, token_mask: TokenMask
+) -> Array:
     """Each block of queries sees the keys of its window and up to its own end only; what is kept
     for backward is the output and the log-sum-exp (FlashAttention, arXiv 2205.14135, in blocks that
     XLA compiles)."""
-    return _blocked_forward(sees, q_BTKGH, k_BSKH, v_BSKH, marks)[0]
+    return _blocked_forward(mask_rule, q_BTKGH, k_BSKH, v_BSKH, token_mask)[0]
 
 
 def _blocked_forward(
-    sees: Sight, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, marks: Marks
+    mask_rule: MaskRule, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, token_mask: TokenMask
 ) -> tuple[Array, tuple[Any, ...]]:
-    outs, sums = [], []
-    spans = _spans(q_BTKGH.shape[1], sees.window, marks.reach is not None)
+    outputs, sums = [], []
+    spans = _query_blocks(q_BTKGH.shape[1], mask_rule.window, token_mask.last_visible is not None)
     for lo, hi, first, last in spans:
-        mask = _mask(marks, (lo, hi), (first, last), sees)
+        mask = _visibility_mask(token_mask, (lo, hi), (first, last), mask_rule)
         scores = _scores(q_BTKGH[:, lo:hi], k_BSKH[:, first:last], mask)
         log_sum = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - log_sum[..., None]).astype(v_BSKH.dtype)
-        outs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, first:last]))
+        outputs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, first:last]))
         sums.append(log_sum)
-    out = checkpoint_name(jnp.concatenate(outs, axis=1), SAVED)
-    log_sum = checkpoint_name(jnp.concatenate(sums, axis=-1), SAVED)
-    return out, (q_BTKGH, k_BSKH, v_BSKH, marks, out, log_sum)
+    output = checkpoint_name(jnp.concatenate(outputs, axis=1), RESIDUAL_NAME)
+    log_sum = checkpoint_name(jnp.concatenate(sums, axis=-1), RESIDUAL_NAME)
+    return output, (q_BTKGH, k_BSKH, v_BSKH, token_mask, output, log_sum)
 
 
 def _blocked_backward(
-    sees: Sight, saved: tuple[Array, Array, Array, Marks, Array, Array], dout: Array
+    mask_rule: MaskRule, saved: tuple[Array, Array, Array, TokenMask, Array, Array], dout: Array
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, marks, out, log_sum = saved
+    q, k, v, token_mask, output, log_sum = saved
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    own_BKGT = product("BTKGH,BTKGH->BKGT", dout, out)
+    dout_times_out_BKGT = product("BTKGH,BTKGH->BKGT", dout, output)
     dq_blocks = []
     dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for lo, hi, first, last in _spans(q.shape[1], sees.window, marks.reach is not None):
+    for lo, hi, first, last in _query_blocks(
+        q.shape[1], mask_rule.window, token_mask.last_visible is not None
+    ):
         q_t, dout_t, k_s, v_s = q[:, lo:hi], dout[:, lo:hi], k[:, first:last], v[:, first:last]
-        scores = _scores(q_t, k_s, _mask(marks, (lo, hi), (first, last), sees))
+        scores = _scores(q_t, k_s, _visibility_mask(token_mask, (lo, hi), (first, last), mask_rule))
         weights = jnp.exp(scores - log_sum[..., lo:hi, None])
         dweights = product("BTKGH,BSKH->BKGTS", dout_t, v_s)
-        dscores = (weights * (dweights - own_BKGT[..., lo:hi, None])).astype(q.dtype)
+        dscores = (weights * (dweights - dout_times_out_BKGT[..., lo:hi, None])).astype(q.dtype)
         dq_blocks.append(product("BKGTS,BSKH->BTKGH", dscores, k_s))
         # Keys that this block does not see.
-        rest = ((0, 0), (first, k.shape[1] - last), (0, 0), (0, 0))
-        dk += jnp.pad(product("BKGTS,BTKGH->BSKH", dscores, q_t), rest)
-        dv += jnp.pad(product("BKGTS,BTKGH->BSKH", weights.astype(v.dtype), dout_t), rest)
+        key_padding = ((0, 0), (first, k.shape[1] - last), (0, 0), (0, 0))
+        dk += jnp.pad(product("BKGTS,BTKGH->BSKH", dscores, q_t), key_padding)
+        dv += jnp.pad(product("BKGTS,BTKGH->BSKH", weights.astype(v.dtype), dout_t), key_padding)
     dq = jnp.concatenate(dq_blocks, axis=1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-_blocked.defvjp(_blocked_forward, _blocked_backward)
+_blocked_attention.defvjp(_blocked_forward, _blocked_backward)

@@ -9,29 +9,29 @@ import jax.numpy as jnp
 from models import attention_cudnn, attention_gpu
 
 KERNELS = ("auto", "cudnn", "pallas", "xla")
-LEAST_TOKENS = 128  # shorter rows do not fill a block
+MIN_KERNEL_TOKENS = 128  # shorter rows do not fill a block
 
 # Compute capabilities: the kernels want Ampere's tensor cores; jax has cuDNN pack rows from Hopper
 # on, and not on consumers' Blackwell; larger heads need Hopper's registers.
 _AMPERE, _HOPPER, _AFTER_BLACKWELL = 80, 90, 120
 # Bytes that cuDNN's deterministic backward may take beside: before cuDNN 9.25 one half-precision
 # score for each pair of tokens. For packed rows that is out of reach.
-_WORKSPACE = 2 * 2**30
+_MAX_WORKSPACE_BYTES = 2 * 2**30
 
 
-def known_kernel(name: str) -> str:
+def check_kernel(name: str) -> str:
     """The name of an attention kernel; ValueError when it is none."""
     if name not in KERNELS:
         raise ValueError(f"unknown attention kernel {name!r}; known: {', '.join(KERNELS)}")
     return name
 
 
-def on_gpu(chip: str) -> bool:
+def is_gpu(chip: str) -> bool:
     """Whether a chip is one that the GPU kernels are compiled for."""
     return chip.startswith("sm_")
 
 
-def choose(
+def choose_kernel(
     kernel: str,
     chip: str,
     dtype: jnp.dtype,
@@ -39,7 +39,7 @@ def choose(
     *,
     is_packed: bool,
     window: int = 0,
-    reaches: bool = False,
+    has_last_visible: bool = False,
 ) -> str:
     """The kernel, "cudnn", "pallas" or "xla", that computes a case on a chip.
 
@@ -58,22 +58,22 @@ def choose(
     if not skips(kernel, chip, dtype, head_dim, tokens):
         return "xla"
     capability = int(chip.removeprefix("sm_"))
-    fits = attention_cudnn.AVAILABLE and head_dim % 8 == 0 and not (window or reaches)
+    fits = attention_cudnn.AVAILABLE and head_dim % 8 == 0 and not (window or has_last_visible)
     fits &= head_dim <= (256 if capability >= _HOPPER else 128)
     if is_packed:
         fits &= kernel == "cudnn" and _HOPPER <= capability < _AFTER_BLACKWELL
         fits &= math.prod(shape) <= attention_cudnn.MAX_ELEMENTS
     elif kernel == "auto":
-        fits &= 2 * items * heads * tokens**2 <= _WORKSPACE
+        fits &= 2 * items * heads * tokens**2 <= _MAX_WORKSPACE_BYTES
     return "cudnn" if fits else "pallas"
 
 
 def skips(
-    kernel: str, chip: str, dtype: jnp.dtype, head_dim: int, tokens: int = LEAST_TOKENS
+    kernel: str, chip: str, dtype: jnp.dtype, head_dim: int, tokens: int = MIN_KERNEL_TOKENS
 ) -> bool:
     """Whether what is chosen leaves out tokens of other segments, in rows of so many tokens."""
     if kernel in ("xla", "pallas"):
         return kernel == "pallas"
-    fits = dtype in (jnp.bfloat16, jnp.float16) and tokens >= LEAST_TOKENS
-    fits &= head_dim <= attention_gpu.MOST_HEAD_DIM
-    return fits and on_gpu(chip) and int(chip.removeprefix("sm_")) >= _AMPERE
+    fits = dtype in (jnp.bfloat16, jnp.float16) and tokens >= MIN_KERNEL_TOKENS
+    fits &= head_dim <= attention_gpu.MAX_HEAD_DIM
+    return fits and is_gpu(chip) and int(chip.removeprefix("sm_")) >= _AMPERE

@@ -1,19 +1,20 @@
-"""cuDNN's flash attention, by way of jax: rows of one piece each, and packed rows on Hopper.
+"""cuDNN's flash attention, by way of jax: rows of one segment each, and packed rows on Hopper.
 
 jax binds cuDNN in a private module and offers in public neither packed rows nor a forward and a
 backward apart, so what is used of it is looked up here once; `AVAILABLE` is false where a version
 of jax has it otherwise, and other kernels are chosen then. jax 0.10.2 computes the places of packed
 keys with the number of query heads, which is wrong under grouped queries: they are computed here.
 
-Packed rows are given to cuDNN as a list of pieces, of a static length: `SLOTS` for each row, used
-by all rows together. What is beyond is left to `models/attention_gpu.py`, whose kernels end at once
-where nothing is; so any packing is right, and that of rows with few pieces is fast.
+Packed rows are given to cuDNN as a list of segments, of a static length: `SEGMENTS_PER_ROW` for
+each row, used by all rows together. What is beyond is left to `models/attention_gpu.py`, whose
+kernels end at once where nothing is; so any packing is right, and that of rows with few segments is
+fast.
 
 cuDNN's backward adds up the gradient of queries in any order unless a program is compiled with
 `xla_gpu_exclude_nondeterministic_ops`. It then writes down all scores (before cuDNN 9.25; see
 cudnn-frontend's pull request 398), which is fine for tiles and impossible for packed rows. XLA
 writes into the first of equal calls that they add up in order, and finds the others no more when
-they run (IndexError): `exact_backward`, for such programs alone, has it written into all of them.
+they run (IndexError): `ordered_backward`, for such programs alone, has it written into all of them.
 
 Shape suffixes: as in `models/attention.py`; P slots of a batch.
 """
@@ -33,14 +34,15 @@ from models import attention_gpu
 
 Array = jax.Array
 
-SLOTS = 16  # pieces of a row, on average over a batch: cuDNN starts blocks for each and keeps sums
-_EVEN = 64  # rows of one piece are padded to a multiple: cuDNN refuses some odd lengths
+# Segments of a row, on average over a batch; cuDNN starts blocks for each and keeps sums.
+SEGMENTS_PER_ROW = 16
+_TOKEN_MULTIPLE = 64  # rows of one segment are padded to a multiple: cuDNN refuses some odd lengths
 MAX_ELEMENTS = 2**31 - 1  # of the queries: places in packed rows are int32
 # Seeds of dropout, of which there is none: the second marks a backward that adds up in order.
-_ANY_ORDER, _EXACT = 0, 1_000_003
+_ANY_ORDER, _IN_ORDER = 0, 1_000_003
 
 
-class _Binding(NamedTuple):
+class _CudnnBinding(NamedTuple):
     """jax's two primitives, its names of masks, and the options that are always the same."""
 
     forward: Any
@@ -49,7 +51,7 @@ class _Binding(NamedTuple):
     constant: dict[str, Any]
 
 
-def _binding() -> _Binding | None:
+def _find_binding() -> _CudnnBinding | None:
     """What is used of jax's private module; None where it is not as known."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -61,33 +63,38 @@ def _binding() -> _Binding | None:
         configure = cudnn.create_dot_product_attention_backend_config
         if not {"seed", "is_bwd"} <= set(inspect.signature(configure).parameters):
             return None
-        cudnn.create_dot_product_attention_backend_config = _in_order(configure)
+        cudnn.create_dot_product_attention_backend_config = _add_deterministic_flag(configure)
     except (ImportError, AttributeError):
         return None
     arrays = ("ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets",
               "kv_offsets", "page_table_k", "page_table_v")  # fmt: skip
     constant = {"dropout_rate": 0.0, "variadic_args": (False, False), "layout": layout,
                 "sliding_window_length": None}  # fmt: skip
-    newer = {"score_mod_name": None, "score_mod_jaxpr": None}
+    newer_options = {"score_mod_name": None, "score_mod_jaxpr": None}
     options = set(lowering) - {*arrays, "score_mod_args"}
-    known = {*constant, "seed", "scale", "mask_type", "is_training"}
-    if tuple(lowering)[: len(arrays)] != arrays or options - {*newer} != known:
+    known_options = {*constant, "seed", "scale", "mask_type", "is_training"}
+    if tuple(lowering)[: len(arrays)] != arrays or options - {*newer_options} != known_options:
         return None
     if not {m.name for m in masks} >= {"NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"}:
         return None
-    return _Binding(
-        *primitives, masks, constant | {name: newer[name] for name in options & {*newer}}
+    return _CudnnBinding(
+        *primitives,
+        masks,
+        constant | {name: newer_options[name] for name in options & {*newer_options}},
     )
 
 
-def _in_order(configure: Callable[..., str]) -> Callable[..., str]:
+def _add_deterministic_flag(configure: Callable[..., str]) -> Callable[..., str]:
     """jax's text for XLA of a call; that of an exact backward says how it adds up."""
     signature = inspect.signature(configure)
 
     @wraps(configure)
     def configured(*arguments: Any, **named: Any) -> str:
-        text, given = configure(*arguments, **named), signature.bind(*arguments, **named).arguments
-        if not given["is_bwd"] or given["seed"] != _EXACT:
+        text, arguments_by_name = (
+            configure(*arguments, **named),
+            signature.bind(*arguments, **named).arguments,
+        )
+        if not arguments_by_name["is_bwd"] or arguments_by_name["seed"] != _IN_ORDER:
             return text
         config = json.loads(text)
         config["cudnn_fmha_backend_config"]["force_deterministic"] = True
@@ -96,28 +103,28 @@ def _in_order(configure: Callable[..., str]) -> Callable[..., str]:
     return configured
 
 
-_BINDING = _binding()
+_BINDING = _find_binding()
 AVAILABLE = _BINDING is not None
 
 
-def pieces(ids_BT: Array, slots: int) -> tuple[Array, Array, Array]:
-    """The pieces of packed rows, in order, as far as there are slots for them.
+def list_segments(ids_BT: Array, slots: int) -> tuple[Array, Array, Array]:
+    """The segments of packed rows, in order, as far as there are slots for them.
 
-    A piece is a run of tokens of one segment; padding (0) is in none.
+    A segment is a run of tokens of one id; padding (0) is in none.
 
     Returns:
-      starts int32 [slots]: tokens of all rows before a piece, of all where a slot is free;
+      starts int32 [slots]: tokens of all rows before a segment, of all where a slot is free;
       lengths int32 [slots], 0 where it is free; whether a token has a slot, bool [B, T].
     """
-    before = jnp.pad(ids_BT[:, :-1], ((0, 0), (1, 0)))
-    real = (ids_BT > 0).reshape(-1)
-    # Padding has the slot of the piece before it, -1 in front of the first.
-    begins = real & (ids_BT != before).reshape(-1)
+    previous_BT = jnp.pad(ids_BT[:, :-1], ((0, 0), (1, 0)))
+    is_real = (ids_BT > 0).reshape(-1)
+    # Padding has the slot of the segment before it, -1 in front of the first.
+    begins = is_real & (ids_BT != previous_BT).reshape(-1)
     slot = jnp.cumsum(begins, dtype=jnp.int32) - 1
     number = jnp.arange(slots, dtype=jnp.int32)[:, None]
     starts = jnp.sum(slot[None] < number, axis=1, dtype=jnp.int32)
-    lengths = jnp.sum((slot[None] == number) & real[None], axis=1, dtype=jnp.int32)
-    return starts, lengths, (real & (slot < slots)).reshape(ids_BT.shape)
+    lengths = jnp.sum((slot[None] == number) & is_real[None], axis=1, dtype=jnp.int32)
+    return starts, lengths, (is_real & (slot < slots)).reshape(ids_BT.shape)
 
 
 def forward(
@@ -126,15 +133,15 @@ def forward(
     """(output of `models.attention.attention`, 0 at padding; what `backward` needs)."""
     T = q.shape[1]
     if ids is None:
-        q, k, v = map(_even, (q, k, v))
-        out, stats = call_forward(q, k, v, _whole_rows(q, T), causal, scale)
-        return out[:, :T], (stats,)
-    starts, lengths, has_slot = pieces(ids, SLOTS * len(ids))
-    out, stats = call_forward(q, k, v, _packed_rows(q, k, starts, lengths), causal, scale)
-    rest, log_sum = attention_gpu.forward(
+        q, k, v = map(_pad_tokens, (q, k, v))
+        output, stats = call_forward(q, k, v, _row_lengths(q, T), causal, scale)
+        return output[:, :T], (stats,)
+    starts, lengths, has_slot = list_segments(ids, SEGMENTS_PER_ROW * len(ids))
+    output, stats = call_forward(q, k, v, _segment_lengths(q, k, starts, lengths), causal, scale)
+    pallas_output, log_sum = attention_gpu.forward(
         q, k, v, jnp.where(has_slot, 0, ids), causal=causal, interpret=interpret, scale=scale
     )
-    return _where(has_slot, out, rest), (stats, log_sum)
+    return _select_output(has_slot, output, pallas_output), (stats, log_sum)
 
 
 def backward(
@@ -142,7 +149,7 @@ def backward(
     k: Array,
     v: Array,
     ids: Array | None,
-    out: Array,
+    output: Array,
     saved: tuple[Array, ...],
     dout: Array,
     *,
@@ -154,41 +161,41 @@ def backward(
     """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
     T = q.shape[1]
     if ids is None:
-        q, k, v, out, dout = map(_even, (q, k, v, out, dout))
-        rows = _whole_rows(q, T)
-        grads = call_backward(q, k, v, rows, saved[0], out, dout, causal, scale, seed)
+        q, k, v, output, dout = map(_pad_tokens, (q, k, v, output, dout))
+        rows = _row_lengths(q, T)
+        grads = call_backward(q, k, v, rows, saved[0], output, dout, causal, scale, seed)
         dq, dk, dv = (x[:, :T] for x in grads)
         return dq, dk, dv
     stats, log_sum = saved
-    starts, lengths, has_slot = pieces(ids, SLOTS * len(ids))
-    packed = _packed_rows(q, k, starts, lengths)
-    grads = call_backward(q, k, v, packed, stats, out, dout, causal, scale, seed)
-    rest = attention_gpu.backward(
-        q, k, v, jnp.where(has_slot, 0, ids), out, log_sum, dout,
+    starts, lengths, has_slot = list_segments(ids, SEGMENTS_PER_ROW * len(ids))
+    packed = _segment_lengths(q, k, starts, lengths)
+    grads = call_backward(q, k, v, packed, stats, output, dout, causal, scale, seed)
+    pallas_output = attention_gpu.backward(
+        q, k, v, jnp.where(has_slot, 0, ids), output, log_sum, dout,
         causal=causal, interpret=interpret, scale=scale,
     )  # fmt: skip
-    dq, dk, dv = (_where(has_slot, a, b) for a, b in zip(grads, rest, strict=True))
+    dq, dk, dv = (_select_output(has_slot, a, b) for a, b in zip(grads, pallas_output, strict=True))
     return dq, dk, dv
 
 
-def exact_backward(*arrays: Any, **options: Any) -> tuple[Array, Array, Array]:
+def ordered_backward(*arrays: Any, **options: Any) -> tuple[Array, Array, Array]:
     """`backward` of a program whose equal inputs give equal bits."""
-    return backward(*arrays, **options, seed=_EXACT)
+    return backward(*arrays, **options, seed=_IN_ORDER)
 
 
-def _where(has_slot_BT: Array, cudnn: Array, rest: Array) -> Array:
-    # cuDNN writes nothing where no piece is: what stands there is not even finite.
-    return jnp.where(has_slot_BT[:, :, None, None], cudnn, rest)
+def _select_output(has_slot_BT: Array, cudnn: Array, pallas_output: Array) -> Array:
+    # cuDNN writes nothing where no segment is: what stands there is not even finite.
+    return jnp.where(has_slot_BT[:, :, None, None], cudnn, pallas_output)
 
 
-def _even(x: Array) -> Array:
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _EVEN), (0, 0), (0, 0)))
+def _pad_tokens(x: Array) -> Array:
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TOKEN_MULTIPLE), (0, 0), (0, 0)))
 
 
 # Which tokens are where: (lengths of queries, of keys, places of queries, of keys), or none.
 
 
-def _whole_rows(q: Array, tokens: int) -> tuple[Array, ...]:
+def _row_lengths(q: Array, tokens: int) -> tuple[Array, ...]:
     B, T = q.shape[:2]
     if tokens == T:
         return ()
@@ -196,7 +203,7 @@ def _whole_rows(q: Array, tokens: int) -> tuple[Array, ...]:
     return lengths, lengths
 
 
-def _packed_rows(q: Array, k: Array, starts_P: Array, lengths_P: Array) -> tuple[Array, ...]:
+def _segment_lengths(q: Array, k: Array, starts_P: Array, lengths_P: Array) -> tuple[Array, ...]:
     """Lengths [B, slots of a row] and places [B, one more], which count elements."""
     B, T = q.shape[:2]
     lengths = lengths_P.reshape(B, -1)
@@ -204,7 +211,7 @@ def _packed_rows(q: Array, k: Array, starts_P: Array, lengths_P: Array) -> tuple
     return lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))
 
 
-def _arguments(
+def _call_arguments(
     q: Array, rows: tuple[Array, ...], causal: bool, scale: float, seed: int = _ANY_ORDER
 ) -> tuple[Any, dict[str, Any]]:
     assert _BINDING is not None
@@ -221,9 +228,9 @@ def call_forward(
 ) -> tuple[Array, Array]:
     """cuDNN's (output, logarithms of sums float32 [rows or slots, N, T])."""
     assert _BINDING is not None
-    arrays, options = _arguments(q, rows, causal, scale)
-    out, stats = _BINDING.forward.bind(q, k, v, *arrays, **options, is_training=True)
-    return out, stats
+    arrays, options = _call_arguments(q, rows, causal, scale)
+    output, stats = _BINDING.forward.bind(q, k, v, *arrays, **options, is_training=True)
+    return output, stats
 
 
 def call_backward(
@@ -232,7 +239,7 @@ def call_backward(
     v: Array,
     rows: tuple[Array, ...],
     stats: Array,
-    out: Array,
+    output: Array,
     dout: Array,
     causal: bool,
     scale: float,
@@ -240,6 +247,6 @@ def call_backward(
 ) -> tuple[Array, Array, Array]:
     """cuDNN's gradients of queries, keys and values."""
     assert _BINDING is not None
-    arrays, options = _arguments(q, rows, causal, scale, seed)
-    dq, dk, dv = _BINDING.backward.bind(q, k, v, *arrays, stats, out, dout, **options)
+    arrays, options = _call_arguments(q, rows, causal, scale, seed)
+    dq, dk, dv = _BINDING.backward.bind(q, k, v, *arrays, stats, output, dout, **options)
     return dq, dk, dv

@@ -17,6 +17,7 @@ heads, G query heads per kv head, H head dim (padded to a power of two).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,18 +27,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from models.attention_kernels import Blocks, Marks, Sight, forward_kernel, kv_kernel, q_kernel
-from models.attention_split import interpreted
+from models.attention_kernels import (
+    Blocks,
+    MaskRule,
+    TokenMask,
+    forward_kernel,
+    kv_kernel,
+    q_kernel,
+)
+from models.attention_split import interpret_in_shard_map
 
 Array = jax.Array
 
 BLOCK = 128  # rows are padded to a multiple: every block size below divides it
-MOST_HEAD_DIM = 512  # a block of larger heads would not fit a core's shared memory
+MAX_HEAD_DIM = 512  # a block of larger heads would not fit a core's shared memory
 
 
-def blocks_for(dtype: jnp.dtype, head_dim: int) -> tuple[Blocks, Blocks, Blocks]:
+def block_sizes(dtype: jnp.dtype, head_dim: int) -> tuple[Blocks, Blocks, Blocks]:
     """For forward, gradient of keys and values, gradient of queries: what fits the registers and
-    the shared memory of an A100 and newer, up to heads of `MOST_HEAD_DIM` (compiled, not timed)."""
+    the shared memory of an A100 and newer, up to heads of `MAX_HEAD_DIM` (compiled, not timed)."""
     if dtype.itemsize > 2:
         return (Blocks(32, 32, 4, 1),) * 3
     if head_dim > 256:
@@ -51,7 +59,7 @@ def forward(
     q_BTNH: Array,
     k_BSKH: Array,
     v_BSKH: Array,
-    marks: Marks | Array | None,
+    token_mask: TokenMask | Array | None,
     *,
     causal: bool,
     interpret: bool,
@@ -59,20 +67,27 @@ def forward(
     window: int = 0,
 ) -> tuple[Array, Array]:
     """(output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
-    `models.attention.attention`; 0 where a token is padding. `marks` alone are segment ids;
-    `interpret` needs no GPU."""
+    `models.attention.attention`; 0 where a token is padding. A `token_mask` that is
+    an array are segment ids."""
     _, T, _, H = q_BTNH.shape
-    marks = _padded_marks(q_BTNH, marks)
-    q, k, v = (_padded(x) for x in (q_BTNH, k_BSKH, v_BSKH))
-    out, log_sum = _forward(q, k, v, marks, scale, Sight(causal, window), interpret)
-    return out[:, :T, :, :H], log_sum
+    token_mask = _pad_token_mask(q_BTNH, token_mask)
+    q, k, v = (_pad_blocks(x) for x in (q_BTNH, k_BSKH, v_BSKH))
+    blocks = block_sizes(q.dtype, q.shape[3])[0]
+    held, row, sums = _query_specs(q, k, blocks)
+    log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
+    case = _Case(token_mask, MaskRule(causal, window), scale, interpret)
+    outs = ((_struct(q), held), (log_sum, sums))
+    output, log_sum = _call_kernel(
+        "forward", forward_kernel, blocks, q.shape[2], (q, k, v), (held, row, row), outs, case
+    )
+    return output[:, :T, :, :H], log_sum
 
 
 def backward(
     q_BTNH: Array,
     k_BSKH: Array,
     v_BSKH: Array,
-    marks: Marks | Array | None,
+    token_mask: TokenMask | Array | None,
     out_BTNH: Array,
     log_sum_BNT: Array,
     dout_BTNH: Array,
@@ -84,204 +99,180 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
     _, T, _, H = q_BTNH.shape
-    marks = _padded_marks(q_BTNH, marks)
-    q, k, v, out, dout = map(_padded, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
-    own_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)
-    arrays = (q, dout, log_sum_BNT, own_BNT, k, v)
-    dk, dv = _kv_gradient(arrays, marks, scale, Sight(causal, window), interpret)
-    dq = _q_gradient(arrays, marks, scale, Sight(causal, window), interpret)
+    token_mask = _pad_token_mask(q_BTNH, token_mask)
+    q, k, v, output, dout = map(_pad_blocks, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
+    dout_times_out_BNT = jnp.einsum(
+        "BTNH,BTNH->BNT", dout, output, preferred_element_type=jnp.float32
+    )
+    arrays = (q, dout, log_sum_BNT, dout_times_out_BNT, k, v)
+    case = _Case(token_mask, MaskRule(causal, window), scale, interpret)
+    dk, dv = _kv_gradient(arrays, case)
+    blocks = block_sizes(q.dtype, q.shape[3])[2]
+    held, row, sums = _query_specs(q, k, blocks)
+    specs = (held, held, sums, sums, row, row)
+    (dq,) = _call_kernel(
+        "q_gradient", q_kernel, blocks, q.shape[2], arrays, specs, ((_struct(q), held),), case
+    )
     return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
 
 
-def _padded(x: Array) -> Array:
+def _pad_blocks(x: Array) -> Array:
     """Whole blocks of tokens, and heads of a power of two, as Triton's blocks are: zeros in the
     head dim change no product."""
     _, T, _, H = x.shape
-    more = max(16, pl.next_power_of_2(H)) - H
-    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, more)))
+    head_padding = max(16, pl.next_power_of_2(H)) - H
+    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, head_padding)))
 
 
-def _padded_marks(q: Array, given: Marks | Array | None) -> Marks:
+def _pad_token_mask(q: Array, token_mask: TokenMask | Array | None) -> TokenMask:
     B, T = q.shape[:2]
-    ids, reach = given if isinstance(given, Marks) else Marks(given)
-    more = ((0, 0), (0, -T % BLOCK))
-    if ids is None and T % BLOCK:
-        ids = jnp.ones((B, T), jnp.int32)
-    return Marks(*(None if a is None else jnp.pad(a, more) for a in (ids, reach)))
+    segment_ids, last_visible = (
+        token_mask if isinstance(token_mask, TokenMask) else TokenMask(token_mask)
+    )
+    padding = ((0, 0), (0, -T % BLOCK))
+    if segment_ids is None and T % BLOCK:
+        segment_ids = jnp.ones((B, T), jnp.int32)
+    return TokenMask(
+        *(None if a is None else jnp.pad(a, padding) for a in (segment_ids, last_visible))
+    )
 
 
 # ---- which blocks meet ----
 
 
-def _spans(
-    marks: Marks,
+def _block_spans(
+    token_mask: TokenMask,
     length: int,
-    held: int,
-    visited: int,
+    held_tokens: int,
+    visited_tokens: int,
     *,
-    sees: Sight,
-    keys: bool,
+    mask_rule: MaskRule,
+    held_are_keys: bool,
 ) -> tuple[Array, Array]:
     """First and last + 1 block that each held block must visit, int32 [B or 1, blocks] each.
 
-    Held are queries, or with `keys` keys. Two blocks meet where the ranges of their segment ids
-    do and a window joins them; as ids rise along a packed row, few others are visited, and those
-    are masked.
+    Held are queries, or with `held_are_keys` keys. Two blocks meet where the ranges of their
+    segment ids do and a window joins them; as ids rise along a packed row, few others are visited,
+    and those are masked.
     """
-    ids, reach = marks
-    n_held, n_visited = length // held, length // visited
-    first = jnp.arange(n_held)[:, None] * held
-    other = jnp.arange(n_visited)[None] * visited
+    ids, last_visible = token_mask
+    n_held, n_visited = length // held_tokens, length // visited_tokens
+    held_first = jnp.arange(n_held)[:, None] * held_tokens
+    visited_first = jnp.arange(n_visited)[None] * visited_tokens
     meet = jnp.ones((1, n_held, n_visited), bool)
     if ids is not None:
         # Padding is in no range, and a block of nothing else visits none.
         low = jnp.where(ids > 0, ids, jnp.iinfo(jnp.int32).max)
-        low_held, low_visited = low.reshape(-1, n_held, held), low.reshape(-1, n_visited, visited)
+        low_held = low.reshape(-1, n_held, held_tokens)
+        low_visited = low.reshape(-1, n_visited, visited_tokens)
         ids_held, ids_visited = ids.reshape(low_held.shape), ids.reshape(low_visited.shape)
         meet = (low_held.min(-1)[:, :, None] <= ids_visited.max(-1)[:, None]) & (
             low_visited.min(-1)[:, None] <= ids_held.max(-1)[:, :, None]
         )
-    if sees.causal:
-        if reach is not None:
-            queries = visited if keys else held
-            last = reach.reshape(-1, length // queries, queries).max(-1)
-            seen = last[:, None] >= first[None] if keys else other[None] <= last[:, :, None]
-        else:
-            seen = ((other + visited > first) if keys else (other < first + held))[None]
-        meet = meet & seen
-    window = sees.window
-    if window:
-        near = (
-            (other < first + held - 1 + window) if keys else (other + visited > first + 1 - window)
-        )
-        meet = meet & near[None]
+    queries = visited_tokens if held_are_keys else held_tokens
+    query_first, key_first = held_first, visited_first
+    if held_are_keys:
+        query_first, key_first = visited_first, held_first
+    if mask_rule.causal:
+        last_query = (query_first + queries - 1)[None]
+        if last_visible is not None:
+            last_query = last_visible.reshape(-1, length // queries, queries).max(-1)
+            last_query = last_query[:, None] if held_are_keys else last_query[:, :, None]
+        meet = meet & (key_first[None] <= last_query)
+    if mask_rule.window:
+        keys = held_tokens if held_are_keys else visited_tokens
+        meet = meet & (key_first + keys - 1 > query_first - mask_rule.window)[None]
     start = jnp.argmax(meet, axis=-1)
     stop = jnp.where(meet.any(axis=-1), n_visited - jnp.argmax(meet[..., ::-1], axis=-1), start)
     return start.astype(jnp.int32), stop.astype(jnp.int32)
 
 
-def _forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    marks: Marks,
-    scale: float,
-    sees: Sight,
-    interpret: bool,
-) -> tuple[Array, Array]:
-    """(output [B, T, N, H], log2 of the sums of exponentials [B, N, T])."""
-    B, T, N, H = q.shape
-    G = N // k.shape[2]
-    blocks = blocks_for(q.dtype, H)[0]
+# ---- calls ----
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What the kernels of a case have in common; `interpret` needs no GPU."""
+
+    token_mask: TokenMask
+    mask_rule: MaskRule
+    scale: float
+    interpret: bool
+
+
+def _struct(x: Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype, and in a `shard_map` the axes along which the array differs."""
+    struct: jax.ShapeDtypeStruct = jax.eval_shape(lambda a: a, x)
+    return struct
+
+
+def _query_specs(
+    q: Array, k: Array, blocks: Blocks
+) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """Of programs that hold queries of a head: their block, the row of its keys, their sums."""
+    _, T, N, H = q.shape
+    group = N // k.shape[2]
     held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
-    row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
-    log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
-    return _call(
-        partial(forward_kernel, blocks=blocks, scale=scale, sees=sees),
-        "packed_attention_forward",
-        (T // blocks.held, B, N),
-        (q, k, v),
-        (held, row, row),
-        marks,
-        _spans(marks, T, blocks.held, blocks.visited, sees=sees, keys=False),
-        (jax.eval_shape(lambda x: x, q), log_sum),
-        (held, pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))),
-        blocks,
-        interpret,
-    )
+    row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, group), 0))
+    return held, row, pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))
 
 
-def _call(
-    kernel: Any,
-    name: str,
-    grid: tuple[int, int, int],
-    arrays: tuple[Array, ...],
-    specs: tuple[pl.BlockSpec, ...],
-    marks: Marks,
-    spans: tuple[Array, Array],
-    outs: Any,
-    out_specs: Any,
-    blocks: Blocks,
-    interpret: bool,
-) -> Any:
-    """Run a kernel over (held blocks, rows, heads); the row's marks and spans follow its arrays."""
-    rows = len(spans[0])
-
-    def of_row(length: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, length), lambda i, b, n: (b if rows > 1 else 0, 0))
-
-    mark_specs = Marks(
-        *(None if a is None else pl.BlockSpec((None, a.shape[1]), lambda i, b, n: (b, 0))
-          for a in marks)
-    )  # fmt: skip
-    span = of_row(grid[0])
-    run = pl.pallas_call(
-        kernel,
-        out_shape=outs,
-        grid=grid,
-        in_specs=[*specs, mark_specs, span, span],
-        out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=interpret,
-        name=name,
-    )
-    return (interpreted(run) if interpret else run)(*arrays, marks, *spans)
-
-
-def _kv_gradient(
-    arrays: tuple[Array, ...],
-    marks: Marks,
-    scale: float,
-    sees: Sight,
-    interpret: bool,
-) -> tuple[Array, Array]:
+def _kv_gradient(arrays: tuple[Array, ...], case: _Case) -> tuple[Array, Array]:
     q, *_, k, v = arrays
-    B, T, N, H = q.shape
+    _, T, N, H = q.shape
     K = k.shape[2]
     G = N // K
-    _, blocks, _ = blocks_for(q.dtype, H)
+    _, blocks, _ = block_sizes(q.dtype, H)
     queries = pl.BlockSpec((None, T, G, H), lambda j, b, n: (b, 0, n, 0))
-    numbers = pl.BlockSpec((None, G, T), lambda j, b, n: (b, n, 0))
+    sums = pl.BlockSpec((None, G, T), lambda j, b, n: (b, n, 0))
     held = pl.BlockSpec((None, blocks.held, None, H), lambda j, b, n: (b, j, n, 0))
-    return _call(
-        partial(kv_kernel, blocks=blocks, scale=scale, sees=sees, group=G),
-        "packed_attention_kv_gradient",
-        (T // blocks.held, B, K),
-        arrays,
-        (queries, queries, numbers, numbers, held, held),
-        marks,
-        _spans(marks, T, blocks.held, blocks.visited, sees=sees, keys=True),
-        (jax.eval_shape(lambda x: x, k), jax.eval_shape(lambda x: x, v)),
-        (held, held),
-        blocks,
-        interpret,
+    specs = (queries, queries, sums, sums, held, held)
+    kernel = partial(kv_kernel, group=G)
+    outs = ((_struct(k), held), (_struct(v), held))
+    dk, dv = _call_kernel(
+        "kv_gradient", kernel, blocks, K, arrays, specs, outs, case, held_are_keys=True
     )
+    return dk, dv
 
 
-def _q_gradient(
+def _call_kernel(
+    name: str,
+    kernel: Any,
+    blocks: Blocks,
+    heads: int,
     arrays: tuple[Array, ...],
-    marks: Marks,
-    scale: float,
-    sees: Sight,
-    interpret: bool,
-) -> Array:
-    q, *_, k, _ = arrays
-    B, T, N, H = q.shape
-    G = N // k.shape[2]
-    *_, blocks = blocks_for(q.dtype, H)
-    row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
-    held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
-    numbers = pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))
-    return _call(
-        partial(q_kernel, blocks=blocks, scale=scale, sees=sees),
-        "packed_attention_q_gradient",
-        (T // blocks.held, B, N),
-        arrays,
-        (held, held, numbers, numbers, row, row),
-        marks,
-        _spans(marks, T, blocks.held, blocks.visited, sees=sees, keys=False),
-        jax.eval_shape(lambda x: x, q),
-        held,
-        blocks,
-        interpret,
+    specs: tuple[pl.BlockSpec, ...],
+    outs: tuple[tuple[Any, pl.BlockSpec], ...],
+    case: _Case,
+    *,
+    held_are_keys: bool = False,
+) -> tuple[Array, ...]:
+    """Run a kernel over (held blocks, rows, heads); the row's mask and spans follow its arrays.
+
+    Args:
+      outs: of each output its shape and dtype, and its blocks.
+    """
+    B, T = arrays[0].shape[:2]
+    spans = _block_spans(
+        case.token_mask, T, blocks.held, blocks.visited,
+        mask_rule=case.mask_rule, held_are_keys=held_are_keys,
+    )  # fmt: skip
+    rows = len(spans[0])
+    span = pl.BlockSpec((None, T // blocks.held), lambda i, b, n: (b if rows > 1 else 0, 0))
+    mask_specs = TokenMask(
+        *(None if a is None else pl.BlockSpec((None, a.shape[1]), lambda i, b, n: (b, 0))
+          for a in case.token_mask)
+    )  # fmt: skip
+    run = pl.pallas_call(
+        partial(kernel, blocks=blocks, scale=case.scale, mask_rule=case.mask_rule),
+        out_shape=tuple(struct for struct, _ in outs),
+        grid=(T // blocks.held, B, heads),
+        in_specs=[*specs, mask_specs, span, span],
+        out_specs=tuple(spec for _, spec in outs),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=case.interpret,
+        name=f"packed_attention_{name}",
     )
+    run = interpret_in_shard_map(run) if case.interpret else run
+    results: tuple[Array, ...] = run(*arrays, case.token_mask, *spans)
+    return results

@@ -1,7 +1,7 @@
 """The three kernels of `models/attention_gpu.py`: what one program computes.
 
 A program holds a block of queries or of keys of one head in registers and visits blocks of the
-other. Scores stand to the base 2, since exp2 is what the chip has. The row's marks and the
+other. Scores stand to the base 2, since exp2 is what the chip has. The row's token mask and the
 first and last + 1 block to visit come last of the inputs.
 """
 
@@ -36,7 +36,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Sight:
+class MaskRule:
     """Which tokens of its segment a token sees: all, or itself and those before it, or `window` of
     the latter at most (0: no window)."""
 
@@ -44,53 +44,66 @@ class Sight:
     window: int = 0
 
 
-class Marks(NamedTuple):
+class TokenMask(NamedTuple):
     """What is known of tokens, int [rows, tokens] each: their segments (None: all of a row are of
     one, 0 is padding), and the last that each one sees (None: itself, where attention is causal).
     In a kernel, those of its row."""
 
-    ids: Any = None
-    reach: Any = None
+    segment_ids: Any = None
+    last_visible: Any = None
 
-    def of(self, block: Any) -> Marks:
+    def slice_block(self, block: Any) -> TokenMask:
         """Those of a block."""
-        return Marks(*(None if a is None else a[block] for a in self))
+        return TokenMask(*(None if a is None else a[block] for a in self))
 
 
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
 def _scores(
-    held: Array,
-    seen: Array,
+    held_block: Array,
+    visited_block: Array,
     scale: float,
     held_first: Array,
-    seen_first: Array,
-    marks: tuple[Marks, Marks],
+    visited_first: Array,
+    token_mask: tuple[TokenMask, TokenMask],
     *,
-    sees: Sight,
-    keys: bool = False,
+    mask_rule: MaskRule,
+    held_are_keys: bool = False,
 ) -> tuple[Array, Array | None]:
     """Scores [held, visited] to the base 2, and which of them count (None: all).
 
-    Held are queries, or with `keys` keys: the many tokens come first, as the tensor cores want it.
+    Held are queries, or with `held_are_keys` keys: the many tokens come first, as the tensor cores
+    want it.
     """
-    scores = _dot(held, seen.T) * (scale * _LOG2E)
+    scores = _dot(held_block, visited_block.T) * (scale * _LOG2E)
     mask = None
-    if marks[0].ids is not None:
-        ids = marks[0].ids[:, None]
-        mask = (ids == marks[1].ids[None, :]) & (ids > 0)
-    if sees.causal:
-        held_at = (held_first + jnp.arange(held.shape[0]))[:, None]
-        seen_at = (seen_first + jnp.arange(seen.shape[0]))[None, :]
-        if keys:
-            reach = seen_at if marks[1].reach is None else marks[1].reach[None, :]
-            past = held_at <= reach
+    if token_mask[0].segment_ids is not None:
+        ids = token_mask[0].segment_ids[:, None]
+        mask = (ids == token_mask[1].segment_ids[None, :]) & (ids > 0)
+    if mask_rule.causal:
+        held_positions = (held_first + jnp.arange(held_block.shape[0]))[:, None]
+        visited_positions = (visited_first + jnp.arange(visited_block.shape[0]))[None, :]
+        if held_are_keys:
+            last_visible = (
+                visited_positions
+                if token_mask[1].last_visible is None
+                else token_mask[1].last_visible[None, :]
+            )
+            is_visible = held_positions <= last_visible
         else:
-            past = (held_at if marks[0].reach is None else marks[0].reach[:, None]) >= seen_at
-        mask = past if mask is None else mask & past
-        if sees.window:
-            mask &= (seen_at - held_at if keys else held_at - seen_at) < sees.window
+            is_visible = (
+                held_positions
+                if token_mask[0].last_visible is None
+                else token_mask[0].last_visible[:, None]
+            ) >= visited_positions
+        mask = is_visible if mask is None else mask & is_visible
+        if mask_rule.window:
+            mask &= (
+                visited_positions - held_positions
+                if held_are_keys
+                else held_positions - visited_positions
+            ) < mask_rule.window
     return scores, mask
 
 
@@ -98,7 +111,7 @@ def forward_kernel(
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    marks: Marks,
+    token_mask: TokenMask,
     start_ref: Ref,
     stop_ref: Ref,
     out_ref: Ref,
@@ -106,40 +119,40 @@ def forward_kernel(
     *,
     blocks: Blocks,
     scale: float,
-    sees: Sight,
+    mask_rule: MaskRule,
 ) -> None:
     """One block of queries of one head, all keys that it sees."""
     i = pl.program_id(0)
     first = i * blocks.held
     q = q_ref[...]
-    own = marks.of(pl.ds(first, blocks.held))
+    held_mask = token_mask.slice_block(pl.ds(first, blocks.held))
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        out, peak, total = carry
+        output, peak, total = carry
         block = pl.ds(j * blocks.visited, blocks.visited)
-        both = own, marks.of(block)
+        block_masks = held_mask, token_mask.slice_block(block)
         scores, mask = _scores(
-            q, k_ref[block, :], scale, first, j * blocks.visited, both, sees=sees
+            q, k_ref[block, :], scale, first, j * blocks.visited, block_masks, mask_rule=mask_rule
         )
         if mask is not None:
             scores = jnp.where(mask, scores, _MASKED)
-        higher = jnp.maximum(peak, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - higher[:, None])
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - new_peak[:, None])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
-        shrink = jnp.exp2(peak - higher)
+        shrink = jnp.exp2(peak - new_peak)
         v = v_ref[block, :]
-        out = out * shrink[:, None] + _dot(weights.astype(v.dtype), v)
-        return out, higher, total * shrink + jnp.sum(weights, axis=1)
+        output = output * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        return output, new_peak, total * shrink + jnp.sum(weights, axis=1)
 
     carry = (
         jnp.zeros(q.shape, jnp.float32),
         jnp.full((blocks.held,), _MASKED, jnp.float32),
         jnp.zeros((blocks.held,), jnp.float32),
     )
-    out, peak, total = lax.fori_loop(start_ref[i], stop_ref[i], visit, carry)
+    output, peak, total = lax.fori_loop(start_ref[i], stop_ref[i], visit, carry)
     total = jnp.where(total > 0, total, 1.0)  # padding sees nothing
-    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    out_ref[...] = (output / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = peak + jnp.log2(total)
 
 
@@ -147,10 +160,10 @@ def kv_kernel(
     q_ref: Ref,
     dout_ref: Ref,
     log_sum_ref: Ref,
-    own_ref: Ref,
+    dout_times_out_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    marks: Marks,
+    token_mask: TokenMask,
     start_ref: Ref,
     stop_ref: Ref,
     dk_ref: Ref,
@@ -158,27 +171,36 @@ def kv_kernel(
     *,
     blocks: Blocks,
     scale: float,
-    sees: Sight,
+    mask_rule: MaskRule,
     group: int,
 ) -> None:
     """One block of keys of one kv head, all queries of its group that see it."""
     j = pl.program_id(0)
     first = j * blocks.held
     k, v = k_ref[...], v_ref[...]
-    own = marks.of(pl.ds(first, blocks.held))
+    held_mask = token_mask.slice_block(pl.ds(first, blocks.held))
     start, stop = start_ref[j], stop_ref[j]
 
     def visit(i: Array, g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         block = pl.ds(i * blocks.visited, blocks.visited)
-        both = own, marks.of(block)
+        block_masks = held_mask, token_mask.slice_block(block)
         q, dout = q_ref[block, g, :], dout_ref[block, g, :]
-        scores, mask = _scores(k, q, scale, first, i * blocks.visited, both, sees=sees, keys=True)
+        scores, mask = _scores(
+            k,
+            q,
+            scale,
+            first,
+            i * blocks.visited,
+            block_masks,
+            mask_rule=mask_rule,
+            held_are_keys=True,
+        )
         weights = jnp.exp2(scores - log_sum_ref[g, block][None, :])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
         dv = dv + _dot(weights.astype(dout.dtype), dout)
-        dscores = weights * (_dot(v, dout.T) - own_ref[g, block][None, :])
+        dscores = weights * (_dot(v, dout.T) - dout_times_out_ref[g, block][None, :])
         return dk + _dot(dscores.astype(q.dtype), q), dv
 
     def head(g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -194,34 +216,36 @@ def q_kernel(
     q_ref: Ref,
     dout_ref: Ref,
     log_sum_ref: Ref,
-    own_ref: Ref,
+    dout_times_out_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    marks: Marks,
+    token_mask: TokenMask,
     start_ref: Ref,
     stop_ref: Ref,
     dq_ref: Ref,
     *,
     blocks: Blocks,
     scale: float,
-    sees: Sight,
+    mask_rule: MaskRule,
 ) -> None:
     """One block of queries of one head, all keys that it sees."""
     i = pl.program_id(0)
     first = i * blocks.held
     q, dout = q_ref[...], dout_ref[...]
-    log_sum, weighted = log_sum_ref[...], own_ref[...]
-    own = marks.of(pl.ds(first, blocks.held))
+    log_sum, dout_times_out = log_sum_ref[...], dout_times_out_ref[...]
+    held_mask = token_mask.slice_block(pl.ds(first, blocks.held))
 
     def visit(j: Array, dq: Array) -> Array:
         block = pl.ds(j * blocks.visited, blocks.visited)
-        both = own, marks.of(block)
+        block_masks = held_mask, token_mask.slice_block(block)
         k, v = k_ref[block, :], v_ref[block, :]
-        scores, mask = _scores(q, k, scale, first, j * blocks.visited, both, sees=sees)
+        scores, mask = _scores(
+            q, k, scale, first, j * blocks.visited, block_masks, mask_rule=mask_rule
+        )
         weights = jnp.exp2(scores - log_sum[:, None])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
-        dscores = weights * (_dot(dout, v.T) - weighted[:, None])
+        dscores = weights * (_dot(dout, v.T) - dout_times_out[:, None])
         return dq + _dot(dscores.astype(k.dtype), k)
 
     dq = lax.fori_loop(start_ref[i], stop_ref[i], visit, jnp.zeros(q.shape, jnp.float32))

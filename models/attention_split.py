@@ -27,7 +27,9 @@ Array = jax.Array
 Tree = Any
 
 AXIS = "model"
-SAVED = "attention"  # the name of what backward should not compute again: output and log-sums
+RESIDUAL_NAME = (
+    "attention"  # the name of what backward should not compute again: output and log-sums
+)
 _HEADS, _WHOLE = P(None, None, AXIS), P()  # of [B, T, N, H]
 _STATS = P(None, AXIS)  # of what a kernel saves: [any, N, any]
 
@@ -35,10 +37,10 @@ _STATS = P(None, AXIS)  # of what a kernel saves: [any, N, any]
 @dataclass(frozen=True)
 class AttentionKernel:
     """A kernel's two directions, both called with `causal`, `interpret`, `scale` and, if there is
-    one, the `window`. `ids` are what it is told of tokens, an array or several [B, T].
+    one, the `window`. `token_mask` is what it is told of tokens, an array or several [B, T].
 
-    `forward(q, k, v, ids)` gives (output, arrays for backward [any, N, any]), and
-    `backward(q, k, v, ids, output, those arrays, cotangent)` the gradients of q, k and v.
+    `forward(q, k, v, token_mask)` gives (output, arrays for backward [any, N, any]), and
+    `backward(q, k, v, token_mask, output, those arrays, cotangent)` the gradients of q, k and v.
     """
 
     forward: Callable[..., tuple[Array, Tree]]
@@ -56,116 +58,120 @@ class AttentionKernel:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Tree) -> Array:
+def run_split(kernel: AttentionKernel, q: Array, k: Array, v: Array, token_mask: Tree) -> Array:
     """The kernel's output [B, T, N, H]; see `models.attention.attention`.
 
     Raises:
       ValueError: the degree of tensor parallelism does not divide the query heads.
     """
-    return _forward(kernel, q, k, v, ids)[0]
+    return _forward(kernel, q, k, v, token_mask)[0]
 
 
 def _forward(
-    kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Tree
+    kernel: AttentionKernel, q: Array, k: Array, v: Array, token_mask: Tree
 ) -> tuple[Array, tuple[Tree, ...]]:
-    split = _Split.of(q, k)
-    alone = partial(kernel.forward, **kernel.options)
-    run: Callable[..., tuple[Array, Tree]] = alone
-    if split.ways > 1:
+    split = _HeadSplit.from_heads(q, k)
+    run_on_device = partial(kernel.forward, **kernel.options)
+    run: Callable[..., tuple[Array, Tree]] = run_on_device
+    if split.tp > 1:
 
-        def on_rank(q: Array, k: Array, v: Array, ids: Tree) -> tuple[Array, Tree]:
-            return alone(q, split.pick(k), split.pick(v), _varying(ids))
+        def on_rank(q: Array, k: Array, v: Array, token_mask: Tree) -> tuple[Array, Tree]:
+            return run_on_device(
+                q, split.select_kv_heads(k), split.select_kv_heads(v), _mark_varying(token_mask)
+            )
 
-        run = on_ranks(on_rank, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
-    out, saved = checkpoint_name(run(q, k, v, ids), SAVED)
-    return out, (q, k, v, ids, out, saved)
+        run = shard_over_heads(on_rank, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
+    output, saved = checkpoint_name(run(q, k, v, token_mask), RESIDUAL_NAME)
+    return output, (q, k, v, token_mask, output, saved)
 
 
 def _backward(
     kernel: AttentionKernel, residuals: tuple[Tree, ...], dout: Array
 ) -> tuple[Array, Array, Array, None]:
-    split = _Split.of(*residuals[:2])
-    alone = partial(kernel.backward, **kernel.options)
-    run: Callable[..., tuple[Array, Array, Array]] = alone
-    if split.ways > 1:
+    split = _HeadSplit.from_heads(*residuals[:2])
+    run_on_device = partial(kernel.backward, **kernel.options)
+    run: Callable[..., tuple[Array, Array, Array]] = run_on_device
+    if split.tp > 1:
 
         def on_rank(
-            q: Array, k: Array, v: Array, ids: Tree, out: Array, saved: Tree, dout: Array
+            q: Array, k: Array, v: Array, token_mask: Tree, output: Array, saved: Tree, dout: Array
         ) -> tuple[Array, Array, Array]:
-            k, v = split.pick(k), split.pick(v)
-            dq, dk, dv = alone(q, k, v, _varying(ids), out, saved, dout)
-            return dq, split.put_back(dk), split.put_back(dv)
+            k, v = split.select_kv_heads(k), split.select_kv_heads(v)
+            dq, dk, dv = run_on_device(q, k, v, _mark_varying(token_mask), output, saved, dout)
+            return dq, split.sum_kv_gradients(dk), split.sum_kv_gradients(dv)
 
         kv = split.spec
-        run = on_ranks(on_rank, (_HEADS, kv, kv, _WHOLE, _HEADS, _STATS, _HEADS), (_HEADS, kv, kv))
+        run = shard_over_heads(
+            on_rank, (_HEADS, kv, kv, _WHOLE, _HEADS, _STATS, _HEADS), (_HEADS, kv, kv)
+        )
     return (*run(*residuals, dout), None)
 
 
-attend.defvjp(_forward, _backward)
+run_split.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)
-class _Split:
-    """How N query heads and K kv heads lie on `ways` devices."""
+class _HeadSplit:
+    """How N query heads and K kv heads lie on `tp` devices."""
 
-    ways: int
+    tp: int
     heads: int
     kv_heads: int
 
     @staticmethod
-    def of(q: Array, k: Array) -> _Split:
-        ways = tensor_ranks()
-        if q.shape[2] % ways:
+    def from_heads(q: Array, k: Array) -> _HeadSplit:
+        tp = tp_degree()
+        if q.shape[2] % tp:
             raise ValueError(
-                f"{q.shape[2]} query heads do not divide over {AXIS}={ways}; choose a degree that "
+                f"{q.shape[2]} query heads do not divide over {AXIS}={tp}; choose a degree that "
                 "divides them"
             )
-        return _Split(ways, q.shape[2], k.shape[2])
+        return _HeadSplit(tp, q.shape[2], k.shape[2])
 
     @property
-    def is_even(self) -> bool:
-        return self.kv_heads % self.ways == 0
+    def divides_kv_heads(self) -> bool:
+        return self.kv_heads % self.tp == 0
 
     @property
     def spec(self) -> P:
-        return _HEADS if self.is_even else _WHOLE
+        return _HEADS if self.divides_kv_heads else _WHOLE
 
-    def _own(self) -> Array:
+    def _kv_head_indices(self) -> Array:
         """Kv heads that this device's query heads read, int32 [L]: one, or one for each of them."""
-        per_device, group = self.heads // self.ways, self.heads // self.kv_heads
+        per_device, group = self.heads // self.tp, self.heads // self.kv_heads
         first = lax.axis_index(AXIS) * per_device
         return (first + jnp.arange(1 if group % per_device == 0 else per_device)) // group
 
-    def pick(self, x_BSKH: Array) -> Array:
+    def select_kv_heads(self, x_BSKH: Array) -> Array:
         """The kv heads of this device [B, S, L, H]."""
-        if self.is_even:
+        if self.divides_kv_heads:
             return x_BSKH
-        return jnp.take(_varying(x_BSKH), self._own(), axis=2)
+        return jnp.take(_mark_varying(x_BSKH), self._kv_head_indices(), axis=2)
 
-    def put_back(self, dx_BSLH: Array) -> Array:
-        """The gradient of `pick`, summed over the devices."""
-        if self.is_even:
+    def sum_kv_gradients(self, dx_BSLH: Array) -> Array:
+        """The gradient of `select_kv_heads`, summed over the devices."""
+        if self.divides_kv_heads:
             return dx_BSLH
-        is_LK = self._own()[:, None] == jnp.arange(self.kv_heads)[None]
-        own_BSKH = jnp.einsum(
+        is_LK = self._kv_head_indices()[:, None] == jnp.arange(self.kv_heads)[None]
+        sum_BSKH = jnp.einsum(
             "BSLH,LK->BSKH", dx_BSLH.astype(jnp.float32), is_LK.astype(jnp.float32),
             precision="highest",
         )  # fmt: skip
-        return lax.psum(own_BSKH, AXIS).astype(dx_BSLH.dtype)
+        return lax.psum(sum_BSKH, AXIS).astype(dx_BSLH.dtype)
 
 
-def _varying(x: Tree) -> Tree:
+def _mark_varying(x: Tree) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, (AXIS,), to="varying"), x)
 
 
-def tensor_ranks() -> int:
+def tp_degree() -> int:
     """Devices that the program being traced splits heads over."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return int(mesh.shape[AXIS]) if types.get(AXIS) == AxisType.Auto else 1
 
 
-def on_ranks(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:
+def shard_over_heads(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:
     """The function on each device's heads, as one operation.
 
     A scan that is differentiated takes what does not change out of its body, also out of a
@@ -181,17 +187,15 @@ def on_ranks(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[.
     return call
 
 
-def interpreted(call: Callable[..., Tree]) -> Callable[..., Tree]:
+def interpret_in_shard_map(call: Callable[..., Tree]) -> Callable[..., Tree]:
     """A Pallas kernel that jax interprets, also in a `shard_map`, where arrays differ along every
     axis that is mapped: the interpreter does not keep account of that, so it is not asked to."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or AXIS in mesh.manual_axes:
         return call
 
-    def unaccounted(*arrays: Tree) -> Tree:
+    def untracked(*arrays: Tree) -> Tree:
         return call(*jax.tree.map(lambda a: lax.max(a, a), arrays))  # equal, and of no account
 
-    run = jax.shard_map(
-        unaccounted, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False
-    )
+    run = jax.shard_map(untracked, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False)
     return lambda *arrays: lax.pcast(run(*arrays), mesh.manual_axes, to="varying")

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.encoder import BlockForm, Encoder
-from models.layers import LayerNorm, Linear, exact_gelu, named
+from models.encoder import Encoder, EncoderForm
+from models.layers import LayerNorm, Linear, exact_gelu, named_init
 from models.linen_module import Batch
 from models.sizes import AudioSize
 
 Array = jax.Array
-KERNEL = 3  # frames that a step of the conv stem sees
+CONV_FRAMES = 3  # frames that a step of the conv stem sees
 
 
 def audio_positions(mel_frames: Any) -> Any:
@@ -36,11 +36,11 @@ def sinusoids(n: int, width: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def windows(x: Array, stride: int) -> Array:
+def conv_windows(x: Array, stride: int) -> Array:
     """[items, frames, features] -> [items, frames / stride, KERNEL, features], zeros outside."""
     padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
     frames = x.shape[1]
-    return jnp.stack([padded[:, i : i + frames : stride] for i in range(KERNEL)], axis=2)
+    return jnp.stack([padded[:, i : i + frames : stride] for i in range(CONV_FRAMES)], axis=2)
 
 
 class AudioEntry(nn.Module):
@@ -54,18 +54,18 @@ class AudioEntry(nn.Module):
         s = self.size
         x = mel.astype(self.dtype).transpose(0, 2, 1)
         for name, stride in (("conv1", 1), ("conv2", 2)):
-            seen = (KERNEL, x.shape[-1])
+            kernel_shape = (CONV_FRAMES, x.shape[-1])
             conv = Linear(
-                seen, (s.width,), (None, None), ("embed",), self.dtype, bias=True, name=name
+                kernel_shape, (s.width,), (None, None), ("embed",), self.dtype, bias=True, name=name
             )
-            x = exact_gelu(conv(windows(x, stride)))
+            x = exact_gelu(conv(conv_windows(x, stride)))
         # A parameter, since the released weights hold it rounded; never trained or decayed.
-        init = named(lambda *_: jnp.asarray(sinusoids(s.positions, s.width)), None, "embed")
+        init = named_init(lambda *_: jnp.asarray(sinusoids(s.positions, s.width)), None, "embed")
         position = self.param("bias", init, (s.positions, s.width), jnp.float32)
         return x + jax.lax.stop_gradient(position).astype(self.dtype)[None]
 
 
-class ExitModule(nn.Module):
+class AudioExit(nn.Module):
     """Average over two positions, final norm, linear connector."""
 
     size: AudioSize
@@ -78,8 +78,8 @@ class ExitModule(nn.Module):
         items = x.shape[0]
         x = x.reshape(items, s.tokens_per_chunk, 2, s.width).mean(axis=2)
         x = LayerNorm(s.norm_eps, name="norm")(x)
-        width, out = (s.width,), (self.out_width,)
-        return Linear(width, out, (None,), ("embed",), self.dtype, bias=True, name="out")(x)
+        width, out_shape = (s.width,), (self.out_width,)
+        return Linear(width, out_shape, (None,), ("embed",), self.dtype, bias=True, name="out")(x)
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class AudioModule(Encoder):
         return {"entry": "audio", "layers": "audio", "exit": "connector"}
 
     @property
-    def form(self) -> BlockForm:
+    def form(self) -> EncoderForm:
         """The key has no bias."""
-        return BlockForm(exact_gelu, biases=(True, False, True))
+        return EncoderForm(exact_gelu, biases=(True, False, True))
 
     def segment_ids(self, batch: Batch) -> Array:
         """Real positions do not see padding."""
@@ -124,4 +124,4 @@ class AudioModule(Encoder):
     def _end(self, part: str) -> nn.Module:
         if part == "entry":
             return AudioEntry(self.size, self.dtype)
-        return ExitModule(self.size, self.out_width, self.dtype)
+        return AudioExit(self.size, self.out_width, self.dtype)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from models import hf
-from models.attention_choice import known_kernel
+from models.attention_choice import check_kernel
 from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.decoder_model import DecoderModel
@@ -25,13 +25,13 @@ from models.vit import VisionModule
 FRAMES_PER_S = 100  # of log-mel features
 # Modules that are published without the others, and where their checkpoints have the parameters.
 PUBLISHED_ALONE: Mapping[str, Callable[[Any], HfWeightMap]] = {
-    "vision": hf.tower,
-    "llm": hf.decoder,
+    "vision": hf.tower_weights,
+    "llm": hf.decoder_weights,
 }
 
 
 @dataclass(frozen=True)
-class Composed(DecoderModel):
+class Composition(DecoderModel):
     """Encoders and a decoder as a model of the engine's contract."""
 
     size: ModelSize
@@ -77,37 +77,41 @@ class Composed(DecoderModel):
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
         s = self.size
-        facts = {"vision": vision_facts(s.vision, s.layout)} if s.vision else {}
-        return facts | ({"audio": audio_facts(s.audio, s.max_windows)} if s.audio else {})
+        facts = {"vision": vision_preprocessing(s.vision, s.layout)} if s.vision else {}
+        return facts | ({"audio": audio_preprocessing(s.audio, s.max_windows)} if s.audio else {})
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
         modules = self.plain
-        return {n: partial(to, modules[n]) for n, to in PUBLISHED_ALONE.items() if n in modules}
+        return {
+            n: partial(weight_map, modules[n])
+            for n, weight_map in PUBLISHED_ALONE.items()
+            if n in modules
+        }
 
 
 @dataclass(frozen=True)
-class Published(Composed):
+class PublishedComposition(Composition):
     """A composition that transformers has too."""
 
     @property
     def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
         if self.size.audio:
-            return hf.qwen2_audio(self)
+            return hf.qwen2_audio_weights(self)
         assert self.size.vision is not None
         return (
-            hf.internvl(self)
+            hf.internvl_weights(self)
             if self.size.vision.form == "internvit"
-            else (hf.llava_onevision(self))
+            else (hf.llava_onevision_weights(self))
         )
 
 
 # ---- what encoders ask of their media, as plain facts for whoever prepares the data ----
 
 
-def vision_facts(size: VisionSize, layout: TileLayout) -> dict[str, Any]:
+def vision_preprocessing(size: VisionSize, layout: TileLayout) -> dict[str, Any]:
     """Tiles of a vision tower; under "anyres" an LLM token is a weighted sum of four features."""
     return {
         "form": layout,
@@ -118,7 +122,7 @@ def vision_facts(size: VisionSize, layout: TileLayout) -> dict[str, Any]:
     }
 
 
-def audio_facts(size: AudioSize, max_windows: int) -> dict[str, Any]:
+def audio_preprocessing(size: AudioSize, max_windows: int) -> dict[str, Any]:
     """Windows of an audio encoder, and how many of a longer sound it is given."""
     return {
         "n_mels": size.mel_bins,
@@ -131,7 +135,7 @@ def audio_facts(size: AudioSize, max_windows: int) -> dict[str, Any]:
 Model = TypeVar("Model")
 
 
-def made(
+def build_from_size(
     cls: Callable[..., Model],
     family: SizeFamily,
     size: str,
@@ -151,19 +155,25 @@ def made(
     Raises:
       ValueError: unknown size, dtype or kernel; the message lists the known ones.
     """
-    found = folder_size(size, family.kind, read) if family.kind else None
-    kernel = known_kernel(attention_kernel)
-    if found and getattr(found, "vision", None):
-        processing = picture_processing(Path(size), family.kind, found.vision)
-        vision = replace(found.vision, **({"processing": processing} if processing else {}))
-        found = replace(found, vision=vision)
-    if found and getattr(found, "audio", None):
-        facts = sound_facts(Path(size), found.audio.mel_bins, found.audio.frames)
-        found = replace(found, audio=replace(found.audio, facts=tuple(facts.items())))
-    return cls(found or family.find(size), known_dtype(dtype), attention_kernel=kernel)
+    size_of_folder = folder_size(size, family.kind, read) if family.kind else None
+    kernel = check_kernel(attention_kernel)
+    if size_of_folder and getattr(size_of_folder, "vision", None):
+        processing = picture_processing(Path(size), family.kind, size_of_folder.vision)
+        vision = replace(
+            size_of_folder.vision, **({"processing": processing} if processing else {})
+        )
+        size_of_folder = replace(size_of_folder, vision=vision)
+    if size_of_folder and getattr(size_of_folder, "audio", None):
+        facts = sound_facts(Path(size), size_of_folder.audio.mel_bins, size_of_folder.audio.frames)
+        size_of_folder = replace(
+            size_of_folder, audio=replace(size_of_folder.audio, facts=tuple(facts.items()))
+        )
+    return cls(
+        size_of_folder or family.find_size(size), parse_dtype(dtype), attention_kernel=kernel
+    )
 
 
-def known_dtype(name: str) -> jnp.dtype:
+def parse_dtype(name: str) -> jnp.dtype:
     """A compute dtype by name; ValueError when it is none."""
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"unknown compute dtype {name!r}; known: float32, bfloat16")

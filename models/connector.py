@@ -44,8 +44,10 @@ class Connector(nn.Module):
         x = merge_patches(x, s.grid, s.merge)
         if s.form == "internvit":
             x = LayerNorm(MERGED_NORM_EPS, name="merged_norm")(x)
-        out = (self.out_width,)
+        out_shape = (self.out_width,)
         fan_in = (x.shape[-1],)
-        x = Linear(fan_in, out, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
+        x = Linear(fan_in, out_shape, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
         x = exact_gelu(x)
-        return Linear(out, out, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
+        return Linear(
+            out_shape, out_shape, ("mlp",), ("embed",), self.dtype, bias=True, name="out"
+        )(x)

@@ -16,18 +16,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attention
+from models.attention import AttentionFunction, attention
 from models.embedding import embed
-from models.layers import Linear, RMSNorm, apply, named, normal
+from models.layers import Linear, RMSNorm, apply, named_init, normal
 from models.linen_module import Batch, LinenModule
-from models.loss import PLAIN, Objective, cross_entropy, head_logits
-from models.memory import KeysAndValues
+from models.loss import NLL_ONLY, Objective, cross_entropy, head_logits
+from models.memory import KVMemory
 from models.rotary import angles_of, rotate
 from models.sizes import DecoderSize
 
 Array = jax.Array
 
-FIELDS = {
+FIELD_DTYPES = {
     "tokens": jnp.int32,
     "segment_ids": jnp.int32,
     "positions": jnp.int32,
@@ -54,12 +54,12 @@ class DecoderEntry(nn.Module):
         is_newline: Array | None = None,
     ) -> Array:
         s = self.size
-        init = named(normal(s.width**-0.5), "vocab", "embed")
+        init = named_init(normal(s.width**-0.5), "vocab", "embed")
         table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
         x = embed(table, tokens).astype(self.dtype)
         if is_newline is not None:
             line_end = self.param(
-                "image_newline", named(normal(s.width**-0.5), "embed"), (s.width,), jnp.float32
+                "image_newline", named_init(normal(s.width**-0.5), "embed"), (s.width,), jnp.float32
             )
             x = jnp.where(is_newline[:, :, None], line_end.astype(self.dtype)[None, None], x)
         if is_visual is None or visual is None:
@@ -72,7 +72,7 @@ class DecoderBlock(nn.Module):
 
     size: DecoderSize
     dtype: jnp.dtype
-    attend: Attend = attention
+    attend: AttentionFunction = attention
 
     @nn.compact
     def __call__(self, x: Array, positions: Array, segment_ids: Array) -> Array:
@@ -99,13 +99,13 @@ class DecoderBlock(nn.Module):
 
         h = RMSNorm(s.norm_eps, name="mlp_norm")(x)
         gate = linear(width, mlp, embed, ("mlp",), name="gate")(h)
-        up = linear(width, mlp, embed, ("mlp",), name="up")(h)
-        h = jax.nn.silu(gate) * up
+        up_branch = linear(width, mlp, embed, ("mlp",), name="up")(h)
+        h = jax.nn.silu(gate) * up_branch
         std = residual * s.mlp**-0.5
         return x + linear(mlp, width, ("mlp",), embed, std=std, name="down")(h)
 
 
-class Exit(nn.Module):
+class DecoderExit(nn.Module):
     """Final norm and head; gives (normed hidden states, head table [vocab, width])."""
 
     size: Any  # width, vocab, tied, norm_eps, norm_around
@@ -113,11 +113,11 @@ class Exit(nn.Module):
     @nn.compact
     def __call__(self, x: Array, tied_table: Array | None) -> tuple[Array, Array]:
         s = self.size
-        x = RMSNorm(s.norm_eps, around=s.norm_around, name="norm")(x)
+        x = RMSNorm(s.norm_eps, offset=s.norm_offset, name="norm")(x)
         if s.tied:
             assert tied_table is not None, "a tied head needs the entry's parameters"
             return x, tied_table
-        init = named(normal(s.width**-0.5), "vocab", "embed")
+        init = named_init(normal(s.width**-0.5), "vocab", "embed")
         return x, self.param("head", init, (s.vocab, s.width), jnp.float32)
 
 
@@ -133,7 +133,7 @@ class DecoderModule(LinenModule):
     attention_kernel: str = "auto"
     chip: str = ""
     deepstack: int = 0
-    objective: Objective = PLAIN
+    objective: Objective = NLL_ONLY
     media: bool = True
 
     @property
@@ -169,12 +169,14 @@ class DecoderModule(LinenModule):
         """Shape and dtype of a field for `items` rows of `tokens`."""
         if name == "visual" or name in self.inlets:
             return jax.ShapeDtypeStruct((items, tokens, self.size.width), self.dtype)
-        if name not in FIELDS:
-            raise ValueError(f"the LLM has no field {name!r}; it reads {', '.join(FIELDS)}, visual")
+        if name not in FIELD_DTYPES:
+            raise ValueError(
+                f"the LLM has no field {name!r}; it reads {', '.join(FIELD_DTYPES)}, visual"
+            )
         axes = (3,) if name == "positions" and self.size.mrope_sections else ()
-        return jax.ShapeDtypeStruct((items, tokens, *axes), FIELDS[name])
+        return jax.ShapeDtypeStruct((items, tokens, *axes), FIELD_DTYPES[name])
 
-    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         hidden = self.field_spec("visual", 1, 1)
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
@@ -182,9 +184,11 @@ class DecoderModule(LinenModule):
         if part == "layers":
             return DecoderBlock(self.size, self.dtype, self.attend), (hidden, *fields)
         shape = (self.size.vocab, self.size.width)
-        return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
+        return DecoderExit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
 
-    def layer(self, params: Any, x: Array, batch: Batch, mix: Attend | None = None) -> Array:
+    def layer(
+        self, params: Any, x: Array, batch: Batch, mix: AttentionFunction | None = None
+    ) -> Array:
         """One layer, by `mix` in place of the module's own attention where it is given."""
         fields = [batch[name] for name in self.inputs["layers"]]
         return apply(DecoderBlock(self.size, self.dtype, mix or self.attend), params, x, *fields)
@@ -194,13 +198,13 @@ class DecoderModule(LinenModule):
         """Layers that have run where each edge between layers is read."""
         return {f"deepstack_{i}": i + 1 for i in range(self.deepstack)}
 
-    def inlet(self, name: str, x: Array, placed: Array, batch: Batch) -> Array:
+    def inlet(self, name: str, x: Array, features: Array, batch: Batch) -> Array:
         """See `dflop_jax.contract`."""
-        return x + placed
+        return x + features
 
     def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
         table = entry["embedding"] if self.tied else None
-        return apply(Exit(self.size), params, x, table)
+        return apply(DecoderExit(self.size), params, x, table)
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
         """Sums over the microbatch of weighted token losses and of weighted correct predictions."""
@@ -220,6 +224,6 @@ class DecoderModule(LinenModule):
         """Float32 logits [items, tokens, vocab] of hidden states, for evaluation and generation."""
         return head_logits(*self._head(params, x, entry), cap=self.cap)
 
-    def memory(self, kind: str = "layers") -> KeysAndValues:
+    def memory(self, kind: str = "layers") -> KVMemory:
         """See `dflop_jax.contract`."""
-        return KeysAndValues(self.attend)
+        return KVMemory(self.attend)

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 
 from models.hf_tensors import HfWeightMap
-from models.lora import Lora, adapted
-from models.loss import PLAIN, Objective
+from models.lora import Lora, add_adapters
+from models.loss import NLL_ONLY, Objective
 
 
 @dataclass(frozen=True)
-class TextModel(ABC):
+class AdaptableModel(ABC):
     """Modules of which one is a decoder of text, `size.decoder`. They may have adapters."""
 
     size: Any
@@ -31,7 +31,7 @@ class TextModel(ABC):
     @property
     def modules(self) -> Mapping[str, Any]:
         """In topological order, with adapters where there are any."""
-        return adapted(self.plain, self.lora)
+        return add_adapters(self.plain, self.lora)
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
@@ -48,10 +48,10 @@ class TextModel(ABC):
 
 
 @dataclass(frozen=True)
-class DecoderModel(TextModel):
+class DecoderModel(AdaptableModel):
     """A decoder of text at the end, and what it reads."""
 
-    objective: Objective = PLAIN
+    objective: Objective = NLL_ONLY
 
     def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
         """The model whose LLM is trained on more than the plain loss; see `models.loss`."""

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention_split import SAVED
-from models.delta_states import CHUNK, XLA, States, product
+from models.attention_split import RESIDUAL_NAME
+from models.delta_states import CHUNK_TOKENS, XLA_SCAN, StateScan, product
 
 Array = jax.Array
 
-BLOCK = 16  # tokens of a triangle inverted alone; of more the products outgrow the others
+INVERSE_BLOCK = 16  # tokens of a triangle inverted alone; of more the products outgrow the others
 NORM_EPS = 1e-6  # of queries and keys, as published
 
 _exact = partial(product, precision="highest")  # a GPU else takes 10 bits of each factor
@@ -44,8 +44,8 @@ def delta_rule(
     beta_BTV: Array,
     segment_ids: Array,
     *,
-    chunk: int = CHUNK,
-    states: States = XLA,
+    chunk: int = CHUNK_TOKENS,
+    states: StateScan = XLA_SCAN,
 ) -> Array:
     """What every token reads of its piece's state. Queries and keys are normed to length 1, queries
     are scaled by H^-0.5; value head v reads key head v // G.
@@ -58,7 +58,7 @@ def delta_rule(
       beta_BTV: share of the difference that a token writes, 0 to 1.
       segment_ids: int [B, T]; what comes out for padding (0) is finite and means nothing.
       chunk: tokens, a power of two.
-      states: what takes states from chunk to chunk; see `states_by`.
+      states: what takes states from chunk to chunk; see `choose_state_scan`.
 
     Returns:
       [B, T, V, D] in the dtype of the values; states and all in between are float32.
@@ -66,123 +66,107 @@ def delta_rule(
     tokens = q_BTKH.shape[1]
     if not q_BTKH.size:
         return jnp.zeros_like(v_BTVD)
-    chunk = _fitting(chunk, tokens)
-    fields = _whole_chunks(chunk, q_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
+    chunk = _fit_chunk(chunk, tokens)
+    fields = _pad_to_chunks(chunk, q_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
     ids = jnp.pad(segment_ids, ((0, 0), (0, -tokens % chunk)), constant_values=-1)
-    return _delta(chunk, states, *fields, ids)[:, :tokens]
+    return _chunked_delta_rule(chunk, states, fields, ids)[:, :tokens]
 
 
 def last_state(k_BTKH: Array, v_BTVD: Array, decay_BTV: Array, beta_BTV: Array) -> Array:
     """The state [B, V, H, D] after rows of one piece each; what neither decays nor writes leaves it
     as it is."""
-    chunk = _fitting(CHUNK, k_BTKH.shape[1])
-    fields = _whole_chunks(chunk, k_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
+    chunk = _fit_chunk(CHUNK_TOKENS, k_BTKH.shape[1])
+    fields = _pad_to_chunks(chunk, k_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
     ids = jnp.ones(fields[0].shape[:2], jnp.int32)
-    parts = _parts(chunk, ids, *fields)
-    before, written = XLA.forward(parts.wanted, parts.reads_key, parts.leaves_key, parts.keeps)
-    new = product("bkgih,bkgid->bkghd", parts.leaves_key[-1], written[-1])
-    state = parts.keeps[-1][..., None, None] * before[-1] + new
+    chunks = _chunk_transitions(chunk, ids, *fields)
+    states_before, written = XLA_SCAN.forward(
+        chunks.update, chunks.state_key, chunks.write_key, chunks.state_decay
+    )
+    new = product("bkgih,bkgid->bkghd", chunks.write_key[-1], written[-1])
+    state = chunks.state_decay[-1][..., None, None] * states_before[-1] + new
     return state.reshape(state.shape[0], -1, *state.shape[3:])
 
 
-def _fitting(chunk: int, tokens: int) -> int:
+def _fit_chunk(chunk: int, tokens: int) -> int:
     """Tokens of a chunk in rows that may be shorter than one."""
     return min(chunk, 1 << (tokens - 1).bit_length())
 
 
-def _whole_chunks(chunk: int, *fields: Array) -> tuple[Array, ...]:
+def _pad_to_chunks(chunk: int, *fields: Array) -> tuple[Array, ...]:
     """Fields [B, T, ...] padded to chunks by tokens that neither decay nor write."""
+    more = -fields[0].shape[1] % chunk
+    return tuple(jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2))) for a in fields)
 
-    def padded(a: Array) -> Array:
-        return jnp.pad(a, ((0, 0), (0, -a.shape[1] % chunk), *((0, 0),) * (a.ndim - 2)))
 
-    return tuple(map(padded, fields))
+Fields = tuple[Array, ...]  # queries, keys, values, decays, betas
+_Residuals = tuple[Fields, Array, Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _delta(
-    chunk: int,
-    states: States,
-    q: Array,
-    k: Array,
-    v: Array,
-    decay: Array,
-    beta: Array,
-    ids: Array,
-) -> Array:
-    return _forward(chunk, states, q, k, v, decay, beta, ids)[0]
+def _chunked_delta_rule(chunk: int, states: StateScan, fields: Fields, ids: Array) -> Array:
+    return _forward(chunk, states, fields, ids)[0]
 
 
-_Saved = tuple[tuple[Array, ...], Array, Array]
-
-
-def _forward(
-    chunk: int,
-    states: States,
-    q: Array,
-    k: Array,
-    v: Array,
-    decay: Array,
-    beta: Array,
-    ids: Array,
-) -> tuple[Array, _Saved]:
-    fields = q, k, v, decay, beta
-    parts = _parts(chunk, ids, *fields)
-    before, written = states.forward(parts.wanted, parts.reads_key, parts.leaves_key, parts.keeps)
-    out = product("nbkgih,nbkghd->nbkgid", parts.reads_query, before)
-    out = out + product("nbkgij,nbkgjd->nbkgid", parts.seen, written)
-    out_BTVD = _unchunked(out, v.shape).astype(v.dtype)
-    return checkpoint_name(out_BTVD, SAVED), (fields, ids, before)
+def _forward(chunk: int, states: StateScan, fields: Fields, ids: Array) -> tuple[Array, _Residuals]:
+    chunks = _chunk_transitions(chunk, ids, *fields)
+    states_before, written = states.forward(
+        chunks.update, chunks.state_key, chunks.write_key, chunks.state_decay
+    )
+    output = product("nbkgih,nbkghd->nbkgid", chunks.state_query, states_before)
+    output = output + product("nbkgij,nbkgjd->nbkgid", chunks.local_scores, written)
+    out_BTVD = _join_chunks(output, fields[2].shape).astype(fields[2].dtype)
+    return checkpoint_name(out_BTVD, RESIDUAL_NAME), (fields, ids, states_before)
 
 
 def _backward(
-    chunk: int, states: States, saved: _Saved, dout_BTVD: Array
-) -> tuple[Array | None, ...]:
-    fields, ids, before = saved
-    parts, pull = jax.vjp(partial(_parts, chunk, ids), *fields)
-    written = parts.wanted - product("nbkgih,nbkghd->nbkgid", parts.reads_key, before)
-    dout = _value_chunks(dout_BTVD.astype(jnp.float32), chunk, parts.keeps.shape[2])
-    dseen = product("nbkgid,nbkgjd->nbkgij", dout, written)
-    dreads_query = product("nbkgid,nbkghd->nbkgih", dout, before)
-    dread = product("nbkgih,nbkgid->nbkghd", parts.reads_query, dout)
-    dwritten = product("nbkgij,nbkgid->nbkgjd", parts.seen, dout)
-    dafter, dwritten = states.backward(
-        dwritten, dread, parts.reads_key, parts.leaves_key, parts.keeps
+    chunk: int, states: StateScan, saved: _Residuals, dout_BTVD: Array
+) -> tuple[tuple[Array, ...], None]:
+    fields, ids, states_before = saved
+    chunks, pull = jax.vjp(partial(_chunk_transitions, chunk, ids), *fields)
+    written = chunks.update - product("nbkgih,nbkghd->nbkgid", chunks.state_key, states_before)
+    dout = _value_chunks(dout_BTVD.astype(jnp.float32), chunk, chunks.state_decay.shape[2])
+    dlocal_scores = product("nbkgid,nbkgjd->nbkgij", dout, written)
+    dstate_query = product("nbkgid,nbkghd->nbkgih", dout, states_before)
+    dstate_before = product("nbkgih,nbkgid->nbkghd", chunks.state_query, dout)
+    dwritten = product("nbkgij,nbkgid->nbkgjd", chunks.local_scores, dout)
+    dstate_after, dwritten = states.backward(
+        dwritten, dstate_before, chunks.state_key, chunks.write_key, chunks.state_decay
     )
-    dparts = _Parts(
-        wanted=dwritten,
-        reads_key=-product("nbkgid,nbkghd->nbkgih", dwritten, before),
-        reads_query=dreads_query,
-        leaves_key=product("nbkgid,nbkghd->nbkgih", written, dafter),
-        seen=dseen,
-        keeps=jnp.sum(before * dafter, axis=(-2, -1)),
+    dchunks = ChunkTransition(
+        update=dwritten,
+        state_key=-product("nbkgid,nbkghd->nbkgih", dwritten, states_before),
+        state_query=dstate_query,
+        write_key=product("nbkgid,nbkghd->nbkgih", written, dstate_after),
+        local_scores=dlocal_scores,
+        state_decay=jnp.sum(states_before * dstate_after, axis=(-2, -1)),
     )
-    return (*pull(dparts), None)
+    return pull(dchunks), None
 
 
-_delta.defvjp(_forward, _backward)
+_chunked_delta_rule.defvjp(_forward, _backward)
 
 
-class _Parts(NamedTuple):
-    """What chunks do to states S, each for itself: they write W = wanted - reads_key S, read
-    reads_query S + seen W, and leave keeps S + leaves_key^T W.
+class ChunkTransition(NamedTuple):
+    """What chunks do to states S, each for itself: they write W = update - state_key S, read
+    state_query S + local_scores W, and leave state_decay S + write_key^T W.
 
-    `wanted` is [N, B, K, G, C, D], `seen` [.., C, C], `keeps` [N, B, K, G], others [.., C, H].
+    `update` is [N, B, K, G, C, D], `local_scores` [.., C, C], `state_decay` [N, B, K, G], others
+    [.., C, H].
     """
 
-    wanted: Array
-    reads_key: Array
-    reads_query: Array
-    leaves_key: Array
-    seen: Array
-    keeps: Array
+    update: Array
+    state_key: Array
+    state_query: Array
+    write_key: Array
+    local_scores: Array
+    state_decay: Array
 
 
-def _parts(
+def _chunk_transitions(
     chunk: int, ids_BT: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
-) -> _Parts:
+) -> ChunkTransition:
     heads = k.shape[2]
-    q_NBKCH, k_NBKCH = (_key_chunks(normed(a), chunk) for a in (q, k))
+    q_NBKCH, k_NBKCH = (_key_chunks(normalize(a), chunk) for a in (q, k))
     q_NBKCH = q_NBKCH * q.shape[-1] ** -0.5
     v_NBKGCD = _value_chunks(v.astype(jnp.float32), chunk, heads)
     decay_NBKGC, beta_NBKGC = (
@@ -210,19 +194,20 @@ def _parts(
     keys_NBKCC = product("nbkih,nbkjh->nbkij", k_NBKCH, k_NBKCH)
     overlap_NBKGCC = beta_NBKGC[..., None] * keys_NBKCC[:, :, :, None] * between_NBKGCC
     solved_NBKGCC = unit_inverse(overlap_NBKGCC)
-    wanted = product("nbkgij,nbkgjd->nbkgid", solved_NBKGCC, beta_NBKGC[..., None] * v_NBKGCD)
+    update = product("nbkgij,nbkgjd->nbkgid", solved_NBKGCC, beta_NBKGC[..., None] * v_NBKGCD)
     read_NBKGCH = (beta_NBKGC * since_NBKGC)[..., None] * k_NBKCH[:, :, :, None]
-    return _Parts(
-        wanted=wanted,
-        reads_key=product("nbkgij,nbkgjh->nbkgih", solved_NBKGCC, read_NBKGCH),
-        reads_query=since_NBKGC[..., None] * q_NBKCH[:, :, :, None],
-        leaves_key=to_end_NBKGC[..., None] * k_NBKCH[:, :, :, None],
-        seen=product("nbkih,nbkjh->nbkij", q_NBKCH, k_NBKCH)[:, :, :, None] * between_NBKGCC,
-        keeps=since_NBKGC[..., -1],
+    return ChunkTransition(
+        update=update,
+        state_key=product("nbkgij,nbkgjh->nbkgih", solved_NBKGCC, read_NBKGCH),
+        state_query=since_NBKGC[..., None] * q_NBKCH[:, :, :, None],
+        write_key=to_end_NBKGC[..., None] * k_NBKCH[:, :, :, None],
+        local_scores=product("nbkih,nbkjh->nbkij", q_NBKCH, k_NBKCH)[:, :, :, None]
+        * between_NBKGCC,
+        state_decay=since_NBKGC[..., -1],
     )
 
 
-def normed(a: Array) -> Array:
+def normalize(a: Array) -> Array:
     """Of length 1 along the last dim, float32."""
     a = a.astype(jnp.float32)
     return a * jax.lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + NORM_EPS)
@@ -245,7 +230,7 @@ def _value_chunks(a_BTVD: Array, chunk: int, heads: int) -> Array:
     return a_BTVD.reshape(B, -1, chunk, heads, V // heads, D).transpose(1, 0, 3, 4, 2, 5)
 
 
-def _unchunked(a_NBKGCD: Array, shape: tuple[int, ...]) -> Array:
+def _join_chunks(a_NBKGCD: Array, shape: tuple[int, ...]) -> Array:
     return a_NBKGCD.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
 
 
@@ -258,23 +243,23 @@ def unit_inverse(a: Array) -> Array:
     be most of what there is to compile.
     """
     n = a.shape[-1]
-    size = min(n, BLOCK)
+    size = min(n, INVERSE_BLOCK)
     shape = (*a.shape[:-2], n // size, size, n // size, size)
     block = jnp.arange(n) // size
-    own = jnp.broadcast_to(block[:, None] == block[None], a.shape)
+    is_diagonal_block = jnp.broadcast_to(block[:, None] == block[None], a.shape)
     zeros = jnp.zeros_like(a)
-    diagonal = jnp.sum(jnp.where(own, a, zeros).reshape(shape), axis=-2)
+    diagonal = jnp.sum(jnp.where(is_diagonal_block, a, zeros).reshape(shape), axis=-2)
     unit = jnp.broadcast_to(jnp.eye(size, dtype=bool), diagonal.shape)
     one = jnp.where(unit, jnp.ones_like(diagonal), jnp.zeros_like(diagonal))
-    blocks = _by_halves(diagonal, one, 1)
-    apart = jnp.broadcast_to(blocks[..., None, :], shape).reshape(a.shape)
-    return _by_halves(a, jnp.where(own, apart, zeros), size)
+    blocks = _invert_by_halves(diagonal, one, 1)
+    block_diagonal = jnp.broadcast_to(blocks[..., None, :], shape).reshape(a.shape)
+    return _invert_by_halves(a, jnp.where(is_diagonal_block, block_diagonal, zeros), size)
 
 
-def _by_halves(a: Array, inverse: Array, least: int) -> Array:
+def _invert_by_halves(a: Array, inverse: Array, smallest: int) -> Array:
     """From the inverse of halves of `least` tokens on that of the matrices."""
     n = a.shape[-1]
-    halves = [least << i for i in range((n // least).bit_length() - 1)]
+    halves = [smallest << i for i in range((n // smallest).bit_length() - 1)]
     half = np.arange(n) // np.array(halves, int)[:, None]  # of a token, by step
     i, j = half[:, :, None], half[:, None, :]
     corners = (i == j + 1) & (i % 2 == 1)
@@ -307,21 +292,23 @@ def short_convolution(x_BTKH: Array, taps_SKH: Array, segment_ids: Array) -> Arr
     float32."""
     n = taps_SKH.shape[0]
     x_BTKH, taps_SKH = x_BTKH.astype(jnp.float32), taps_SKH.astype(jnp.float32)
-    out = x_BTKH * taps_SKH[None, n - 1 : n]
-    for back in range(1, n):
-        room = ((0, 0), (back, 0))
-        before = jnp.pad(x_BTKH, (*room, (0, 0), (0, 0)))[:, : x_BTKH.shape[1]]
-        ids = jnp.pad(segment_ids, room, constant_values=-1)[:, : x_BTKH.shape[1]]
-        own = (ids == segment_ids)[..., None, None]
-        here = taps_SKH[None, n - 1 - back : n - back]
-        out = out + jnp.where(own, before, jnp.zeros_like(before)) * here
-    return out
+    output = x_BTKH * taps_SKH[None, n - 1 : n]
+    for shift in range(1, n):
+        shift_padding = ((0, 0), (shift, 0))
+        states_before = jnp.pad(x_BTKH, (*shift_padding, (0, 0), (0, 0)))[:, : x_BTKH.shape[1]]
+        ids = jnp.pad(segment_ids, shift_padding, constant_values=-1)[:, : x_BTKH.shape[1]]
+        same_segment = (ids == segment_ids)[..., None, None]
+        tap = taps_SKH[None, n - 1 - shift : n - shift]
+        output = (
+            output + jnp.where(same_segment, states_before, jnp.zeros_like(states_before)) * tap
+        )
+    return output
 
 
 Heads = tuple[Array, Array, Array]  # of queries, keys and values
 
 
-def convolved(heads: Heads, taps: Heads, segment_ids: Array) -> Heads:
+def convolve_heads(heads: Heads, taps: Heads, segment_ids: Array) -> Heads:
     """What goes into `delta_rule`, convolved over a few tokens."""
     q, k, v = (
         jax.nn.silu(short_convolution(x, own, segment_ids)).astype(x.dtype)
@@ -330,15 +317,15 @@ def convolved(heads: Heads, taps: Heads, segment_ids: Array) -> Heads:
     return q, k, v
 
 
-def delta_mix(
+def mix_tokens(
     heads: Heads,
     taps: Heads,
     decay_BTV: Array,
     beta_BTV: Array,
     segment_ids: Array,
     *,
-    states: States = XLA,
+    states: StateScan = XLA_SCAN,
 ) -> Array:
     """How a gated delta net mixes the tokens of a piece."""
-    q, k, v = convolved(heads, taps, segment_ids)
+    q, k, v = convolve_heads(heads, taps, segment_ids)
     return delta_rule(q, k, v, decay_BTV, beta_BTV, segment_ids, states=states)

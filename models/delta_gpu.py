@@ -22,97 +22,100 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec as P
 
-from models.attention_split import AXIS, interpreted, on_ranks, tensor_ranks
+from models.attention_split import AXIS, interpret_in_shard_map, shard_over_heads, tp_degree
 
 Array = jax.Array
 Ref = Any
 
-LEAST, MOST = 16, 256  # tokens of a chunk and sizes of heads that a GPU's blocks can have
-_COLUMNS = 32  # of a state that a program holds
+MIN_SIZE, MAX_SIZE = 16, 256  # tokens of a chunk and sizes of heads that a GPU's blocks can have
+_PROGRAM_COLUMNS = 32  # of a state that a program holds
 _HEADS = P(None, None, AXIS)  # of [N, B, K, ...]
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
-def fits(chunk: int, key_size: int, value_size: int) -> bool:
+def can_run(chunk: int, key_size: int, value_size: int) -> bool:
     """Whether a GPU can run the kernels at these sizes."""
     sizes = chunk, key_size, value_size
-    return all(LEAST <= n <= MOST and n & (n - 1) == 0 for n in sizes)
+    return all(MIN_SIZE <= n <= MAX_SIZE and n & (n - 1) == 0 for n in sizes)
 
 
-def states(
-    wanted: Array, reads_key: Array, leaves_key: Array, keeps: Array, *, interpret: bool
+def scan_states(
+    update: Array, state_key: Array, write_key: Array, state_decay: Array, *, interpret: bool
 ) -> tuple[Array, Array]:
-    """`forward` of `models.delta_states.States`."""
-    call = partial(_call, _forward_kernel, "delta_states", interpret)
-    before, written = _on_heads(call)((wanted,), (reads_key, leaves_key), keeps)
-    return before, written
+    """`forward` of `models.delta_states.StateScan`."""
+    call = partial(_call_kernel, _forward_kernel, "delta_states", interpret)
+    states_before, written = _split_heads(call)((update,), (state_key, write_key), state_decay)
+    return states_before, written
 
 
-def states_gradient(
+def scan_gradients(
     dwritten: Array,
-    dread: Array,
-    reads_key: Array,
-    leaves_key: Array,
-    keeps: Array,
+    dstate_before: Array,
+    state_key: Array,
+    write_key: Array,
+    state_decay: Array,
     *,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """`backward` of `models.delta_states.States`."""
-    call = partial(_call, _backward_kernel, "delta_states_gradient", interpret)
-    dafter, dwritten = _on_heads(call)((dwritten, dread), (reads_key, leaves_key), keeps)
-    return dafter, dwritten
+    """`backward` of `models.delta_states.StateScan`."""
+    call = partial(_call_kernel, _backward_kernel, "delta_states_gradient", interpret)
+    dstate_after, dwritten = _split_heads(call)(
+        (dwritten, dstate_before), (state_key, write_key), state_decay
+    )
+    return dstate_after, dwritten
 
 
-def _on_heads(call: Callable[..., Any]) -> Callable[..., Any]:
+def _split_heads(call: Callable[..., Any]) -> Callable[..., Any]:
     """Every tensor rank with the heads that it has."""
-    if tensor_ranks() == 1:
+    if tp_degree() == 1:
         return call
-    return on_ranks(call, (_HEADS, _HEADS, _HEADS), (_HEADS, _HEADS))
+    return shard_over_heads(call, (_HEADS, _HEADS, _HEADS), (_HEADS, _HEADS))
 
 
-def _call(
+def _call_kernel(
     kernel: Callable[..., None],
     name: str,
     interpret: bool,
-    columns: tuple[Array, ...],
-    wholes: tuple[Array, ...],
-    keeps: Array,
+    split_inputs: tuple[Array, ...],
+    whole_inputs: tuple[Array, ...],
+    state_decay: Array,
 ) -> tuple[Array, Array]:
     """Run a kernel over (heads, blocks of columns): of `columns`, [N, B, K, G, .., D], a program
     sees its own, of `wholes` all. It gives one array of states and one like the first columns."""
-    n_chunks, heads = keeps.shape[0], keeps.shape[1:]
-    columns, wholes = jax.tree.map(
-        lambda a: a.reshape(n_chunks, -1, *a.shape[len(keeps.shape) :]), (columns, wholes)
+    n_chunks, heads = state_decay.shape[0], state_decay.shape[1:]
+    split_inputs, whole_inputs = jax.tree.map(
+        lambda a: a.reshape(n_chunks, -1, *a.shape[len(state_decay.shape) :]),
+        (split_inputs, whole_inputs),
     )
-    size = columns[0].shape[-1]
-    width = size if size % _COLUMNS else _COLUMNS
-    state = jax.eval_shape(partial(jnp.einsum, "nmih,nmid->nmhd"), wholes[0], columns[0])
-    outs = state, jax.eval_shape(lambda a: a, columns[0])
+    size = split_inputs[0].shape[-1]
+    width = size if size % _PROGRAM_COLUMNS else _PROGRAM_COLUMNS
+    state = jax.eval_shape(partial(jnp.einsum, "nmih,nmid->nmhd"), whole_inputs[0], split_inputs[0])
+    out_structs = state, jax.eval_shape(lambda a: a, split_inputs[0])
 
-    def own(a: Any) -> pl.BlockSpec:
+    def column_spec(a: Any) -> pl.BlockSpec:
         return pl.BlockSpec((n_chunks, None, a.shape[2], width), lambda m, d: (0, m, 0, d))
 
-    def whole(a: Any) -> pl.BlockSpec:
+    def whole_spec(a: Any) -> pl.BlockSpec:
         return pl.BlockSpec((n_chunks, None, *a.shape[2:]), lambda m, d: (0, m, 0, 0))
 
     run = pl.pallas_call(
         kernel,
-        out_shape=outs,
+        out_shape=out_structs,
         grid=(state.shape[1], size // width),
         in_specs=[
-            *map(own, columns),
-            *map(whole, wholes),
+            *map(column_spec, split_inputs),
+            *map(whole_spec, whole_inputs),
             pl.BlockSpec((n_chunks, None), lambda m, d: (0, m)),
         ],
-        out_specs=tuple(map(own, outs)),
+        out_specs=tuple(map(column_spec, out_structs)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name=name,
     )
-    run = interpreted(run) if interpret else run
-    found = run(*columns, *wholes, keeps.reshape(n_chunks, -1))
-    before, like_columns = (a.reshape(n_chunks, *heads, *a.shape[2:]) for a in found)
-    return before, like_columns
+    run = interpret_in_shard_map(run) if interpret else run
+    results = run(*split_inputs, *whole_inputs, state_decay.reshape(n_chunks, -1))
+    states_before, like_columns = (a.reshape(n_chunks, *heads, *a.shape[2:]) for a in results)
+    return states_before, like_columns
 
 
 def _forward_kernel(
@@ -120,13 +123,13 @@ def _forward_kernel(
 ) -> None:
     """Columns of a head's state, from the first chunk to the last."""
 
-    def after(n: Array, state: Array) -> Array:
+    def step(n: Array, state: Array) -> Array:
         state_ref[n] = state
         written = wanted_ref[n] - _dot(reads_ref[n], state)
         out_ref[n] = written
         return keeps_ref[n] * state + _dot(leaves_ref[n].T, written)
 
-    lax.fori_loop(0, keeps_ref.shape[0], after, jnp.zeros(state_ref.shape[1:], jnp.float32))
+    lax.fori_loop(0, keeps_ref.shape[0], step, jnp.zeros(state_ref.shape[1:], jnp.float32))
 
 
 def _backward_kernel(
@@ -141,11 +144,11 @@ def _backward_kernel(
     """Columns of the gradient of a head's state, from the last chunk to the first."""
     n_chunks = keeps_ref.shape[0]
 
-    def before(step: Array, dstate: Array) -> Array:
-        n = n_chunks - 1 - step
+    def states_before(steps_done: Array, dstate: Array) -> Array:
+        n = n_chunks - 1 - steps_done
         dstate_ref[n] = dstate
         dwritten = dwritten_ref[n] + _dot(leaves_ref[n], dstate)
         out_ref[n] = dwritten
         return keeps_ref[n] * dstate + dread_ref[n] - _dot(reads_ref[n].T, dwritten)
 
-    lax.fori_loop(0, n_chunks, before, jnp.zeros(dstate_ref.shape[1:], jnp.float32))
+    lax.fori_loop(0, n_chunks, states_before, jnp.zeros(dstate_ref.shape[1:], jnp.float32))

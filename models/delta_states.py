@@ -13,73 +13,77 @@ import jax
 import jax.numpy as jnp
 
 from models import delta_gpu
-from models.attention_choice import on_gpu, skips
+from models.attention_choice import is_gpu, skips
 
 Array = jax.Array
 
-CHUNK = 64  # tokens; twice as many take half the steps one after the other, and more products
+CHUNK_TOKENS = (
+    64  # tokens; twice as many take half the steps one after the other, and more products
+)
 product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @dataclass(frozen=True)
-class States:
+class StateScan:
     """What takes states S from chunk to chunk, and gradients back.
 
-    `forward(wanted, reads_key, leaves_key, keeps)`, see `models.delta._Parts`, gives the states
-    before every chunk [N, B, K, G, H, D], zeros at first, and what chunks write, like `wanted`.
-    `backward(dwritten, dread, reads_key, leaves_key, keeps)` takes the gradients of what a chunk
-    wrote and of the state before it, as far as they come from what its own tokens read, and gives
-    those of the state after it and of what it wrote.
+    `forward(update, state_key, write_key, state_decay)`, see `models.delta.ChunkTransition`, gives
+    the states before every chunk [N, B, K, G, H, D], zeros at first, and what chunks write, like
+    `update`. `backward(dwritten, dstate_before, state_key, write_key, state_decay)` takes the
+    gradients of what a chunk wrote and of the state before it, as far as they come from what its
+    own tokens read, and gives those of the state after it and of what it wrote.
     """
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., tuple[Array, Array]]
 
 
-def states_by(kernel: str, chip: str, key_size: int, value_size: int) -> States:
+def choose_state_scan(kernel: str, chip: str, key_size: int, value_size: int) -> StateScan:
     """By the project's GPU kernels, interpreted where there is no GPU, where attention by a kernel
     of that name is theirs too and they have such sizes; else by XLA."""
     by_kernel = skips(kernel, chip, jnp.dtype(jnp.bfloat16), key_size)
-    if not (by_kernel and delta_gpu.fits(CHUNK, key_size, value_size)):
-        return XLA
-    return GPU if on_gpu(chip) else INTERPRETED
+    if not (by_kernel and delta_gpu.can_run(CHUNK_TOKENS, key_size, value_size)):
+        return XLA_SCAN
+    return GPU_SCAN if is_gpu(chip) else INTERPRETED_SCAN
 
 
-def _states(
-    wanted: Array, reads_key: Array, leaves_key: Array, keeps: Array
+def _scan_states(
+    update: Array, state_key: Array, write_key: Array, state_decay: Array
 ) -> tuple[Array, Array]:
-    def after(state: Array, now: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        wanted, reads_key, leaves_key, keeps = now
-        written = wanted - product("bkgih,bkghd->bkgid", reads_key, state)
-        new = product("bkgih,bkgid->bkghd", leaves_key, written)
-        return keeps[..., None, None] * state + new, (state, written)
+    def step(state: Array, per_chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        update, state_key, write_key, state_decay = per_chunk
+        written = update - product("bkgih,bkghd->bkgid", state_key, state)
+        new = product("bkgih,bkgid->bkghd", write_key, written)
+        return state_decay[..., None, None] * state + new, (state, written)
 
-    like = product("bkgih,bkgid->bkghd", leaves_key[0], wanted[0])
-    now = wanted, reads_key, leaves_key, keeps
-    before, written = jax.lax.scan(after, jnp.zeros_like(like), now)[1]
-    return before, written
+    state_like = product("bkgih,bkgid->bkghd", write_key[0], update[0])
+    per_chunk = update, state_key, write_key, state_decay
+    states_before, written = jax.lax.scan(step, jnp.zeros_like(state_like), per_chunk)[1]
+    return states_before, written
 
 
-def _states_gradient(
-    dwritten: Array, dread: Array, reads_key: Array, leaves_key: Array, keeps: Array
+def _scan_gradients(
+    dwritten: Array, dstate_before: Array, state_key: Array, write_key: Array, state_decay: Array
 ) -> tuple[Array, Array]:
-    def before(dstate: Array, now: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        dwritten, dread, reads_key, leaves_key, keeps = now
-        dwritten = dwritten + product("bkgih,bkghd->bkgid", leaves_key, dstate)
-        kept = keeps[..., None, None] * dstate
-        earlier = kept + dread - product("bkgih,bkgid->bkghd", reads_key, dwritten)
+    def step(dstate: Array, per_chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        dwritten, dstate_before, state_key, write_key, state_decay = per_chunk
+        dwritten = dwritten + product("bkgih,bkghd->bkgid", write_key, dstate)
+        decayed = state_decay[..., None, None] * dstate
+        earlier = decayed + dstate_before - product("bkgih,bkgid->bkghd", state_key, dwritten)
         return earlier, (dstate, dwritten)
 
-    now = dwritten, dread, reads_key, leaves_key, keeps
-    dafter, dwritten = jax.lax.scan(before, jnp.zeros_like(dread[0]), now, reverse=True)[1]
-    return dafter, dwritten
+    per_chunk = dwritten, dstate_before, state_key, write_key, state_decay
+    dstate_after, dwritten = jax.lax.scan(
+        step, jnp.zeros_like(dstate_before[0]), per_chunk, reverse=True
+    )[1]
+    return dstate_after, dwritten
 
 
-XLA = States(_states, _states_gradient)
-GPU, INTERPRETED = (
-    States(
-        partial(delta_gpu.states, interpret=interpret),
-        partial(delta_gpu.states_gradient, interpret=interpret),
+XLA_SCAN = StateScan(_scan_states, _scan_gradients)
+GPU_SCAN, INTERPRETED_SCAN = (
+    StateScan(
+        partial(delta_gpu.scan_states, interpret=interpret),
+        partial(delta_gpu.scan_gradients, interpret=interpret),
     )
     for interpret in (False, True)
 )

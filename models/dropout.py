@@ -16,7 +16,7 @@ Array = jax.Array
 
 
 @dataclass(frozen=True)
-class Drawn:
+class InputDropout:
     """What an adapter does not see: `rate` of the values of a part, by the numbers `seeds` of its
     tokens [rows, tokens] or pieces [rows], in a layer of which `layer` is the number, if it is
     one."""
@@ -26,36 +26,38 @@ class Drawn:
     seeds: Array
     layer: Array | None
 
-    def seen(self, x: Array, name: str) -> Array:
+    def drop(self, x: Array, name: str) -> Array:
         """x [rows, tokens, *in] as the adapter of a matrix sees it."""
-        tokens, shape = self._of_tokens(x.shape[1]), x.shape[2:]
+        tokens, shape = self._token_numbers(x.shape[1]), x.shape[2:]
         number = jnp.uint32(crc32(f"{self.part}.{name}".encode()))
         if self.layer is not None:
-            number = _mixed(number + self.layer.astype(jnp.uint32) * jnp.uint32(_STEP))
-        places = jnp.arange(prod(shape), dtype=jnp.uint32).reshape(shape) * jnp.uint32(_STEP)
-        ways = tuple(range(2, x.ndim))
-        own = jnp.expand_dims(_mixed(tokens ^ number[None, None]), ways)
-        bits = _mixed(own + places[None, None])
-        draws = jnp.expand_dims(tokens > 0, ways)
-        kept = bits >= jnp.uint32(int(self.rate * 2**32))
-        scaled = jnp.where(draws, x * (1.0 / (1.0 - self.rate)), x)
-        return jnp.where(draws & ~kept, jnp.zeros_like(x), scaled)
+            number = _mix_bits(number + self.layer.astype(jnp.uint32) * jnp.uint32(_GOLDEN_STEP))
+        value_steps = jnp.arange(prod(shape), dtype=jnp.uint32).reshape(shape) * jnp.uint32(
+            _GOLDEN_STEP
+        )
+        value_axes = tuple(range(2, x.ndim))
+        token_bits = jnp.expand_dims(_mix_bits(tokens ^ number[None, None]), value_axes)
+        bits = _mix_bits(token_bits + value_steps[None, None])
+        is_training = jnp.expand_dims(tokens > 0, value_axes)
+        is_kept = bits >= jnp.uint32(int(self.rate * 2**32))
+        scaled = jnp.where(is_training, x * (1.0 / (1.0 - self.rate)), x)
+        return jnp.where(is_training & ~is_kept, jnp.zeros_like(x), scaled)
 
-    def _of_tokens(self, tokens: int) -> Array:
+    def _token_numbers(self, tokens: int) -> Array:
         """A number of each of a row's tokens, which may be fewer than those that have one: of
         tokens that were joined the first one's."""
         if self.seeds.ndim == 1:
-            places = jnp.arange(1, tokens + 1, dtype=jnp.uint32) * jnp.uint32(_STEP)
-            own = _mixed(self.seeds[:, None] + places[None]) | jnp.uint32(1)
-            return jnp.where(self.seeds[:, None] > 0, own, jnp.zeros_like(own))
+            value_steps = jnp.arange(1, tokens + 1, dtype=jnp.uint32) * jnp.uint32(_GOLDEN_STEP)
+            token_bits = _mix_bits(self.seeds[:, None] + value_steps[None]) | jnp.uint32(1)
+            return jnp.where(self.seeds[:, None] > 0, token_bits, jnp.zeros_like(token_bits))
         joined = self.seeds.shape[1] // tokens
         return self.seeds[:, : tokens * joined : joined]
 
 
-_STEP = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
+_GOLDEN_STEP = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
 
 
-def _mixed(x: Array) -> Array:
+def _mix_bits(x: Array) -> Array:
     """Numbers uint32 of which every bit depends on every bit of x: the end of MurmurHash3."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 Array = jax.Array
-AT_ONCE = 8  # rows that are added in one pass over all
+ROWS_PER_PASS = 8  # rows that are added in one pass over all
 
 
 @jax.custom_vjp
@@ -29,18 +29,20 @@ def _forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _backward(residuals: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
-    like, tokens = residuals
-    vocab, width = like.shape[0], dx.shape[-1]
+    table_like, tokens = residuals
+    vocab, width = table_like.shape[0], dx.shape[-1]
     tokens = jnp.clip(tokens.reshape(-1), 0, vocab - 1)
     order = jnp.argsort(tokens)
     tokens = tokens[order]
     sums = run_sums(tokens, dx.reshape(-1, width)[order].astype(jnp.float32))
-    place = jnp.arange(tokens.shape[0])
-    first = (place == 0) | (tokens != tokens.at[place - 1].get(mode="clip"))
+    row_index = jnp.arange(tokens.shape[0])
+    first = (row_index == 0) | (tokens != tokens.at[row_index - 1].get(mode="clip"))
     # No two rows go to one place; those that are no sums go nowhere.
-    to = jnp.where(first, tokens, vocab + place)
-    zeros = jnp.zeros((vocab, width), like.dtype)
-    return zeros.at[to].set(sums.astype(like.dtype), mode="drop", unique_indices=True), None
+    target_row = jnp.where(first, tokens, vocab + row_index)
+    zeros = jnp.zeros((vocab, width), table_like.dtype)
+    return zeros.at[target_row].set(
+        sums.astype(table_like.dtype), mode="drop", unique_indices=True
+    ), None
 
 
 embed.defvjp(_forward, _backward)
@@ -55,16 +57,16 @@ def run_sums(keys: Array, rows: Array) -> Array:
     def widen(rows: Array, step: Array) -> tuple[Array, None]:
         """From sums over up to `step` rows of a run to sums over up to AT_ONCE times as many."""
         total, rows_behind = rows, lax.concatenate([rows, nothing], 0)
-        for ahead in range(1, AT_ONCE):
-            start = lax.min(lax.mul(step, ahead), n)
+        for distance in range(1, ROWS_PER_PASS):
+            start = lax.min(lax.mul(step, distance), n)
             key = lax.dynamic_slice(keys_behind, (start,), keys.shape, allow_negative_indices=False)
-            more = lax.dynamic_slice(
+            following = lax.dynamic_slice(
                 rows_behind, (start, 0), rows.shape, allow_negative_indices=False
             )
-            same = lax.broadcast_in_dim(lax.eq(key, keys), rows.shape, (0,))
-            total = lax.add(total, lax.select(same, more, nothing))
+            same_key = lax.broadcast_in_dim(lax.eq(key, keys), rows.shape, (0,))
+            total = lax.add(total, lax.select(same_key, following, nothing))
         return total, None
 
-    n_passes = ceil(log(max(n, 2), AT_ONCE))
-    steps = np.power(AT_ONCE, np.arange(n_passes), dtype=np.int32)
+    n_passes = ceil(log(max(n, 2), ROWS_PER_PASS))
+    steps = np.power(ROWS_PER_PASS, np.arange(n_passes), dtype=np.int32)
     return lax.scan(widen, rows, jnp.asarray(steps))[0]

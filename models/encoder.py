@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attention
+from models.attention import AttentionFunction, attention
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply
 from models.linen_module import Batch, LinenModule
 from models.rotary import rotate
@@ -21,7 +21,7 @@ Array = jax.Array
 QK_NORM_EPS = 1e-6
 
 
-class BlockForm(NamedTuple):
+class EncoderForm(NamedTuple):
     """In what the layers of encoders differ.
 
     `biases` says whether query, key and value have one, `qk_norm` whether queries and keys are
@@ -42,9 +42,9 @@ class EncoderBlock(nn.Module):
     keys turn by `angles`, if given: see `models.rotary`."""
 
     size: Any  # width, n_layers, n_heads, head_dim, mlp, norm_eps
-    form: BlockForm
+    form: EncoderForm
     dtype: jnp.dtype
-    attend: Attend = attention
+    attend: AttentionFunction = attention
 
     @nn.compact
     def __call__(
@@ -100,7 +100,7 @@ class Encoder(LinenModule):
 
     @property
     @abstractmethod
-    def form(self) -> BlockForm: ...
+    def form(self) -> EncoderForm: ...
 
     @abstractmethod
     def _end(self, part: str) -> nn.Module:
@@ -127,7 +127,7 @@ class Encoder(LinenModule):
         """The Linen module of a layer."""
         return EncoderBlock(self.size, self.form, self.dtype, self.attend)
 
-    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         if part == "entry":
             fields = (self.field_spec(name, 1, self.item_tokens) for name in self.inputs[part])
             return self._end(part), tuple(fields)

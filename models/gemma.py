@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from models import gemma_hf
-from models.composed import made
+from models.composed import build_from_size
 from models.connector import merge_patches
 from models.decoder_model import TowerModel
 from models.gemma_decoder import GemmaModule
 from models.gemma_sizes import GEMMA3_FAMILY, GEMMA3_TEXT_FAMILY, Gemma3Size
 from models.hf_tensors import HfWeightMap
 from models.layers import LayerNorm, Linear, RMSNorm
-from models.sizes import SizeFamily, VisionSize
+from models.sizes import VisionSize
 from models.vit import VisionModule
 
 Array = jax.Array
@@ -39,9 +39,9 @@ class SoftTokens(nn.Module):
         x = LayerNorm(s.norm_eps, name="post_norm")(x)
         x = merge_patches(x, s.grid, s.merge)
         x = x.reshape(*x.shape[:2], s.merge**2, s.width).mean(axis=2)
-        x = RMSNorm(s.norm_eps, around=1.0, name="soft_norm")(x)
-        width, out = (s.width,), (self.out_width,)
-        return Linear(width, out, (None,), ("embed",), self.dtype, name="projection")(x)
+        x = RMSNorm(s.norm_eps, offset=1.0, name="soft_norm")(x)
+        width, out_shape = (s.width,), (self.out_width,)
+        return Linear(width, out_shape, (None,), ("embed",), self.dtype, name="projection")(x)
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,24 @@ class Gemma3(TowerModel):
     @property
     def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
-        return gemma_hf.gemma3(self.modules, self.size)
-
-
-def _made(family: SizeFamily, size: str, dtype: str, attention_kernel: str) -> Gemma3:
-    return made(Gemma3, family, size, dtype, attention_kernel, gemma_hf.READERS[family.kind])
+        return gemma_hf.gemma3_weights(self.modules, self.size)
 
 
 def build(
     size: str = "gemma3-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma3:
-    """A model of pictures and text by size ("gemma3-4b", a folder); see `models.composed.made`."""
-    return _made(GEMMA3_FAMILY, size, dtype, attention_kernel)
+    """A model of pictures and text by size ("gemma3-4b", a folder); see
+    `models.composed.build_from_size`."""
+    return build_from_size(
+        Gemma3, GEMMA3_FAMILY, size, dtype, attention_kernel, gemma_hf.read_gemma3
+    )
 
 
 def build_text(
     size: str = "gemma3-text-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma3:
-    """A model of text alone by size ("gemma3-1b", a folder); see `models.composed.made`."""
-    return _made(GEMMA3_TEXT_FAMILY, size, dtype, attention_kernel)
+    """A model of text alone by size ("gemma3-1b", a folder); see
+    `models.composed.build_from_size`."""
+    return build_from_size(
+        Gemma3, GEMMA3_TEXT_FAMILY, size, dtype, attention_kernel, gemma_hf.read_gemma3_text
+    )

@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models import gemma4_hf
-from models.composed import made
+from models.composed import build_from_size
 from models.decoder_model import TowerModel
 from models.gemma4_tower import Gemma4VisionModule
 from models.gemma_decoder import GemmaModule
 from models.gemma_sizes import GEMMA4_FAMILY, GEMMA4_TEXT_FAMILY, Gemma4Size
 from models.hf_tensors import HfWeightMap
-from models.sizes import SizeFamily
 
 
 @dataclass(frozen=True)
@@ -47,24 +46,22 @@ class Gemma4(TowerModel):
     @property
     def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
-        return gemma4_hf.weights(self.modules, self.size, alone=self.alone)
-
-
-def _made(family: SizeFamily, size: str, dtype: str, attention_kernel: str) -> Gemma4:
-    read = gemma4_hf.READERS[family.kind]
-    model = made(Gemma4, family, size, dtype, attention_kernel, read)
-    return replace(model, alone=family is GEMMA4_TEXT_FAMILY)
+        return gemma4_hf.gemma4_weights(self.modules, self.size, alone=self.alone)
 
 
 def build(
     size: str = "gemma4-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma4:
-    """A model of pictures and text by size ("gemma4-31b", a folder); see `models.composed.made`."""
-    return _made(GEMMA4_FAMILY, size, dtype, attention_kernel)
+    """A model of pictures and text by size ("gemma4-31b", a folder); see
+    `models.composed.build_from_size`."""
+    read = gemma4_hf.read_gemma4
+    return build_from_size(Gemma4, GEMMA4_FAMILY, size, dtype, attention_kernel, read)
 
 
 def build_text(
     size: str = "gemma4-text-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma4:
-    """A model of text alone by size, or a folder; see `models.composed.made`."""
-    return _made(GEMMA4_TEXT_FAMILY, size, dtype, attention_kernel)
+    """A model of text alone by size, or a folder; see `models.composed.build_from_size`."""
+    read = gemma4_hf.read_gemma4_text
+    model = build_from_size(Gemma4, GEMMA4_TEXT_FAMILY, size, dtype, attention_kernel, read)
+    return replace(model, alone=True)

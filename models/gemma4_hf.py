@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from models import gemma_hf
 from models.gemma_sizes import GLOBAL, Gemma4Size, Gemma4VisionSize, GemmaSize, HeadsSize
 from models.hf import INV_FREQ
-from models.hf_config import Config, Facts, fields_of, stated
-from models.hf_names import GATED_MLP, QKV, named
+from models.hf_config import (
+    Config,
+    FactRules,
+    config_values,
+    inner_facts,
+    size_fields,
+    text_config_of,
+)
+from models.hf_names import GATED_MLP, QKV, module_rules
 from models.hf_tensors import HfWeightMap, Rule, tensors_of
 
 # ---- names ----
@@ -19,9 +26,9 @@ from models.hf_tensors import HfWeightMap, Rule, tensors_of
 _LAYER = "encoder.layers.{}."
 _MATRICES = {**QKV, "out": "self_attn.o_proj", **GATED_MLP}
 TOWER = (
-    *named("entry", "patch_embedder.", {"patch": "input_proj"}, "patch_matrix"),
+    *module_rules("entry", "patch_embedder.", {"patch": "input_proj"}, "patch_matrix"),
     Rule("entry", "position", "patch_embedder.position_embedding_table", "same"),
-    *named("layers", _LAYER, {
+    *module_rules("layers", _LAYER, {
         "attn_norm": "input_layernorm",
         "query_norm": "self_attn.q_norm",
         "key_norm": "self_attn.k_norm",
@@ -38,19 +45,19 @@ TOWER = (
     Rule("exit", "std_bias", "std_bias"),
     Rule("exit", "std_scale", "std_scale"),
 )  # fmt: skip
-PROJECTOR = named("exit", "", {"projection": "embedding_projection"})
+PROJECTOR = module_rules("exit", "", {"projection": "embedding_projection"})
 
 # ---- configurations ----
 
-TEXT: Config = {
-    **gemma_hf.OF_BOTH,
+TEXT_DEFAULTS: Config = {
+    **gemma_hf.COMMON_TEXT_DEFAULTS,
     "vocab_size": 262144,
     "num_hidden_layers": 30,
     "sliding_window": 512,
     "use_bidirectional_attention": None,
     "attention_k_eq_v": False,
 }
-VISION: Config = {
+VISION_DEFAULTS: Config = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 16,
@@ -81,7 +88,7 @@ VISION_KEYS = {
     "clipped": "use_clipped_linears",
     "standardized": "standardize",
 }
-ROPE: Mapping[str, Config] = {
+ROPE_DEFAULTS: Mapping[str, Config] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {
         "rope_type": "proportional",
@@ -90,7 +97,7 @@ ROPE: Mapping[str, Config] = {
     },
 }
 # What the E-forms and the form with experts have: key, its default, what it is.
-OTHER_FORMS = (
+UNSUPPORTED_FORMS = (
     ("hidden_size_per_layer_input", 256, "per-layer embeddings (Gemma 4's E-forms)"),
     ("num_kv_shared_layers", 0, "layers that share keys and values (Gemma 4's E-forms)"),
     ("enable_moe_block", False, "experts"),
@@ -99,65 +106,73 @@ OTHER_FORMS = (
 
 def text_facts(config: Config) -> dict[str, Any]:
     """Of a `gemma4_text` configuration, alone or within one of pictures."""
-    for key, default, what in OTHER_FORMS:
+    for key, default, rope_type in UNSUPPORTED_FORMS:
         if value := config.get(key, default):
-            raise ValueError(f"{key} is {value!r}: {what} are not built, Gemma 4's dense form is")
-    facts = {key: config.get(key, default) for key, default in TEXT.items()}
+            raise ValueError(
+                f"{key} is {value!r}: {rope_type} are not built, Gemma 4's dense form is"
+            )
+    facts = {key: config.get(key, default) for key, default in TEXT_DEFAULTS.items()}
     only = {
-        "hidden_activation": gemma_hf.ONLY["hidden_activation"],
+        "hidden_activation": gemma_hf.SUPPORTED["hidden_activation"],
         "attention_bias": (False,),
         "use_bidirectional_attention": (None, "vision"),
     }
-    gemma_hf.check_only(facts, only)
+    gemma_hf.check_supported(facts, only)
     types = gemma_hf.layer_types(config, facts["num_hidden_layers"], 6)
     facts["layer_types"] = (*types[:-1], "full_attention")  # as transformers has it
-    facts["full_attention"] = _whole_heads(config, facts)
-    given = config.get("rope_parameters") or ROPE
-    for kind, usual in ROPE.items():
-        facts[f"rope_parameters.{kind}"] = _rope(kind, given.get(kind) or usual)
+    facts["full_attention"] = _global_heads(config, facts)
+    rope_by_type = config.get("rope_parameters") or ROPE_DEFAULTS
+    for kind, default_rope in ROPE_DEFAULTS.items():
+        facts[f"rope_parameters.{kind}"] = _rope_settings(
+            kind, rope_by_type.get(kind) or default_rope
+        )
     return facts
 
 
-def _rope(kind: str, rope: Config) -> tuple[float, float, float]:
+def _rope_settings(kind: str, rope: Config) -> tuple[float, float, float]:
     """(base, share of pairs that turn, factor of positions) of a kind of layers."""
-    what = rope.get("rope_type", "default")
-    if what not in ("default", "proportional"):
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ("default", "proportional"):
         raise ValueError(
-            f"rope_parameters.{kind}: rope_type {what!r} is not built; default or proportional is"
+            f"rope_parameters.{kind}: rope_type {rope_type!r} is not supported; "
+            "use default or proportional"
         )
-    if what == "default":
+    if rope_type == "default":
         return float(rope.get("rope_theta", 1e4)), 1.0, 1.0
-    share, factor = rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)
-    return float(rope.get("rope_theta", 1e4)), float(share), float(factor)
+    rotated_share, factor = rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)
+    return float(rope.get("rope_theta", 1e4)), float(rotated_share), float(factor)
 
 
-def _whole_heads(config: Config, facts: Config) -> tuple[int, int]:
+def _global_heads(config: Config, facts: Config) -> tuple[int, int]:
     """(head_dim, kv heads) of global layers: as published, or as transformers 5.24 writes them."""
     base = (facts["head_dim"], facts["num_key_value_heads"])
     by_layer = config.get("per_layer_config")
     if by_layer is None:
         n_kv = config.get("num_global_key_value_heads") if facts["attention_k_eq_v"] else None
         return config.get("global_head_dim", 512), n_kv or base[1]
-    found: dict[str, set[tuple[int, int]]] = {name: set() for name in gemma_hf.KINDS}
+    heads_by_type: dict[str, set[tuple[int, int]]] = {name: set() for name in gemma_hf.KINDS}
     for number, name in enumerate(facts["layer_types"]):
-        own = by_layer.get(str(number), by_layer.get(number, {}))
-        if not set(own) <= {"head_dim", "num_key_value_heads"}:
-            raise ValueError(f"per_layer_config.{number} has {', '.join(own)}; only head_dim and "
-                             "num_key_value_heads are known here")  # fmt: skip
-        heads = own.get("head_dim", base[0]), own.get("num_key_value_heads", base[1])
-        found[name].add(heads)
-    if len(found["full_attention"]) > 1 or not found["sliding_attention"] <= {base}:
+        layer_heads = by_layer.get(str(number), by_layer.get(number, {}))
+        if not set(layer_heads) <= {"head_dim", "num_key_value_heads"}:
+            raise ValueError(f"per_layer_config.{number} has {', '.join(layer_heads)}; only "
+                             "head_dim and num_key_value_heads are known here")  # fmt: skip
+        heads = (
+            layer_heads.get("head_dim", base[0]),
+            layer_heads.get("num_key_value_heads", base[1]),
+        )
+        heads_by_type[name].add(heads)
+    if len(heads_by_type["full_attention"]) > 1 or not heads_by_type["sliding_attention"] <= {base}:
         raise ValueError("per_layer_config: layers of one type must have equal heads")
-    return next(iter(found["full_attention"]))
+    return next(iter(heads_by_type["full_attention"]))
 
 
 def text_size(facts: Config) -> GemmaSize:
     """The decoder of these facts."""
     n_heads = facts["num_attention_heads"]
 
-    def heads(kind: str, own: tuple[int, int], window: int) -> HeadsSize:
-        head_dim, n_kv_heads = own
-        theta, share, factor = facts[f"rope_parameters.{kind}"]
+    def heads(kind: str, heads_and_kv: tuple[int, int], window: int) -> HeadsSize:
+        head_dim, n_kv_heads = heads_and_kv
+        theta, rotated_share, factor = facts[f"rope_parameters.{kind}"]
         is_whole = kind == "full_attention"
         return HeadsSize(
             n_heads,
@@ -166,22 +181,25 @@ def text_size(facts: Config) -> GemmaSize:
             theta,
             1.0,
             window,
-            turned=None if share == 1.0 else int(share * head_dim // 2),
-            factor=factor,
+            rotated_pairs=None if rotated_share == 1.0 else int(rotated_share * head_dim // 2),
+            position_factor=factor,
             values_are_keys=is_whole and facts["attention_k_eq_v"],
-            pictures=not is_whole and facts["use_bidirectional_attention"] == "vision",
+            bidirectional_images=not is_whole and facts["use_bidirectional_attention"] == "vision",
         )
 
-    window, own = facts["sliding_window"], (facts["head_dim"], facts["num_key_value_heads"])
+    window, sliding_heads = (
+        facts["sliding_window"],
+        (facts["head_dim"], facts["num_key_value_heads"]),
+    )
     return GemmaSize(
         facts["hidden_size"],
         facts["intermediate_size"],
         facts["vocab_size"],
         tuple(gemma_hf.KINDS[name] for name in facts["layer_types"]),
-        heads("sliding_attention", own, window),
+        heads("sliding_attention", sliding_heads, window),
         heads("full_attention", facts["full_attention"], 0),
         norm_eps=facts["rms_norm_eps"],
-        norm_around=0.0,
+        norm_offset=0.0,
         value_norm=True,
         layer_scalar=True,
         cap=facts["final_logit_softcapping"] or 0.0,
@@ -193,52 +211,56 @@ def text_config(size: GemmaSize) -> dict[str, Any]:
     """The configuration of a decoder of Gemma 4, in the published form."""
 
     def rope(heads: HeadsSize) -> dict[str, Any]:
-        if heads.turned is None and heads.factor == 1.0:
+        if heads.rotated_pairs is None and heads.position_factor == 1.0:
             return {"rope_type": "default", "rope_theta": heads.theta}
-        turned = heads.head_dim // 2 if heads.turned is None else heads.turned
-        share = {"partial_rotary_factor": turned / (heads.head_dim // 2)}
-        factor = {"factor": heads.factor} if heads.factor != 1.0 else {}
-        return {"rope_type": "proportional", "rope_theta": heads.theta, **share, **factor}
+        turned = heads.head_dim // 2 if heads.rotated_pairs is None else heads.rotated_pairs
+        rotated_share = {"partial_rotary_factor": turned / (heads.head_dim // 2)}
+        factor = {"factor": heads.position_factor} if heads.position_factor != 1.0 else {}
+        return {"rope_type": "proportional", "rope_theta": heads.theta, **rotated_share, **factor}
 
     return {
         "model_type": "gemma4_text",
         **gemma_hf.text_config(size),
-        **_own_heads(size),
-        "attention_k_eq_v": size.whole.values_are_keys,
-        "use_bidirectional_attention": "vision" if size.sliding.pictures else None,
+        **_global_heads_config(size),
+        "attention_k_eq_v": size.global_heads.values_are_keys,
+        "use_bidirectional_attention": "vision"
+        if size.sliding_heads.bidirectional_images
+        else None,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
         "rope_parameters": {
-            "full_attention": rope(size.whole),
-            "sliding_attention": rope(size.sliding),
+            "full_attention": rope(size.global_heads),
+            "sliding_attention": rope(size.sliding_heads),
         },
     }
 
 
-def _own_heads(size: GemmaSize) -> dict[str, Any]:
+def _global_heads_config(size: GemmaSize) -> dict[str, Any]:
     """Heads of global layers, in the published form where that can say them."""
-    whole = size.whole
+    whole = size.global_heads
     if whole.values_are_keys:
         heads = whole.head_dim, whole.n_kv_heads
         return dict(zip(("global_head_dim", "num_global_key_value_heads"), heads, strict=True))
-    own = {"head_dim": whole.head_dim, "num_key_value_heads": whole.n_kv_heads}
-    return {"per_layer_config": {str(i): own for i, k in enumerate(size.kinds) if k == GLOBAL}}
+    layer_heads = {"head_dim": whole.head_dim, "num_key_value_heads": whole.n_kv_heads}
+    return {
+        "per_layer_config": {str(i): layer_heads for i, k in enumerate(size.kinds) if k == GLOBAL}
+    }
 
 
-def facts_of(config: Config) -> dict[str, Any]:
+def gemma4_facts(config: Config) -> dict[str, Any]:
     """Of a `gemma4` configuration."""
-    text = dict(config.get("text_config") or {})
-    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
     if config.get("audio_config"):
         raise ValueError("audio_config: sound is not built for Gemma 4; its dense form has none")
-    facts = {f"text_config.{k}": v for k, v in text_facts(text).items()}
-    given = config.get("vision_config")
-    if given is None:
+    facts = {f"text_config.{k}": v for k, v in text_facts(text_config_of(config)).items()}
+    vision_config_values = config.get("vision_config")
+    if vision_config_values is None:
         return facts | {"vision_config": None}
-    vision = {key: given.get(key, default) for key, default in VISION.items()}
+    vision = {
+        key: vision_config_values.get(key, default) for key, default in VISION_DEFAULTS.items()
+    }
     only = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False, None)}
-    gemma_hf.check_only(vision, only)
-    rope = given.get("rope_parameters") or {}
+    gemma_hf.check_supported(vision, only)
+    rope = vision_config_values.get("rope_parameters") or {}
     if rope.get("rope_type", "axial") not in ("axial", "default"):
         raise ValueError(f"vision_config.rope_parameters: {rope}; only axial ones are built")
     vision["rope_theta"] = float(rope.get("rope_theta", 100.0))
@@ -246,30 +268,27 @@ def facts_of(config: Config) -> dict[str, Any]:
     return facts | {f"vision_config.{k}": v for k, v in vision.items()}
 
 
-def read(config: Config) -> Gemma4Size:
+def read_gemma4(config: Config) -> Gemma4Size:
     """Size of a `gemma4` configuration."""
-    facts = facts_of(config)
-    below = {p: {k.removeprefix(f"{p}."): v for k, v in facts.items() if k.startswith(f"{p}.")}
-             for p in ("text_config", "vision_config")}  # fmt: skip
-    decoder, v = text_size(below["text_config"]), below["vision_config"]
+    facts = gemma4_facts(config)
+    decoder, v = text_size(inner_facts(facts, "text_config")), inner_facts(facts, "vision_config")
     if not v:
         return Gemma4Size(decoder)
-    return Gemma4Size(decoder, Gemma4VisionSize(**fields_of(v, VISION_KEYS), theta=v["rope_theta"]))
+    return Gemma4Size(
+        decoder, Gemma4VisionSize(**size_fields(v, VISION_KEYS), theta=v["rope_theta"])
+    )
 
 
-def read_text(config: Config) -> Gemma4Size:
+def read_gemma4_text(config: Config) -> Gemma4Size:
     """Size of a `gemma4_text` configuration."""
     return Gemma4Size(text_size(text_facts(config)))
-
-
-READERS: Mapping[str, Callable[[Config], Gemma4Size]] = {"gemma4": read, "gemma4_text": read_text}
 
 
 def vision_config(v: Gemma4VisionSize) -> dict[str, Any]:
     """The configuration of a tower."""
     return {
         "model_type": "gemma4_vision",
-        **stated(v, VISION_KEYS),
+        **config_values(v, VISION_KEYS),
         "rope_parameters": {"rope_type": "axial", "rope_theta": v.theta},
     }
 
@@ -277,16 +296,16 @@ def vision_config(v: Gemma4VisionSize) -> dict[str, Any]:
 # ---- checkpoints ----
 
 
-def weights(modules: Mapping[str, Any], size: Gemma4Size, *, alone: bool) -> HfWeightMap:
+def gemma4_weights(modules: Mapping[str, Any], size: Gemma4Size, *, alone: bool) -> HfWeightMap:
     """Gemma4ForConditionalGeneration, or Gemma4ForCausalLM of a decoder that is `alone`."""
     decoder, llm = size.decoder, modules["llm"]
     if alone:
         return HfWeightMap(
             tensors=tuple(gemma_hf.llm_tensors(llm, "model.", "")),
             config={**text_config(decoder), "architectures": ["Gemma4ForCausalLM"]},
-            config_rules=Facts(text_facts),
+            config_rules=FactRules(text_facts),
             ignored=(INV_FREQ,),
-            copies=gemma_hf.copies(decoder, "model.", ""),
+            copies=gemma_hf.tied_copies(decoder, "model.", ""),
         )
     body = "model.language_model."
     tower, vision = modules.get("vision"), size.vision
@@ -304,7 +323,7 @@ def weights(modules: Mapping[str, Any], size: Gemma4Size, *, alone: bool) -> HfW
             "audio_config": None,
             "tie_word_embeddings": decoder.tied,
         },
-        config_rules=Facts(facts_of),
+        config_rules=FactRules(gemma4_facts),
         ignored=(INV_FREQ,),
-        copies=gemma_hf.copies(decoder, body, ""),
+        copies=gemma_hf.tied_copies(decoder, body, ""),
     )

@@ -10,20 +10,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attention
+from models.attention import AttentionFunction, attention
 from models.embedding import embed
-from models.encoder import BlockForm
+from models.encoder import EncoderForm
 from models.gemma_sizes import Gemma4VisionSize
-from models.layers import Linear, Names, RMSNorm, fixed, named, normal
+from models.layers import Linear, Names, RMSNorm, named_init, normal, untrained_param
 from models.linen_module import Batch
 from models.packed_encoder import PackedEncoder
 from models.rotary import angles_of, rotate
 
 Array = jax.Array
 INF = float("inf")
-MATRICES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
+LINEAR_NAMES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
 # Their bounds, and what those are where nothing is clipped.
-BOUNDS = {"input_min": -INF, "input_max": INF, "output_min": -INF, "output_max": INF}
+NO_CLIPPING = {"input_min": -INF, "input_max": INF, "output_min": -INF, "output_max": INF}
 
 
 class Gemma4VisionEntry(nn.Module):
@@ -35,9 +35,9 @@ class Gemma4VisionEntry(nn.Module):
     @nn.compact
     def __call__(self, patches: Array, grid: Array) -> Array:
         s = self.size
-        x = s.processing.normalised(patches, innermost=False).astype(self.dtype)
+        x = s.processing.normalize(patches, innermost=False).astype(self.dtype)
         x = Linear((s.patch_values,), (s.width,), (None,), ("embed",), self.dtype, name="patch")(x)
-        init = named(normal(s.width**-0.5), None, None, "embed")
+        init = named_init(normal(s.width**-0.5), None, None, "embed")
         table = self.param("position", init, (2, s.side, s.width), jnp.float32).astype(self.dtype)
         return x + embed(table[0], grid[..., 1]) + embed(table[1], grid[..., 0])
 
@@ -47,55 +47,55 @@ class Gemma4VisionBlock(nn.Module):
 
     size: Gemma4VisionSize
     dtype: jnp.dtype
-    attend: Attend = attention
+    attend: AttentionFunction = attention
 
     @nn.compact
     def __call__(
         self, x: Array, segment_ids: Array | None = None, angles: Array | None = None
     ) -> Array:
-        s, wide, mlp = self.size, ("embed",), ("mlp",)
+        s, embed_names, mlp = self.size, ("embed",), ("mlp",)
         norm = partial(RMSNorm, s.norm_eps)
         q_shape, kv_shape = (s.n_heads, s.head_dim), (s.n_kv_heads, s.head_dim)
         q_names, kv_names = ("heads", None), ("kv_heads", None)
 
         h = norm(name="attn_norm")(x)
-        q = self.linear("query", h, q_shape, wide, q_names)
-        k = self.linear("key", h, kv_shape, wide, kv_names)
-        v = self.linear("value", h, kv_shape, wide, kv_names)
+        q = self.linear("query", h, q_shape, embed_names, q_names)
+        k = self.linear("key", h, kv_shape, embed_names, kv_names)
+        v = self.linear("value", h, kv_shape, embed_names, kv_names)
         q = norm((None,), name="query_norm")(q)
         k = norm((None,), name="key_norm")(k)
         v = norm((None,), scaled=False)(v)
         if angles is not None:
-            q, k = _turned(q, angles), _turned(k, angles)
+            q, k = _rotate_by_grid(q, angles), _rotate_by_grid(k, angles)
         h = self.attend(q, k, v, segment_ids, causal=False, scale=1.0)
-        h = self.linear("out", h, (s.width,), q_names, wide)
+        h = self.linear("out", h, (s.width,), q_names, embed_names)
         x = x + norm(name="attn_out_norm")(h)
 
         h = norm(name="mlp_norm")(x)
-        gate = self.linear("gate", h, (s.mlp,), wide, mlp)
-        h = jax.nn.gelu(gate) * self.linear("up", h, (s.mlp,), wide, mlp)
-        h = self.linear("down", h, (s.width,), mlp, wide)
+        gate = self.linear("gate", h, (s.mlp,), embed_names, mlp)
+        h = jax.nn.gelu(gate) * self.linear("up", h, (s.mlp,), embed_names, mlp)
+        h = self.linear("down", h, (s.width,), mlp, embed_names)
         return x + norm(name="mlp_out_norm")(h)
 
     def linear(
-        self, name: str, x: Array, out: tuple[int, ...], in_names: Names, out_names: Names
+        self, name: str, x: Array, out_shape: tuple[int, ...], in_names: Names, out_names: Names
     ) -> Array:
         """A product, clipped on both sides where the size says so."""
         fan_in = x.shape[-len(in_names) :]
-        product = Linear(fan_in, out, in_names, out_names, self.dtype, name=name)
+        product = Linear(fan_in, out_shape, in_names, out_names, self.dtype, name=name)
         if not self.size.clipped:
             return product(x)
         low, high, out_low, out_high = (
-            fixed(self, f"{name}_{bound}", (), value).astype(self.dtype)
-            for bound, value in BOUNDS.items()
+            untrained_param(self, f"{name}_{bound}", (), value).astype(self.dtype)
+            for bound, value in NO_CLIPPING.items()
         )
         return jnp.clip(product(jnp.clip(x, low, high)), out_low, out_high)
 
 
-def _turned(x: Array, angles: Array) -> Array:
+def _rotate_by_grid(x: Array, angles: Array) -> Array:
     """Heads of which the first half turns with the column, the second with the row."""
     halves = zip(jnp.split(x, 2, axis=-1), jnp.split(angles, 2, axis=-1), strict=True)
-    return jnp.concatenate([rotate(half, by) for half, by in halves], axis=-1)
+    return jnp.concatenate([rotate(half, half_angles) for half, half_angles in halves], axis=-1)
 
 
 class Gemma4VisionExit(nn.Module):
@@ -113,11 +113,13 @@ class Gemma4VisionExit(nn.Module):
         x = x[:, : tokens - tokens % s.block].astype(jnp.float32)
         x = x.reshape(items, tokens // s.block, s.block, s.width).mean(axis=2) * s.width**0.5
         if s.standardized:
-            shift = fixed(self, "std_bias", (s.width,), 0.0)
-            x = (x - shift[None, None]) * fixed(self, "std_scale", (s.width,), 1.0)[None, None]
+            shift = untrained_param(self, "std_bias", (s.width,), 0.0)
+            x = (x - shift[None, None]) * untrained_param(self, "std_scale", (s.width,), 1.0)[
+                None, None
+            ]
         x = RMSNorm(s.norm_eps, scaled=False)(x.astype(self.dtype))
-        width, out = (s.width,), (self.out_width,)
-        return Linear(width, out, (None,), ("embed",), self.dtype, name="projection")(x)
+        width, out_shape = (s.width,), (self.out_width,)
+        return Linear(width, out_shape, (None,), ("embed",), self.dtype, name="projection")(x)
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,13 @@ class Gemma4VisionModule(PackedEncoder):
     @property
     def float32_names(self) -> frozenset[str]:
         """See `dflop_jax.contract`; these are not trained either."""
-        bounds = {f"{name}_{bound}" for name in MATRICES for bound in BOUNDS}
+        bounds = {f"{name}_{bound}" for name in LINEAR_NAMES for bound in NO_CLIPPING}
         return frozenset(bounds | {"std_bias", "std_scale"})
 
     @property
-    def form(self) -> BlockForm:
+    def form(self) -> EncoderForm:
         """Of its layers no more than this is like other towers'."""
-        return BlockForm(jax.nn.gelu, RMSNorm, (False,) * 3)
+        return EncoderForm(jax.nn.gelu, RMSNorm, (False,) * 3)
 
     def angles(self, batch: Batch) -> Array:
         grid, quarter = batch["grid"], self.size.head_dim // 4

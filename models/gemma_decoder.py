@@ -13,22 +13,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attention, reach_of
+from models.attention import AttentionFunction, attention, last_visible_tokens
 from models.attention_choice import skips
-from models.attention_kernels import Marks
-from models.decoder import DecoderModule, Exit
+from models.attention_kernels import TokenMask
+from models.decoder import DecoderExit, DecoderModule
 from models.embedding import embed
 from models.gemma_sizes import GemmaSize, HeadsSize
-from models.layers import Linear, RMSNorm, apply, fixed, named, normal
+from models.layers import Linear, RMSNorm, apply, named_init, normal, untrained_param
 from models.linen_module import Batch
-from models.memory import KeysAndValues
+from models.memory import KVMemory
 from models.rotary import angles_of, rotate
 
 Array = jax.Array
-_AHEAD = "seen_ahead"
+_AHEAD_COUNT = "seen_ahead"
 
 
-def _seen(heads: HeadsSize) -> str:
+def _pair_count_name(heads: HeadsSize) -> str:
     return f"seen_in_{heads.window}" if heads.window else "seen"
 
 
@@ -44,7 +44,7 @@ class GemmaEntry(nn.Module):
         self, tokens: Array, is_visual: Array | None = None, visual: Array | None = None
     ) -> Array:
         s = self.size
-        init = named(normal(s.width**-0.5), "vocab", "embed")
+        init = named_init(normal(s.width**-0.5), "vocab", "embed")
         table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
         x = embed(table, tokens).astype(self.dtype) * jnp.asarray(s.width**0.5, self.dtype)
         if is_visual is None or visual is None:
@@ -58,7 +58,7 @@ class GemmaBlock(nn.Module):
     size: GemmaSize
     kind: str
     dtype: jnp.dtype
-    attend: Attend = attention
+    attend: AttentionFunction = attention
 
     @nn.compact
     def __call__(
@@ -66,37 +66,37 @@ class GemmaBlock(nn.Module):
     ) -> Array:
         s, heads, dtype = self.size, self.size.heads(self.kind), self.dtype
         linear = partial(Linear, dtype=dtype)
-        norm = partial(RMSNorm, s.norm_eps, around=s.norm_around)
-        width, mlp, wide = (s.width,), (s.mlp,), ("embed",)
+        norm = partial(RMSNorm, s.norm_eps, offset=s.norm_offset)
+        width, mlp, embed_names = (s.width,), (s.mlp,), ("embed",)
         q_shape, q_names = (heads.n_heads, heads.head_dim), ("heads", None)
         kv_shape, kv_names = (heads.n_kv_heads, heads.head_dim), ("kv_heads", None)
         half = heads.head_dim // 2
 
         h = norm(name="attn_norm")(x)
-        q = linear(width, q_shape, wide, q_names, name="query")(h)
-        k = v = linear(width, kv_shape, wide, kv_names, name="key")(h)
+        q = linear(width, q_shape, embed_names, q_names, name="query")(h)
+        k = v = linear(width, kv_shape, embed_names, kv_names, name="key")(h)
         if not heads.values_are_keys:
-            v = linear(width, kv_shape, wide, kv_names, name="value")(h)
+            v = linear(width, kv_shape, embed_names, kv_names, name="value")(h)
         q = norm(names=(None,), name="query_norm")(q)
         k = norm(names=(None,), name="key_norm")(k)
         if s.value_norm:
             v = norm(names=(None,), scaled=False)(v)
-        turn = partial(angles_of, turned=heads.turned, factor=heads.factor)
-        angles = turn(positions, half, heads.theta)
+        angles_fn = partial(angles_of, turned=heads.rotated_pairs, factor=heads.position_factor)
+        angles = angles_fn(positions, half, heads.theta)
         q, k = rotate(q, angles), rotate(k, angles)
-        reach = None if is_visual is None else reach_of(is_visual, segment_ids)
-        marks = Marks(segment_ids, reach)
-        h = self.attend(q, k, v, marks, causal=True, window=heads.window, scale=heads.scale)
-        h = linear(q_shape, width, q_names, wide, name="out")(h)
+        last_visible = None if is_visual is None else last_visible_tokens(is_visual, segment_ids)
+        token_mask = TokenMask(segment_ids, last_visible)
+        h = self.attend(q, k, v, token_mask, causal=True, window=heads.window, scale=heads.scale)
+        h = linear(q_shape, width, q_names, embed_names, name="out")(h)
         x = x + norm(name="attn_out_norm")(h)
 
         h = norm(name="mlp_norm")(x)
-        gate = linear(width, mlp, wide, ("mlp",), name="gate")(h)
-        up = linear(width, mlp, wide, ("mlp",), name="up")(h)
-        h = linear(mlp, width, ("mlp",), wide, name="down")(jax.nn.gelu(gate) * up)
+        gate = linear(width, mlp, embed_names, ("mlp",), name="gate")(h)
+        up_branch = linear(width, mlp, embed_names, ("mlp",), name="up")(h)
+        h = linear(mlp, width, ("mlp",), embed_names, name="down")(jax.nn.gelu(gate) * up_branch)
         x = x + norm(name="mlp_out_norm")(h)
         if s.layer_scalar:
-            x = x * fixed(self, "layer_scalar", (1,), 1.0).astype(dtype)[None, None]
+            x = x * untrained_param(self, "layer_scalar", (1,), 1.0).astype(dtype)[None, None]
         return x
 
 
@@ -127,19 +127,26 @@ class GemmaModule(DecoderModule):
     @property
     def skips(self) -> Mapping[str, bool]:  # type: ignore[override]
         """By kind; see `dflop_jax.contract`."""
-        how = self.attention_kernel, self.chip, self.dtype
-        return {kind: skips(*how, heads.head_dim) for kind, heads in self._heads().items()}
+        kernel_choice = self.attention_kernel, self.chip, self.dtype
+        return {
+            kind: skips(*kernel_choice, heads.head_dim) for kind, heads in self._heads().items()
+        }
 
-    def content(self, tokens: int, placed: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    def content(self, tokens: int, features_by_edge: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """See `dflop_jax.contract`: pairs of tokens of which one sees the other, itself or one
         before it, in the windows of all kinds of layers; pairs of which one sees the other, which
         is behind it in its picture."""
         counts = {}
         for heads in self._heads().values():
-            near = min(heads.window or tokens, tokens)
-            counts[_seen(heads)] = near * (near + 1) // 2 + (tokens - near) * near
-            if heads.pictures and self.media:
-                counts[_AHEAD] = sum(n * (n - 1) // 2 for n in placed.get("visual", ()))
+            pairs_per_token = min(heads.window or tokens, tokens)
+            counts[_pair_count_name(heads)] = (
+                pairs_per_token * (pairs_per_token + 1) // 2
+                + (tokens - pairs_per_token) * pairs_per_token
+            )
+            if heads.bidirectional_images and self.media:
+                counts[_AHEAD_COUNT] = sum(
+                    n * (n - 1) // 2 for n in features_by_edge.get("visual", ())
+                )
         return counts
 
     @property
@@ -147,8 +154,11 @@ class GemmaModule(DecoderModule):
         """By kind; see `dflop_jax.contract`: two products for each pair."""
         flops = {}
         for kind, heads in self._heads().items():
-            seen = (_seen(heads), *[_AHEAD] * (heads.pictures and self.media))
-            flops[kind] = dict.fromkeys(seen, 4.0 * heads.n_heads * heads.head_dim)
+            count_names = (
+                _pair_count_name(heads),
+                *[_AHEAD_COUNT] * (heads.bidirectional_images and self.media),
+            )
+            flops[kind] = dict.fromkeys(count_names, 4.0 * heads.n_heads * heads.head_dim)
         return flops
 
     @property
@@ -158,32 +168,38 @@ class GemmaModule(DecoderModule):
             "exit": ("targets", "weights"),
         }
         for kind in dict.fromkeys(self.size.kinds):
-            sees = self.media and self.size.heads(kind).pictures
-            names[kind] = ("positions", "segment_ids", *(("is_visual",) if sees else ()))
+            reads_media = self.media and self.size.heads(kind).bidirectional_images
+            names[kind] = ("positions", "segment_ids", *(("is_visual",) if reads_media else ()))
         return names
 
     @property
     def freeze_groups(self) -> Mapping[str, str]:
         return dict.fromkeys(self.inputs, "llm")
 
-    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         hidden = self.field_spec("visual", 1, 1)
         fields = tuple(self.field_spec(name, 1, 1) for name in self.inputs[part])
         if part == "entry":
             return GemmaEntry(self.size, self.dtype), fields
         if part == "exit":
             table = jax.ShapeDtypeStruct((self.size.vocab, self.size.width), jnp.float32)
-            return Exit(self.size), (hidden, table)
+            return DecoderExit(self.size), (hidden, table)
         return GemmaBlock(self.size, part, self.dtype, self.attend), (hidden, *fields)
 
     def layer(
-        self, params: Any, x: Array, batch: Batch, mix: Attend | None = None, *, kind: str = ""
+        self,
+        params: Any,
+        x: Array,
+        batch: Batch,
+        mix: AttentionFunction | None = None,
+        *,
+        kind: str = "",
     ) -> Array:
         """See `DecoderModule.layer`."""
         fields = [batch[name] for name in self.inputs[kind]]
         block = GemmaBlock(self.size, kind, self.dtype, mix or self.attend)
         return apply(block, params, x, *fields)
 
-    def memory(self, kind: str = "") -> KeysAndValues:
+    def memory(self, kind: str = "") -> KVMemory:
         """See `dflop_jax.contract`."""
-        return KeysAndValues(self.attend, self.size.heads(kind).window)
+        return KVMemory(self.attend, self.size.heads(kind).window)

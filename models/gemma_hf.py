@@ -6,16 +6,16 @@ name, with what an absent one means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
 from typing import Any
 
 from models import hf_sizes
 from models.gemma_sizes import GLOBAL, SLIDING, Gemma3Size, GemmaSize, HeadsSize
-from models.hf import COMPOSED, INV_FREQ
-from models.hf_config import Config, Facts, rules
-from models.hf_names import EMBEDDING, GATED_MLP, HEAD, QKV_NORMED, SIGLIP, named
+from models.hf import ALIASES, INV_FREQ
+from models.hf_config import Config, FactRules, inner_facts, rules_for, text_config_of
+from models.hf_names import EMBEDDING, GATED_MLP, HEAD, QKV_NORMED, SIGLIP, module_rules
 from models.hf_tensors import HfTensor, HfWeightMap, Rule, tensors_of
 
 KINDS = {"sliding_attention": SLIDING, "full_attention": GLOBAL}
@@ -27,7 +27,7 @@ TYPES = {kind: name for name, kind in KINDS.items()}
 def _layers(kind: str) -> tuple[Rule, ...]:
     layer = "layers.{}."
     return (
-        *named(kind, layer, {
+        *module_rules(kind, layer, {
             "attn_norm": "input_layernorm", **QKV_NORMED, "out": "self_attn.o_proj",
             "attn_out_norm": "post_attention_layernorm",
             "mlp_norm": "pre_feedforward_layernorm", **GATED_MLP,
@@ -37,9 +37,14 @@ def _layers(kind: str) -> tuple[Rule, ...]:
     )  # fmt: skip
 
 
-DECODER = (EMBEDDING, *_layers(SLIDING), *_layers(GLOBAL), *named("exit", "", {"norm": "norm"}))
+DECODER = (
+    EMBEDDING,
+    *_layers(SLIDING),
+    *_layers(GLOBAL),
+    *module_rules("exit", "", {"norm": "norm"}),
+)
 PROJECTOR = (
-    *named("exit", "", {"soft_norm": "mm_soft_emb_norm"}),
+    *module_rules("exit", "", {"soft_norm": "mm_soft_emb_norm"}),
     Rule("exit", "projection/kernel", "mm_input_projection_weight", "same"),
 )
 
@@ -49,7 +54,7 @@ def llm_tensors(module: Any, body: str, head: str) -> list[HfTensor]:
     return [*tensors_of(module, "llm", DECODER, body), *tensors_of(module, "llm", HEAD, head)]
 
 
-def copies(size: GemmaSize, body: str, head: str) -> Mapping[str, str]:
+def tied_copies(size: GemmaSize, body: str, head: str) -> Mapping[str, str]:
     """A tied head, which a file may have or not."""
     return {f"{head}lm_head.weight": f"{body}embed_tokens.weight"} if size.tied else {}
 
@@ -57,13 +62,13 @@ def copies(size: GemmaSize, body: str, head: str) -> Mapping[str, str]:
 # ---- configurations ----
 
 # What is not built, and what a configuration must say in its place, by key.
-ONLY: Mapping[str, tuple[Any, ...]] = {
+SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False,),
     "attn_logit_softcapping": (None,),
 }
 # What an absent key of a decoder of either generation means, and of Gemma 3's.
-OF_BOTH: Config = {
+COMMON_TEXT_DEFAULTS: Config = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_attention_heads": 8,
@@ -75,8 +80,8 @@ OF_BOTH: Config = {
     "final_logit_softcapping": None,
     "tie_word_embeddings": True,
 }
-TEXT: Config = {
-    **OF_BOTH,
+TEXT_DEFAULTS: Config = {
+    **COMMON_TEXT_DEFAULTS,
     "vocab_size": 262208,
     "num_hidden_layers": 26,
     "query_pre_attn_scalar": 256,
@@ -86,11 +91,11 @@ TEXT: Config = {
 }
 
 
-def check_only(facts: Config, only: Mapping[str, tuple[Any, ...]]) -> None:
+def check_supported(facts: Config, only: Mapping[str, tuple[Any, ...]]) -> None:
     """ValueError where facts have a value that is not built."""
-    for key, known in only.items():
-        if facts[key] not in known:
-            names = " or ".join(map(repr, known))
+    for key, allowed in only.items():
+        if facts[key] not in allowed:
+            names = " or ".join(map(repr, allowed))
             raise ValueError(f"{key} is {facts[key]!r}; only {names} is known here")
 
 
@@ -106,24 +111,25 @@ def layer_types(config: Config, n_layers: int, period: int) -> tuple[str, ...]:
 
 def gemma3_text_facts(config: Config) -> dict[str, Any]:
     """Of a `gemma3_text` configuration, alone or within one of pictures."""
-    facts = {key: config.get(key, default) for key, default in TEXT.items()}
-    check_only(facts, {**ONLY, "use_bidirectional_attention": (False, None)})
+    facts = {key: config.get(key, default) for key, default in TEXT_DEFAULTS.items()}
+    check_supported(facts, {**SUPPORTED, "use_bidirectional_attention": (False, None)})
     period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
     facts["layer_types"] = layer_types(config, facts["num_hidden_layers"], period)
-    given = config.get("rope_parameters") or {}
-    spelled = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
-    usual = {"full_attention": 1e6, "sliding_attention": 1e4}
-    for kind, name in spelled.items():
-        rope = dict(given.get(kind) or {})
+    rope_by_type = config.get("rope_parameters") or {}
+    old_theta_keys = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    default_theta = {"full_attention": 1e6, "sliding_attention": 1e4}
+    for kind, name in old_theta_keys.items():
+        rope = dict(rope_by_type.get(kind) or {})
         if kind == "full_attention":
             rope |= config.get("rope_scaling") or {}
-        what = rope.get("rope_type", rope.get("type", "default"))
-        if what not in ("default", "linear"):
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "linear"):
             raise ValueError(
-                f"rope_parameters.{kind}: rope_type {what!r} is not built; default or linear is"
+                f"rope_parameters.{kind}: rope_type {rope_type!r} is not supported; "
+                "use default or linear"
             )
-        theta: Any = rope.get("rope_theta", config.get(name, usual[kind]))
-        factor = rope.get("factor", 1.0) if what == "linear" else 1.0
+        theta: Any = rope.get("rope_theta", config.get(name, default_theta[kind]))
+        factor = rope.get("factor", 1.0) if rope_type == "linear" else 1.0
         facts[f"rope_parameters.{kind}"] = (float(theta), float(factor))
     return facts
 
@@ -135,7 +141,9 @@ def gemma3_text_size(facts: Config) -> GemmaSize:
 
     def heads(kind: str, window: int) -> HeadsSize:
         theta, factor = facts[f"rope_parameters.{kind}"]
-        return HeadsSize(*shape, theta, scale, window, factor=factor, pictures=True)
+        return HeadsSize(
+            *shape, theta, scale, window, position_factor=factor, bidirectional_images=True
+        )
 
     return GemmaSize(
         facts["hidden_size"],
@@ -152,7 +160,7 @@ def gemma3_text_size(facts: Config) -> GemmaSize:
 
 def text_config(size: GemmaSize) -> dict[str, Any]:
     """What the configurations of all Gemma's decoders have."""
-    s = size.sliding
+    s = size.sliding_heads
     return {
         "hidden_size": size.width,
         "intermediate_size": size.mlp,
@@ -174,30 +182,28 @@ def gemma3_text_config(size: GemmaSize) -> dict[str, Any]:
     """The configuration of a decoder of Gemma 3."""
 
     def rope(heads: HeadsSize) -> dict[str, Any]:
-        linear = {"rope_type": "linear", "factor": heads.factor}
-        kind = linear if heads.factor != 1.0 else {"rope_type": "default"}
+        linear = {"rope_type": "linear", "factor": heads.position_factor}
+        kind = linear if heads.position_factor != 1.0 else {"rope_type": "default"}
         return {"rope_theta": heads.theta, **kind}
 
-    scalar = size.sliding.scale**-2
+    scalar = size.sliding_heads.scale**-2
     return {
         "model_type": "gemma3_text",
         **text_config(size),
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
         "rope_parameters": {
-            "full_attention": rope(size.whole),
-            "sliding_attention": rope(size.sliding),
+            "full_attention": rope(size.global_heads),
+            "sliding_attention": rope(size.sliding_heads),
         },
     }
 
 
 def gemma3_facts(config: Config) -> dict[str, Any]:
     """Of a `gemma3` configuration."""
-    text = dict(config.get("text_config") or {})
-    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    facts = {f"text_config.{k}": v for k, v in gemma3_text_facts(text).items()}
+    facts = {f"text_config.{k}": v for k, v in gemma3_text_facts(text_config_of(config)).items()}
     if facts["text_config.final_logit_softcapping"]:
         raise ValueError("text_config.final_logit_softcapping: transformers caps text models only")
-    vision = rules("siglip_vision_model").read(config.get("vision_config") or {})
+    vision = rules_for("siglip_vision_model").read(config.get("vision_config") or {})
     facts |= {f"vision_config.{k}": v for k, v in vision.items()}
     return facts | {"mm_tokens_per_image": config.get("mm_tokens_per_image", 256)}
 
@@ -205,9 +211,7 @@ def gemma3_facts(config: Config) -> dict[str, Any]:
 def read_gemma3(config: Config) -> Gemma3Size:
     """Size of a `gemma3` configuration."""
     facts = gemma3_facts(config)
-    below = {p: {k.removeprefix(f"{p}."): v for k, v in facts.items() if k.startswith(f"{p}.")}
-             for p in ("text_config", "vision_config")}  # fmt: skip
-    vision = hf_sizes.vision_size(below["vision_config"])
+    vision = hf_sizes.vision_size(inner_facts(facts, "vision_config"))
     side = isqrt(facts["mm_tokens_per_image"])
     if side**2 != facts["mm_tokens_per_image"] or not side or vision.grid % side:
         raise ValueError(
@@ -215,7 +219,7 @@ def read_gemma3(config: Config) -> Gemma3Size:
             f"the {vision.grid} patches of a picture's"
         )
     tower = replace(vision, merge=vision.grid // side, post_norm=True)
-    return Gemma3Size(gemma3_text_size(below["text_config"]), tower)
+    return Gemma3Size(gemma3_text_size(inner_facts(facts, "text_config")), tower)
 
 
 def read_gemma3_text(config: Config) -> Gemma3Size:
@@ -223,25 +227,20 @@ def read_gemma3_text(config: Config) -> Gemma3Size:
     return Gemma3Size(gemma3_text_size(gemma3_text_facts(config)))
 
 
-READERS: Mapping[str, Callable[[Config], Any]] = {
-    "gemma3": read_gemma3,
-    "gemma3_text": read_gemma3_text,
-}
-
 # ---- checkpoints ----
 
 
-def gemma3(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
+def gemma3_weights(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
     """Gemma3ForConditionalGeneration, or Gemma3ForCausalLM of a decoder without a tower."""
     decoder = size.decoder
     if size.vision is None:
         return HfWeightMap(
             tensors=tuple(llm_tensors(modules["llm"], "model.", "")),
             config={**gemma3_text_config(decoder), "architectures": ["Gemma3ForCausalLM"]},
-            config_rules=Facts(gemma3_text_facts),
+            config_rules=FactRules(gemma3_text_facts),
             aliases=((r"^(?=embed_tokens\.|layers\.|norm\.)", "model."),),
             ignored=(INV_FREQ,),
-            copies=copies(decoder, "model.", ""),
+            copies=tied_copies(decoder, "model.", ""),
         )
     body, head = "language_model.model.", "language_model."
     vision = modules["vision"]
@@ -259,8 +258,8 @@ def gemma3(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
             "mm_tokens_per_image": size.vision.tokens_per_tile,
             "tie_word_embeddings": decoder.tied,
         },
-        config_rules=Facts(gemma3_facts),
-        aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
+        config_rules=FactRules(gemma3_facts),
+        aliases=(*ALIASES, (r"^vision_tower\.vision_model\.", "vision_tower.")),
         ignored=(INV_FREQ, r"vision_tower\.head\..*"),
-        copies=copies(decoder, body, head),
+        copies=tied_copies(decoder, body, head),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from models.processors import HALVES, Processing
+from models.processors import SYMMETRIC, Processing
 from models.sizes import SizeFamily, VisionSize
 
 SLIDING, GLOBAL = "sliding", "global"  # kinds of layers
@@ -17,12 +17,13 @@ class HeadsSize:
     """Attention of the layers of a kind.
 
     Attributes:
-      theta: base of the rotary positions' wavelengths; the first `turned` pairs of a head turn
-        (None: all), as if at positions divided by `factor`.
-      scale: of the products of queries and keys.
-      window: tokens that one sees at most, 0: all before it.
-      values_are_keys: values are the keys' products, before these are normed and turned.
-      pictures: whether the tokens of a picture, if there are any, all see each other, within the
+      theta: base of the rotary positions' wavelengths; the first `rotated_pairs` pairs of a head
+      turn
+        (None: all), as if at positions divided by `position_factor`.
+      scale: of the products of queries and keys. window: tokens that one sees at most, 0: all
+      before it. values_are_keys: values are the keys' products, before these are normed and turned.
+      bidirectional_images: whether the tokens of a picture, if there are any, all see each other,
+      within the
         window behind them.
     """
 
@@ -32,15 +33,15 @@ class HeadsSize:
     theta: float
     scale: float
     window: int = 0
-    turned: int | None = None
-    factor: float = 1.0
+    rotated_pairs: int | None = None
+    position_factor: float = 1.0
     values_are_keys: bool = False
-    pictures: bool = False
+    bidirectional_images: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim % 2 or self.n_heads % self.n_kv_heads:
             raise ValueError(f"heads must be even and kv heads divide the heads: {self}")
-        if self.window < 0 or self.scale <= 0 or self.factor <= 0:
+        if self.window < 0 or self.scale <= 0 or self.position_factor <= 0:
             raise ValueError(f"a window is no number below 0, scale and factor are above: {self}")
 
 
@@ -50,7 +51,7 @@ class GemmaSize:
 
     Attributes:
       kinds: of every layer.
-      norm_around: what is added to the learnt scale of every norm but those of values.
+      norm_offset: what is added to the learnt scale of every norm but those of values.
       value_norm: whether values are normed, by a norm without a scale.
       layer_scalar: whether a layer's output is multiplied by a number that is not trained.
       cap: of the logits, see `models.loss.head_logits`.
@@ -60,10 +61,10 @@ class GemmaSize:
     mlp: int
     vocab: int
     kinds: tuple[str, ...]
-    sliding: HeadsSize
-    whole: HeadsSize
+    sliding_heads: HeadsSize
+    global_heads: HeadsSize
     norm_eps: float = 1e-6
-    norm_around: float = 1.0
+    norm_offset: float = 1.0
     value_norm: bool = False
     layer_scalar: bool = False
     cap: float = 0.0
@@ -81,10 +82,10 @@ class GemmaSize:
 
     def heads(self, kind: str) -> HeadsSize:
         """Of the layers of a kind."""
-        return self.sliding if kind == SLIDING else self.whole
+        return self.sliding_heads if kind == SLIDING else self.global_heads
 
 
-def pattern(n_layers: int, period: int) -> tuple[str, ...]:
+def layer_pattern(n_layers: int, period: int) -> tuple[str, ...]:
     """Kinds of layers of which every `period`-th is global."""
     return tuple(GLOBAL if (i + 1) % period == 0 else SLIDING for i in range(n_layers))
 
@@ -104,11 +105,20 @@ def _gemma3(
     """`heads`: of queries, of keys and values, and how large. Further: `scalar`, the square of one
     over the scale; `factor` of global layers' positions; `vocab`."""
     scale = (more.get("scalar", heads[2])) ** -0.5
-    sliding = HeadsSize(*heads, theta=1e4, scale=scale, window=window, pictures=True)
-    whole = replace(sliding, theta=1e6, window=0, factor=more.get("factor", 8.0))
+    sliding_heads = HeadsSize(
+        *heads, theta=1e4, scale=scale, window=window, bidirectional_images=True
+    )
+    global_heads = replace(
+        sliding_heads, theta=1e6, window=0, position_factor=more.get("factor", 8.0)
+    )
     vocab = int(more.get("vocab", 262208))
     return GemmaSize(
-        width, mlp, vocab, pattern(n_layers, int(more.get("period", 6))), sliding, whole
+        width,
+        mlp,
+        vocab,
+        layer_pattern(n_layers, int(more.get("period", 6))),
+        sliding_heads,
+        global_heads,
     )
 
 
@@ -162,7 +172,7 @@ class Gemma4VisionSize:
     standardized: bool = False
     soft_tokens: int = 280
     frame_tokens: int = 70
-    processing: Processing = HALVES
+    processing: Processing = SYMMETRIC
 
     def __post_init__(self) -> None:
         if self.head_dim % 4 or self.n_heads % self.n_kv_heads:
@@ -192,26 +202,34 @@ def _gemma4(
     mlp: int,
     kinds: tuple[str, ...],
     heads: tuple[int, int, int],
-    whole: tuple[int, int],
+    global_kv_heads: tuple[int, int],
     window: int,
     vocab: int = 262144,
 ) -> GemmaSize:
-    """`heads`: of queries, of keys and values, and how large; `whole` the latter two of global
-    layers."""
-    sliding = HeadsSize(*heads, theta=1e4, scale=1.0, window=window, pictures=True)
-    n_kv_heads, head_dim = whole
+    """`heads`: of queries, of keys and values, and how large; `global_kv_heads` the latter two of
+    global layers."""
+    sliding_heads = HeadsSize(
+        *heads, theta=1e4, scale=1.0, window=window, bidirectional_images=True
+    )
+    n_kv_heads, head_dim = global_kv_heads
     turned = head_dim // 8
-    all_before = HeadsSize(
-        heads[0], n_kv_heads, head_dim, theta=1e6, scale=1.0, turned=turned, values_are_keys=True
+    global_heads = HeadsSize(
+        heads[0],
+        n_kv_heads,
+        head_dim,
+        theta=1e6,
+        scale=1.0,
+        rotated_pairs=turned,
+        values_are_keys=True,
     )
     return GemmaSize(
         width,
         mlp,
         vocab,
         kinds,
-        sliding,
-        all_before,
-        norm_around=0.0,
+        sliding_heads,
+        global_heads,
+        norm_offset=0.0,
         value_norm=True,
         layer_scalar=True,
         cap=30.0,
@@ -220,15 +238,15 @@ def _gemma4(
 
 GEMMA4: Mapping[str, Gemma4Size] = {
     "gemma4-nano": Gemma4Size(
-        _gemma4(32, 96, pattern(4, 2), (4, 2, 16), (1, 32), 8, 512),
+        _gemma4(32, 96, layer_pattern(4, 2), (4, 2, 16), (1, 32), 8, 512),
         Gemma4VisionSize(32, 2, 4, 4, 8, 64, patch_px=4, side=64, clipped=True, standardized=True),
     ),
     "gemma4-tiny": Gemma4Size(
-        _gemma4(128, 384, pattern(6, 6), (4, 2, 32), (1, 64), 64, 512),
+        _gemma4(128, 384, layer_pattern(6, 6), (4, 2, 32), (1, 64), 64, 512),
         Gemma4VisionSize(64, 4, 4, 4, 16, 256, patch_px=8, side=64, standardized=True),
     ),
     "gemma4-31b": Gemma4Size(
-        _gemma4(5376, 21504, pattern(60, 6), (32, 16, 256), (4, 512), 1024),
+        _gemma4(5376, 21504, layer_pattern(60, 6), (32, 16, 256), (4, 512), 1024),
         Gemma4VisionSize(1152, 27, 16, 16, 72, 4304, standardized=True),
     ),
 }

@@ -1,7 +1,7 @@
 """Checkpoints of transformers as maps onto our models: compositions, and their parts alone.
 
-A part alone (`decoder`, `tower`) is for starting a composition from separately published weights;
-a tower's map leaves the connector out.
+A part alone (`decoder_weights`, `tower_weights`) is for starting a composition from separately
+published weights; a tower's map leaves the connector out.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from models.decoder import DecoderModule
 from models.hf_tensors import HfTensor, HfUnused, HfWeightMap, tensors_of
 from models.vit import VisionModule
 
-COMPOSED = (
+ALIASES = (
     (r"^model\.(?!layers|embed_tokens|norm)", ""),
     (r"^lm_head\.", "language_model.lm_head."),
     (r"^language_model\.(?!model\.|lm_head\.)", "language_model.model."),
 )
 # What these names become in a loaded model.
-LOADED = (
+LOADED_NAMES = (
     (r"^language_model\.model\.", "language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
     (r"^(?!lm_head\.)", "model."),
@@ -28,7 +28,7 @@ LOADED = (
 INV_FREQ = r".*rotary_emb\.inv_freq"
 
 
-class Composition(Protocol):
+class HasSizeAndModules(Protocol):
     """A model of `models.composed` or `models.qwen3_vl`."""
 
     @property
@@ -38,18 +38,18 @@ class Composition(Protocol):
     def modules(self) -> Mapping[str, Any]: ...
 
 
-def _llm(module: DecoderModule, prefix: str) -> list[HfTensor]:
+def _llm_tensors(module: DecoderModule, prefix: str) -> list[HfTensor]:
     body = tensors_of(module, "llm", hf_names.DECODER, f"{prefix}model.")
     return body + tensors_of(module, "llm", hf_names.HEAD, prefix)
 
 
-def _copies(module: DecoderModule, prefix: str) -> dict[str, str]:
+def _tied_copies(module: DecoderModule, prefix: str) -> dict[str, str]:
     """A tied head, which a file may have or not."""
     names = {f"{prefix}lm_head.weight": f"{prefix}model.embed_tokens.weight"}
     return names if module.tied else {}
 
 
-def llava_onevision(model: Composition) -> HfWeightMap:
+def llava_onevision_weights(model: HasSizeAndModules) -> HfWeightMap:
     """LlavaOnevisionForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
@@ -64,8 +64,8 @@ def llava_onevision(model: Composition) -> HfWeightMap:
     return HfWeightMap(
         tensors=(
             *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
-            *tensors_of(vision, "vision", hf_names.MLP, "multi_modal_projector."),
-            *_llm(llm, "language_model."),
+            *tensors_of(vision, "vision", hf_names.MLP_CONNECTOR, "multi_modal_projector."),
+            *_llm_tensors(llm, "language_model."),
             *tensors_of(llm, "llm", hf_names.NEWLINE, ""),
         ),
         config={
@@ -75,16 +75,16 @@ def llava_onevision(model: Composition) -> HfWeightMap:
             "text_config": text,
             "tie_word_embeddings": size.decoder.tied,
         },
-        config_rules=hf_config.rules(
+        config_rules=hf_config.rules_for(
             "llava_onevision", vision_config="siglip_vision_model", text_config=kind
         ),
-        aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
-        loaded_names=LOADED,
+        aliases=(*ALIASES, (r"^vision_tower\.vision_model\.", "vision_tower.")),
+        loaded_names=LOADED_NAMES,
         ignored=(
             INV_FREQ,
             r"vision_tower\.post_layernorm\..*",
         ),
-        copies=_copies(llm, "language_model."),
+        copies=_tied_copies(llm, "language_model."),
         unused=(
             HfUnused(f"{norm}.weight", width, 1.0),
             HfUnused(f"{norm}.bias", width, 0.0),
@@ -92,7 +92,7 @@ def llava_onevision(model: Composition) -> HfWeightMap:
     )
 
 
-def internvl(model: Composition) -> HfWeightMap:
+def internvl_weights(model: HasSizeAndModules) -> HfWeightMap:
     """InternVLForConditionalGeneration (the "-hf" folders)."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
@@ -101,8 +101,8 @@ def internvl(model: Composition) -> HfWeightMap:
     return HfWeightMap(
         tensors=(
             *tensors_of(vision, "vision", hf_names.INTERNVIT, "vision_tower."),
-            *tensors_of(vision, "vision", hf_names.NORMED_MLP, "multi_modal_projector."),
-            *_llm(llm, "language_model."),
+            *tensors_of(vision, "vision", hf_names.NORMED_MLP_CONNECTOR, "multi_modal_projector."),
+            *_llm_tensors(llm, "language_model."),
         ),
         config={
             "model_type": "internvl",
@@ -113,15 +113,17 @@ def internvl(model: Composition) -> HfWeightMap:
             "image_seq_length": size.vision.tokens_per_tile,
             "tie_word_embeddings": size.decoder.tied,
         },
-        config_rules=hf_config.rules("internvl", vision_config="internvl_vision", text_config=kind),
-        aliases=COMPOSED,
-        loaded_names=LOADED,
+        config_rules=hf_config.rules_for(
+            "internvl", vision_config="internvl_vision", text_config=kind
+        ),
+        aliases=ALIASES,
+        loaded_names=LOADED_NAMES,
         ignored=(INV_FREQ,),
-        copies=_copies(llm, "language_model."),
+        copies=_tied_copies(llm, "language_model."),
     )
 
 
-def qwen2_audio(model: Composition) -> HfWeightMap:
+def qwen2_audio_weights(model: HasSizeAndModules) -> HfWeightMap:
     """Qwen2AudioForConditionalGeneration."""
     audio, llm = model.modules["audio"], model.modules["llm"]
     if llm.tied:
@@ -130,8 +132,8 @@ def qwen2_audio(model: Composition) -> HfWeightMap:
     return HfWeightMap(
         tensors=(
             *tensors_of(audio, "audio", hf_names.WHISPER, "audio_tower."),
-            *tensors_of(audio, "audio", hf_names.ONE_LINEAR, "multi_modal_projector."),
-            *_llm(llm, "language_model."),
+            *tensors_of(audio, "audio", hf_names.LINEAR_CONNECTOR, "multi_modal_projector."),
+            *_llm_tensors(llm, "language_model."),
         ),
         config={
             "model_type": "qwen2_audio",
@@ -139,21 +141,21 @@ def qwen2_audio(model: Composition) -> HfWeightMap:
             "audio_config": hf_sizes.audio_config(model.size.audio),
             "text_config": text,
         },
-        config_rules=hf_config.rules(
+        config_rules=hf_config.rules_for(
             "qwen2_audio", audio_config="qwen2_audio_encoder", text_config=text["model_type"]
         ),
-        aliases=COMPOSED,
-        loaded_names=LOADED,
+        aliases=ALIASES,
+        loaded_names=LOADED_NAMES,
         ignored=(INV_FREQ,),
     )
 
 
-def qwen3_vl(model: Composition) -> HfWeightMap:
+def qwen3_vl_weights(model: HasSizeAndModules) -> HfWeightMap:
     """Qwen3VLForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
     body, head = "model.language_model.", "lm_head.weight"
-    rules = hf_config.rules(
+    rules = hf_config.rules_for(
         "qwen3_vl", vision_config="qwen3_vl_vision", text_config="qwen3_vl_text"
     )
     return HfWeightMap(
@@ -172,26 +174,26 @@ def qwen3_vl(model: Composition) -> HfWeightMap:
             "tie_word_embeddings": size.decoder.tied,
         },
         # Early folders call the tower by the name of the whole.
-        config_rules=hf_config.without(rules, "vision_config.model_type"),
+        config_rules=hf_config.drop_key(rules, "vision_config.model_type"),
         ignored=(INV_FREQ,),
         copies={head: f"{body}embed_tokens.weight"} if llm.tied else {},
     )
 
 
-def decoder(module: DecoderModule) -> HfWeightMap:
+def decoder_weights(module: DecoderModule) -> HfWeightMap:
     """Qwen2ForCausalLM, Qwen3ForCausalLM or LlamaForCausalLM, for the module "llm" of any model."""
     config = hf_sizes.decoder_config(module.size)
     return HfWeightMap(
-        tensors=tuple(_llm(module, "")),
+        tensors=tuple(_llm_tensors(module, "")),
         config=config,
-        config_rules=hf_config.rules(config["model_type"]),
+        config_rules=hf_config.rules_for(config["model_type"]),
         aliases=((r"^(?=embed_tokens\.|layers\.|norm\.)", "model."),),
         ignored=(INV_FREQ,),
-        copies=_copies(module, ""),
+        copies=_tied_copies(module, ""),
     )
 
 
-def tower(module: VisionModule) -> HfWeightMap:
+def tower_weights(module: VisionModule) -> HfWeightMap:
     """SiglipVisionModel (or the tower within SiglipModel) or InternVLVisionModel, for the module
     "vision" of any model. Layers beyond the model's are left alone, as LLaVA-OneVision does."""
     size = module.size
@@ -204,13 +206,13 @@ def tower(module: VisionModule) -> HfWeightMap:
             HfUnused("post_layernorm.weight", (size.width,), 1.0),
             HfUnused("post_layernorm.bias", (size.width,), 0.0),
         )
-    rules = hf_config.rules(config["model_type"], wraps=None if intern else "siglip")
+    rules = hf_config.rules_for(config["model_type"], wrapper_kind=None if intern else "siglip")
     return HfWeightMap(
         tensors=tuple(
             tensors_of(module, "vision", hf_names.INTERNVIT if intern else hf_names.SIGLIP, "")
         ),
         config=config,
-        config_rules=hf_config.without(rules, "num_hidden_layers"),
+        config_rules=hf_config.drop_key(rules, "num_hidden_layers"),
         aliases=((r"^vision_model\.", ""),),
         ignored=(layers, r"head\..*", r"post_layernorm\..*", r"text_model\..*", r"logit_.*"),
         unused=norm,

@@ -166,11 +166,11 @@ class ConfigRules:
 
     def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
         """(key, value of `config`, value of `ours`) of every key that disagrees."""
-        theirs, mine = self.read(config), self.read(ours)
-        return [(k, theirs[k], mine[k]) for k in theirs if not _equal(theirs[k], mine[k])]
+        theirs, ours_read = self.read(config), self.read(ours)
+        return [(k, theirs[k], ours_read[k]) for k in theirs if not _equal(theirs[k], ours_read[k])]
 
 
-class Comparison(Protocol):
+class ConfigComparison(Protocol):
     """How the configuration of a file is compared with that of a model."""
 
     def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
@@ -179,15 +179,15 @@ class Comparison(Protocol):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A `Comparison` by what a function reads of a configuration, defaults and all."""
+class FactRules:
+    """A `ConfigComparison` by what a function reads of a configuration, defaults and all."""
 
     read: Callable[[Config], Config]
 
     def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
-        """See `Comparison`."""
-        theirs, mine = self.read(config), self.read(ours)
-        return [(k, theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v]
+        """See `ConfigComparison`."""
+        theirs, ours_read = self.read(config), self.read(ours)
+        return [(k, theirs.get(k), v) for k, v in ours_read.items() if theirs.get(k) != v]
 
 
 def _flatten(config: Config, prefix: str = "") -> dict[str, Any]:
@@ -201,39 +201,52 @@ def _flatten(config: Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return bool(side(a) == side(b))
+    return bool(square_side(a) == square_side(b))
 
 
-def side(value: Any) -> Any:
+def inner_facts(facts: Config, key: str) -> dict[str, Any]:
+    """The facts of the configuration below a key."""
+    return {k.removeprefix(f"{key}."): v for k, v in facts.items() if k.startswith(f"{key}.")}
+
+
+def text_config_of(config: Config) -> dict[str, Any]:
+    """The configuration below "text_config", which ties the head as that of the whole does."""
+    return {"tie_word_embeddings": config.get("tie_word_embeddings", True),
+            **(config.get("text_config") or {})}  # fmt: skip
+
+
+def square_side(value: Any) -> Any:
     """The side of a square that is given as [side, side]."""
     square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
     return value[0] if square else value
 
 
-def stated(size: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+def config_values(size: Any, keys: Mapping[str, str]) -> dict[str, Any]:
     """What a configuration says of a size, from the key of each of its fields."""
     return {key: getattr(size, field) for field, key in keys.items()}
 
 
-def fields_of(config: Config, keys: Mapping[str, str]) -> dict[str, Any]:
+def size_fields(config: Config, keys: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a size, by the key that a configuration has for each."""
     return {field: config[key] for field, key in keys.items()}
 
 
-def rules(kind: str, *, wraps: str | None = None, **below: str) -> ConfigRules:
-    """Rules of a configuration of a kind; `below` names the kinds of those inside it, `wraps` a
-    kind that may have this one as its vision_config."""
+def rules_for(kind: str, *, wrapper_kind: str | None = None, **inner_kinds: str) -> ConfigRules:
+    """Rules of a configuration of a kind; `inner_kinds` names the kinds of those inside it,
+    `wrapper_kind` a kind that may have this one as its vision_config."""
     defaults, spellings = dict(DEFAULTS[kind]), dict(SPELLINGS)
-    for where, inner in below.items():
+    for inner_key, inner in inner_kinds.items():
         for key, value in DEFAULTS[inner].items():
             # Whether a head is tied is decided at the top where the top says so.
             if not (key == "tie_word_embeddings" and key in defaults):
-                defaults[f"{where}.{key}"] = value
-        spellings |= {f"{where}.{old}": f"{where}.{new}" for old, new in SPELLINGS.items()}
-    return ConfigRules(defaults, spellings, (wraps, "vision_config") if wraps else None)
+                defaults[f"{inner_key}.{key}"] = value
+        spellings |= {f"{inner_key}.{old}": f"{inner_key}.{new}" for old, new in SPELLINGS.items()}
+    return ConfigRules(
+        defaults, spellings, (wrapper_kind, "vision_config") if wrapper_kind else None
+    )
 
 
-def without(rules: ConfigRules, key: str) -> ConfigRules:
+def drop_key(rules: ConfigRules, key: str) -> ConfigRules:
     """The same rules, but a key is not compared."""
     defaults = {k: v for k, v in rules.defaults.items() if k != key}
     return replace(rules, defaults=defaults)

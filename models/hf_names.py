@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from models.hf_tensors import Rule
 
 
-def named(
+def module_rules(
     part: str, prefix: str, names: Mapping[str, str], layout: str = "linear"
 ) -> tuple[Rule, ...]:
     """The matrices and norms of a part by their names here: each a kernel or a scale, and perhaps a
@@ -15,10 +15,15 @@ def named(
     matrices called out take heads together."""
     rules = []
     for ours, theirs in names.items():
-        joins = "{}" in prefix and ours.endswith("out")
+        joins_heads = "{}" in prefix and ours.endswith("out")
         theirs = prefix + theirs
         rules += [
-            Rule(part, f"{ours}/kernel", f"{theirs}.weight", "heads_linear" if joins else layout),
+            Rule(
+                part,
+                f"{ours}/kernel",
+                f"{theirs}.weight",
+                "heads_linear" if joins_heads else layout,
+            ),
             Rule(part, f"{ours}/scale", f"{theirs}.weight"),
             Rule(part, f"{ours}/bias", f"{theirs}.bias"),
         ]
@@ -32,31 +37,31 @@ EMBEDDING = Rule("entry", "embedding", "embed_tokens.weight", "same")
 # Qwen2, Qwen3 and Llama; the head has a prefix of its own.
 DECODER = (
     EMBEDDING,
-    *named("layers", "layers.{}.", {
+    *module_rules("layers", "layers.{}.", {
         "attn_norm": "input_layernorm", **QKV_NORMED, "out": "self_attn.o_proj",
         "mlp_norm": "post_attention_layernorm", **GATED_MLP,
     }),
-    *named("exit", "", {"norm": "norm"}),
+    *module_rules("exit", "", {"norm": "norm"}),
 )  # fmt: skip
 NEWLINE = (Rule("entry", "image_newline", "image_newline", "same"),)
 HEAD = (Rule("exit", "head", "lm_head.weight", "same"),)
 
 SIGLIP = (
-    *named("entry", "embeddings.", {"patch": "patch_embedding"}, "patch"),
+    *module_rules("entry", "embeddings.", {"patch": "patch_embedding"}, "patch"),
     Rule("entry", "position", "embeddings.position_embedding.weight", "same"),
-    *named("layers", "encoder.layers.{}.", {
+    *module_rules("layers", "encoder.layers.{}.", {
         "attn_norm": "layer_norm1", **QKV, "out": "self_attn.out_proj",
         "mlp_norm": "layer_norm2", "up": "mlp.fc1", "down": "mlp.fc2",
     }),
-    *named("exit", "", {"post_norm": "post_layernorm"}),
+    *module_rules("exit", "", {"post_norm": "post_layernorm"}),
 )  # fmt: skip
 
 _INTERNVIT_LAYER = "encoder.layer.{}."
 INTERNVIT = (
     Rule("entry", "class_token", "embeddings.cls_token", "two_leading"),
-    *named("entry", "embeddings.", {"patch": "patch_embeddings.projection"}, "patch"),
+    *module_rules("entry", "embeddings.", {"patch": "patch_embeddings.projection"}, "patch"),
     Rule("entry", "position", "embeddings.position_embeddings", "one_leading"),
-    *named("layers", _INTERNVIT_LAYER, {
+    *module_rules("layers", _INTERNVIT_LAYER, {
         "attn_norm": "layernorm_before",
         **{ours: theirs.replace("self_attn", "attention") for ours, theirs in QKV_NORMED.items()},
         "out": "attention.projection_layer",
@@ -67,13 +72,13 @@ INTERNVIT = (
 )  # fmt: skip
 
 WHISPER = (
-    *named("entry", "", {"conv1": "conv1", "conv2": "conv2"}, "conv"),
+    *module_rules("entry", "", {"conv1": "conv1", "conv2": "conv2"}, "conv"),
     Rule("entry", "bias", "embed_positions.weight", "same"),
-    *named("layers", "layers.{}.", {
+    *module_rules("layers", "layers.{}.", {
         "attn_norm": "self_attn_layer_norm", **QKV, "out": "self_attn.out_proj",
         "mlp_norm": "final_layer_norm", "up": "fc1", "down": "fc2",
     }),
-    *named("exit", "", {"norm": "layer_norm"}),
+    *module_rules("exit", "", {"norm": "layer_norm"}),
 )  # fmt: skip
 
 
@@ -83,17 +88,17 @@ def qwen3_vl_tower(taps: Sequence[str]) -> tuple[Rule, ...]:
     mergers |= {tap: f"deepstack_merger_list.{i}." for i, tap in enumerate(taps)}
     merger = {"norm": "norm", "hidden": "linear_fc1", "out": "linear_fc2"}
     return (
-        *named("entry", "", {"patch": "patch_embed.proj"}, "clip_patch"),
+        *module_rules("entry", "", {"patch": "patch_embed.proj"}, "clip_patch"),
         Rule("entry", "position", "pos_embed.weight", "same"),
-        *named("layers", "blocks.{}.", {
+        *module_rules("layers", "blocks.{}.", {
             "attn_norm": "norm1", "qkv": "attn.qkv", "out": "attn.proj",
             "mlp_norm": "norm2", "up": "mlp.linear_fc1", "down": "mlp.linear_fc2",
         }),
-        *(rule for part, prefix in mergers.items() for rule in named(part, prefix, merger)),
+        *(rule for part, prefix in mergers.items() for rule in module_rules(part, prefix, merger)),
     )  # fmt: skip
 
 
 # Connectors, under "multi_modal_projector.".
-MLP = named("exit", "", {"hidden": "linear_1", "out": "linear_2"})
-NORMED_MLP = (*named("exit", "", {"merged_norm": "layer_norm"}), *MLP)
-ONE_LINEAR = named("exit", "", {"out": "linear"})
+MLP_CONNECTOR = module_rules("exit", "", {"hidden": "linear_1", "out": "linear_2"})
+NORMED_MLP_CONNECTOR = (*module_rules("exit", "", {"merged_norm": "layer_norm"}), *MLP_CONNECTOR)
+LINEAR_CONNECTOR = module_rules("exit", "", {"out": "linear"})

@@ -8,13 +8,13 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from models.hf_config import DEFAULTS, Config, fields_of, rules, side, stated
+from models.hf_config import DEFAULTS, Config, config_values, rules_for, size_fields, square_side
 from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
 from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
 
-MROPE = "rope_parameters.mrope_section"
+MROPE_KEY = "rope_parameters.mrope_section"
 # Fields of sizes, and their keys in configurations.
-DECODER = {
+DECODER_KEYS = {
     "width": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -23,14 +23,14 @@ DECODER = {
     "vocab": "vocab_size",
     "norm_eps": "rms_norm_eps",
 }
-TOWER = {
+TOWER_KEYS = {
     "width": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "mlp": "intermediate_size",
     "norm_eps": "layer_norm_eps",
 }
-NATIVE_TOWER = {
+NATIVE_TOWER_KEYS = {
     "width": "hidden_size",
     "n_layers": "depth",
     "n_heads": "num_heads",
@@ -39,7 +39,7 @@ NATIVE_TOWER = {
     "frames": "temporal_patch_size",
     "merge": "spatial_merge_size",
 }
-AUDIO = {
+AUDIO_KEYS = {
     "width": "d_model",
     "n_layers": "encoder_layers",
     "n_heads": "encoder_attention_heads",
@@ -60,7 +60,7 @@ def decoder_config(s: DecoderSize, *, tie: bool = True) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": kind,
         "architectures": [name],
-        **stated(s, DECODER),
+        **config_values(s, DECODER_KEYS),
         "rope_parameters": {"rope_theta": s.rope_theta, "rope_type": "default"},
     }
     if not s.qkv_bias:
@@ -82,7 +82,7 @@ def qwen3_vl_text_config(s: DecoderSize) -> dict[str, Any]:
 def qwen3_vl_vision_config(s: NativeVisionSize, out_width: int) -> dict[str, Any]:
     return {
         "model_type": "qwen3_vl_vision",
-        **stated(s, NATIVE_TOWER),
+        **config_values(s, NATIVE_TOWER_KEYS),
         "out_hidden_size": out_width,
         "num_position_embeddings": s.side**2,
         "deepstack_visual_indexes": list(s.deepstack),
@@ -90,7 +90,7 @@ def qwen3_vl_vision_config(s: NativeVisionSize, out_width: int) -> dict[str, Any
 
 
 def vision_config(s: VisionSize) -> dict[str, Any]:
-    config = stated(s, TOWER)
+    config = config_values(s, TOWER_KEYS)
     if s.form == "siglip":
         size = {"image_size": s.tile_px, "patch_size": s.patch_px, "vision_use_head": False}
         return {"model_type": "siglip_vision_model", **config, **size}
@@ -108,7 +108,7 @@ def vision_config(s: VisionSize) -> dict[str, Any]:
 def audio_config(s: AudioSize) -> dict[str, Any]:
     return {
         "model_type": "qwen2_audio_encoder",
-        **stated(s, AUDIO),
+        **config_values(s, AUDIO_KEYS),
         "max_source_positions": s.positions,
     }
 
@@ -116,24 +116,24 @@ def audio_config(s: AudioSize) -> dict[str, Any]:
 # ---- a configuration as a size ----
 
 
-def _numbers(c: Config, key: str) -> tuple[int, ...]:
+def _int_list(c: Config, key: str) -> tuple[int, ...]:
     numbers = c[key]
     if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
         raise ValueError(f"{key} is {numbers!r}; it must be a list of whole numbers")
     return tuple(numbers)
 
 
-def _decoder(c: Config) -> DecoderSize:
+def _decoder_size(c: Config) -> DecoderSize:
     kind = c["model_type"]
     qwen3 = kind in ("qwen3", "qwen3_vl_text")
     return DecoderSize(
-        **fields_of(c, DECODER),
+        **size_fields(c, DECODER_KEYS),
         rope_theta=float(c["rope_parameters.rope_theta"]),
         qkv_bias=kind == "qwen2",
         tied=c["tie_word_embeddings"],
         qk_norm=qwen3,
         head_size=c["head_dim"] if qwen3 else 0,
-        mrope_sections=_numbers(c, MROPE) if MROPE in c else (),
+        mrope_sections=_int_list(c, MROPE_KEY) if MROPE_KEY in c else (),
     )
 
 
@@ -141,9 +141,9 @@ def vision_size(c: Config) -> VisionSize:
     """Of a tower's complete configuration."""
     intern = c["model_type"] == "internvl_vision"
     return VisionSize(
-        tile_px=side(c["image_size"]),
-        patch_px=side(c["patch_size"]),
-        **fields_of(c, TOWER),
+        tile_px=square_side(c["image_size"]),
+        patch_px=square_side(c["patch_size"]),
+        **size_fields(c, TOWER_KEYS),
         merge=2 if intern else 1,
         post_norm=False,
         form="internvit" if intern else "siglip",
@@ -153,50 +153,50 @@ def vision_size(c: Config) -> VisionSize:
     )
 
 
-def _inner(config: Config, key: str, kind: str) -> dict[str, Any]:
+def _inner_config(config: Config, key: str, kind: str) -> dict[str, Any]:
     """A configuration inside another, complete; one that does not name its kind is of `kind`."""
     inner = dict(config.get(key) or {})
     name = inner.get("model_type", kind)
     if name not in DEFAULTS:
         raise ValueError(f"{key}.model_type is {name!r}; known: {', '.join(DEFAULTS)}")
-    return rules(name).read(inner)
+    return rules_for(name).read(inner)
 
 
 def read_llava(config: Config) -> ModelSize:
     """Size of a LLaVA-OneVision configuration."""
-    text = _inner(config, "text_config", "qwen2")
+    text = _inner_config(config, "text_config", "qwen2")
     text["tie_word_embeddings"] |= bool(config.get("tie_word_embeddings", False))
-    vision = _inner(config, "vision_config", "siglip_vision_model")
-    return ModelSize(_decoder(text), vision_size(vision), layout="anyres")
+    vision = _inner_config(config, "vision_config", "siglip_vision_model")
+    return ModelSize(_decoder_size(text), vision_size(vision), layout="anyres")
 
 
 def read_internvl(config: Config) -> ModelSize:
     """Size of an InternVL configuration."""
-    text = _inner(config, "text_config", "qwen2")
+    text = _inner_config(config, "text_config", "qwen2")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", True))
-    vision = _inner(config, "vision_config", "internvl_vision")
-    return ModelSize(_decoder(text), vision_size(vision), layout="dynamic")
+    vision = _inner_config(config, "vision_config", "internvl_vision")
+    return ModelSize(_decoder_size(text), vision_size(vision), layout="dynamic")
 
 
 def read_qwen2_audio(config: Config) -> ModelSize:
     """Size of a Qwen2-Audio configuration."""
-    audio = _inner(config, "audio_config", "qwen2_audio_encoder")
-    encoder = AudioSize(frames=2 * audio["max_source_positions"], **fields_of(audio, AUDIO))
-    return ModelSize(_decoder(_inner(config, "text_config", "qwen2")), audio=encoder)
+    audio = _inner_config(config, "audio_config", "qwen2_audio_encoder")
+    encoder = AudioSize(frames=2 * audio["max_source_positions"], **size_fields(audio, AUDIO_KEYS))
+    return ModelSize(_decoder_size(_inner_config(config, "text_config", "qwen2")), audio=encoder)
 
 
 def read_qwen3_vl(config: Config) -> Qwen3VLSize:
     """Size of a Qwen3-VL configuration."""
-    text = _inner(config, "text_config", "qwen3_vl_text")
+    text = _inner_config(config, "text_config", "qwen3_vl_text")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     facts = native_vision_facts("qwen3_vl_vision", config)
-    return Qwen3VLSize(_decoder(text), native_vision_size(facts, text["hidden_size"]))
+    return Qwen3VLSize(_decoder_size(text), native_vision_size(facts, text["hidden_size"]))
 
 
 def native_vision_facts(kind: str, config: Config) -> dict[str, Any]:
     """What the configuration of a whole says of a tower at native resolution of a kind; early
     folders call the tower by the name of the whole."""
-    return rules(kind).read({**(config.get("vision_config") or {}), "model_type": kind})
+    return rules_for(kind).read({**(config.get("vision_config") or {}), "model_type": kind})
 
 
 def native_vision_size(c: Config, out_width: int) -> NativeVisionSize:
@@ -212,8 +212,8 @@ def native_vision_size(c: Config, out_width: int) -> NativeVisionSize:
             f"vision_config.num_position_embeddings {c['num_position_embeddings']} is no square"
         )
     deepstack = "deepstack_visual_indexes"
-    taps = _numbers(c, deepstack) if deepstack in c else ()
-    return NativeVisionSize(**fields_of(c, NATIVE_TOWER), deepstack=taps, side=side)
+    taps = _int_list(c, deepstack) if deepstack in c else ()
+    return NativeVisionSize(**size_fields(c, NATIVE_TOWER_KEYS), deepstack=taps, side=side)
 
 
 READERS: Mapping[str, Callable[[Config], ModelSize | Qwen3VLSize]] = {

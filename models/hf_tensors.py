@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from models.hf_config import Comparison
+from models.hf_config import ConfigComparison
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class HfWeightMap:
 
     tensors: tuple[HfTensor, ...]
     config: Mapping[str, Any]
-    config_rules: Comparison
+    config_rules: ConfigComparison
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class HfWeightMap:
 # ---- layouts ----
 
 
-def linear(shape: Sequence[int], n_in: int = 1) -> HfReshaping:
+def linear_layout(shape: Sequence[int], n_in: int = 1) -> HfReshaping:
     """A kernel [*in, *out], in the file [out, in]."""
     inner, outer = tuple(shape[:n_in]), tuple(shape[n_in:])
     n = len(outer)
@@ -127,26 +127,26 @@ def linear(shape: Sequence[int], n_in: int = 1) -> HfReshaping:
     return HfReshaping((outer, inner), order, tuple(shape))
 
 
-def vector(shape: Sequence[int]) -> HfReshaping:
+def vector_layout(shape: Sequence[int]) -> HfReshaping:
     """A vector in the file, here of any shape."""
     return HfReshaping((tuple(shape),), tuple(range(len(shape))), tuple(shape))
 
 
-def same(shape: Sequence[int], leading: int = 0) -> HfReshaping:
+def unchanged(shape: Sequence[int], leading: int = 0) -> HfReshaping:
     """As in the file, but for `leading` dims of 1 there."""
     return HfReshaping(
         (*((),) * leading, *((n,) for n in shape)), tuple(range(len(shape))), tuple(shape)
     )
 
 
-def patch(shape: Sequence[int], patch_px: int) -> HfReshaping:
+def patch_layout(shape: Sequence[int], patch_px: int) -> HfReshaping:
     """A kernel [row x column x colour, width], in the file a convolution [width, colour, row,
     column]."""
     _, width = shape
     return HfReshaping(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
 
 
-def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> HfReshaping:
+def clip_patch_layout(shape: Sequence[int], patch_px: int, frames: int) -> HfReshaping:
     """A kernel [colour x frame x row x column, width], in the file a convolution [width, colour,
     frame, row, column]."""
     _, width = shape
@@ -154,19 +154,19 @@ def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> HfReshaping:
     return HfReshaping(dims, (1, 2, 3, 4, 0), tuple(shape))
 
 
-def patch_matrix(shape: Sequence[int], patch_px: int) -> HfReshaping:
+def patch_matrix_layout(shape: Sequence[int], patch_px: int) -> HfReshaping:
     """A kernel [colour x row x column, width], in the file [width, row x column x colour]."""
     _, width = shape
     return HfReshaping(((width,), (patch_px, patch_px, 3)), (3, 1, 2, 0), tuple(shape))
 
 
-def conv(shape: Sequence[int]) -> HfReshaping:
+def conv_layout(shape: Sequence[int]) -> HfReshaping:
     """A kernel [step, in, out], in the file a convolution [out, in, step]."""
     steps, inner, outer = shape
     return HfReshaping(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
 
 
-def channel_conv(shape: Sequence[int]) -> HfReshaping:
+def channel_conv_layout(shape: Sequence[int]) -> HfReshaping:
     """Taps [step, *channels], in the file a convolution of each channel alone [channels, 1,
     step]."""
     steps, *channels = shape
@@ -193,27 +193,29 @@ class Rule:
 
 def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[HfTensor]:
     """The tensors of a module of the contract, called `key` in its model."""
-    numbers = _numbers(module)  # a kind may have no layer in this size
+    numbers = _layer_numbers(module)  # a kind may have no layer in this size
     rules = [rule for rule in rules if rule.part in numbers or rule.part in module.inputs]
-    shapes = {part: _shapes(module, part) for part in {rule.part for rule in rules}}
+    shapes = {part: _parameter_shapes(module, part) for part in {rule.part for rule in rules}}
     tensors, rows = [], dict[str, int]()
     for rule in rules:
         path = tuple(rule.path.split("/"))
         shape = shapes[rule.part].get(path)
         if shape is None:
             continue
-        layout = _layout(rule.layout, shape, module.size)
+        layout = _make_layout(rule.layout, shape, module.size)
         float32 = path[-1] in getattr(module, "float32_names", ())
         for layer, number in enumerate(numbers.get(rule.part, [None])):
             name = prefix + rule.name.format(number)
-            place = None if number is None else layer
+            index_in_part = None if number is None else layer
             offset = rows.get(name, 0)
-            tensors.append(HfTensor(name, key, rule.part, path, place, layout, float32, offset))
+            tensors.append(
+                HfTensor(name, key, rule.part, path, index_in_part, layout, float32, offset)
+            )
             rows[name] = offset + (layout.file_shape or (0,))[0]
     return tensors
 
 
-def _numbers(module: Any) -> dict[str, list[int | None]]:
+def _layer_numbers(module: Any) -> dict[str, list[int | None]]:
     """By part that is stacked, the numbers of its layers in the module."""
     kinds = getattr(module, "layer_kinds", ("layers",) * module.n_layers)
     numbers: dict[str, list[int | None]] = {}
@@ -222,27 +224,27 @@ def _numbers(module: Any) -> dict[str, list[int | None]]:
     return numbers
 
 
-def _layout(kind: str, shape: tuple[int, ...], size: Any) -> HfReshaping:
+def _make_layout(kind: str, shape: tuple[int, ...], size: Any) -> HfReshaping:
     if kind == "patch":
-        return patch(shape, size.patch_px)
+        return patch_layout(shape, size.patch_px)
     if kind == "patch_matrix":
-        return patch_matrix(shape, size.patch_px)
+        return patch_matrix_layout(shape, size.patch_px)
     if kind == "clip_patch":
-        return clip_patch(shape, size.patch_px, size.frames)
+        return clip_patch_layout(shape, size.patch_px, size.frames)
     return {
-        "linear": linear,
-        "heads_linear": lambda s: linear(s, 2),
-        "vector": vector,
-        "same": same,
-        "one_leading": lambda s: same(s, 1),
-        "two_leading": lambda s: same(s, 2),
-        "conv": conv,
-        "channel_conv": channel_conv,
+        "linear": linear_layout,
+        "heads_linear": lambda s: linear_layout(s, 2),
+        "vector": vector_layout,
+        "same": unchanged,
+        "one_leading": lambda s: unchanged(s, 1),
+        "two_leading": lambda s: unchanged(s, 2),
+        "conv": conv_layout,
+        "channel_conv": channel_conv_layout,
     }[kind](shape)
 
 
 @cache
-def _shapes(module: Any, part: str) -> dict[tuple[str, ...], tuple[int, ...]]:
+def _parameter_shapes(module: Any, part: str) -> dict[tuple[str, ...], tuple[int, ...]]:
     specs = jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
     leaves = jax.tree_util.tree_flatten_with_path(specs)[0]
     return {tuple(k.key for k in path): leaf.shape for path, leaf in leaves}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from models.composed import Published, made
+from models.composed import PublishedComposition, build_from_size
 from models.sizes import INTERNVL_FAMILY
 
 
 def build(
     size: str = "internvl-nano", dtype: str = "float32", attention_kernel: str = "auto"
-) -> Published:
-    """A model by size ("internvl-2.5-4b", TOWER+DECODER, a folder); see `models.composed.made`."""
-    return made(Published, INTERNVL_FAMILY, size, dtype, attention_kernel)
+) -> PublishedComposition:
+    """A model by size ("internvl-2.5-4b", TOWER+DECODER, a folder); see
+    `models.composed.build_from_size`."""
+    return build_from_size(PublishedComposition, INTERNVL_FAMILY, size, dtype, attention_kernel)

@@ -20,7 +20,7 @@ Names = tuple[str | None, ...]
 KERNEL = "kernel"  # of a matrix
 
 
-def named(init: Callable[..., Array], *names: str | None) -> Callable[..., Any]:
+def named_init(init: Callable[..., Array], *names: str | None) -> Callable[..., Any]:
     """An initialiser whose array carries one logical axis name per dim."""
     return nn.with_partitioning(init, names)
 
@@ -30,10 +30,10 @@ def normal(std: float) -> Callable[..., Array]:
     return nn.initializers.truncated_normal(stddev=std)
 
 
-def fixed(module: nn.Module, name: str, shape: tuple[int, ...], value: float) -> Array:
+def untrained_param(module: nn.Module, name: str, shape: tuple[int, ...], value: float) -> Array:
     """A parameter of a module, float32, that training leaves alone: reference models call it a
     buffer. Its module lists it among its `float32_names`."""
-    init = named(nn.initializers.constant(value), *(None,) * len(shape))
+    init = named_init(nn.initializers.constant(value), *(None,) * len(shape))
     return jax.lax.stop_gradient(module.param(name, init, shape, jnp.float32))
 
 
@@ -73,11 +73,11 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         std = prod(self.in_shape) ** -0.5 if self.std is None else self.std
-        init = named(normal(std), *self.in_names, *self.out_names)
+        init = named_init(normal(std), *self.in_names, *self.out_names)
         kernel = self.param(KERNEL, init, (*self.in_shape, *self.out_shape), jnp.float32)
         y = jnp.tensordot(x, kernel.astype(self.dtype), axes=len(self.in_shape))
         if self.bias:
-            zeros = named(nn.initializers.zeros, *self.out_names)
+            zeros = named_init(nn.initializers.zeros, *self.out_names)
             bias = self.param("bias", zeros, self.out_shape, jnp.float32).astype(self.dtype)
             y = y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
         return y
@@ -90,7 +90,7 @@ def exact_gelu(x: Array) -> Array:
     jax 0.12.0's own builds on an `erfc` that `shard_map` refuses.
     """
     x32 = x.astype(jnp.float32)
-    return (x32 * _normal_share(x32)).astype(x.dtype)
+    return (x32 * _normal_cdf(x32)).astype(x.dtype)
 
 
 @exact_gelu.defjvp
@@ -98,15 +98,15 @@ def _exact_gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arra
     (x,), (dx,) = primals, tangents
     x32 = x.astype(jnp.float32)
     density = jnp.exp(-0.5 * x32 * x32) * (2.0 * pi) ** -0.5
-    slope = _normal_share(x32) + x32 * density
+    slope = _normal_cdf(x32) + x32 * density
     return exact_gelu(x), slope.astype(x.dtype) * dx
 
 
-def _normal_share(x: Array) -> Array:
+def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1.0 + jax.lax.erf(x * 0.5**0.5))
 
 
-def _over_last(last: Array, x: Array) -> Array:
+def _expand_leading(last: Array, x: Array) -> Array:
     return jnp.expand_dims(last, tuple(range(x.ndim - last.ndim)))
 
 
@@ -117,21 +117,21 @@ class LayerScale(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        init = named(nn.initializers.constant(self.initial), "embed")
+        init = named_init(nn.initializers.constant(self.initial), "embed")
         scale = self.param("scale", init, (x.shape[-1],), jnp.float32)
-        return x * _over_last(scale.astype(x.dtype), x)
+        return x * _expand_leading(scale.astype(x.dtype), x)
 
 
 class RMSNorm(nn.Module):
     """x over its root mean square along the last dims, in float32, times a scale.
 
-    `names` are the logical axes of the dims that are normed together. The scale is `around` plus
+    `names` are the logical axes of the dims that are normed together. The scale is `offset` plus
     what is learnt, one in all at first; without `scaled` it is one for good.
     """
 
     eps: float
     names: Names = ("embed",)
-    around: float = 0.0
+    offset: float = 0.0
     scaled: bool = True
 
     @nn.compact
@@ -142,11 +142,11 @@ class RMSNorm(nn.Module):
         y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + self.eps)
         if not self.scaled:
             return y.astype(x.dtype)
-        init = named(nn.initializers.constant(1.0 - self.around), *self.names)
+        init = named_init(nn.initializers.constant(1.0 - self.offset), *self.names)
         scale = self.param("scale", init, x.shape[-n:], jnp.float32).astype(y.dtype)
-        if self.around:
-            scale = scale + self.around
-        return (y * _over_last(scale, y)).astype(x.dtype)
+        if self.offset:
+            scale = scale + self.offset
+        return (y * _expand_leading(scale, y)).astype(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -156,8 +156,8 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        ones = named(nn.initializers.ones, "embed")
-        zeros = named(nn.initializers.zeros, "embed")
+        ones = named_init(nn.initializers.ones, "embed")
+        zeros = named_init(nn.initializers.zeros, "embed")
         scale = self.param("scale", ones, (x.shape[-1],), jnp.float32)
         bias = self.param("bias", zeros, (x.shape[-1],), jnp.float32)
         x32 = x.astype(jnp.float32)
@@ -165,4 +165,4 @@ class LayerNorm(nn.Module):
         variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.eps)
         scale, bias = scale.astype(y.dtype), bias.astype(y.dtype)
-        return (y * _over_last(scale, y) + _over_last(bias, y)).astype(x.dtype)
+        return (y * _expand_leading(scale, y) + _expand_leading(bias, y)).astype(x.dtype)

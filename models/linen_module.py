@@ -12,8 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by
-from models.attention_choice import LEAST_TOKENS, skips
+from models.attention import AttentionFunction, bind_attention
+from models.attention_choice import MIN_KERNEL_TOKENS, skips
 from models.layers import apply, axis_names, init_values
 
 Array = jax.Array
@@ -37,12 +37,12 @@ class LinenModule(ABC):
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct: ...
 
     @abstractmethod
-    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         """The Linen module of a part and what its inputs look like."""
 
     def on_chip(self, chip: str) -> Self:
-        here: Any = self
-        return replace(here, chip=chip)
+        module: Any = self
+        return replace(module, chip=chip)
 
     @property
     def working_dtype(self) -> jnp.dtype:
@@ -63,25 +63,27 @@ class LinenModule(ABC):
     @property
     def row_tokens(self) -> int:
         """Tokens of the shortest row that matters to the choice of a kernel."""
-        return LEAST_TOKENS
+        return MIN_KERNEL_TOKENS
 
     @property
     def skips(self) -> bool:
-        how = self.attention_kernel, self.chip, self.dtype
-        return skips(*how, self.size.head_dim, self.row_tokens)
+        kernel_choice = self.attention_kernel, self.chip, self.dtype
+        return skips(*kernel_choice, self.size.head_dim, self.row_tokens)
 
     @property
-    def attend(self) -> Attend:
+    def attend(self) -> AttentionFunction:
         """`models.attention.attention` by the module's kernel."""
-        return attend_by(self.attention_kernel, self.chip)
+        return bind_attention(self.attention_kernel, self.chip)
 
     def init(self, part: str, key: Array) -> Any:
-        module, args = self._part(part)
+        module, args = self._linen_part(part)
         return init_values(module, key, *args)
 
     def logical_axes(self, part: str) -> Any:
-        module, args = self._part(part)
+        module, args = self._linen_part(part)
         return axis_names(module, *args)
 
     def entry(self, params: Any, batch: Batch) -> Array:
-        return apply(self._part("entry")[0], params, *(batch[n] for n in self.inputs["entry"]))
+        return apply(
+            self._linen_part("entry")[0], params, *(batch[n] for n in self.inputs["entry"])
+        )

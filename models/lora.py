@@ -27,7 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.dropout import Drawn
+from models.dropout import InputDropout
 from models.layers import KERNEL, Linear, Names, normal
 
 Array = jax.Array
@@ -68,8 +68,8 @@ class Lora:
         """Of the adapter of a matrix; 0 of one that is not adapted."""
         if not any(_matches(name, pattern) for pattern in self.targets):
             return 0
-        own = [rank for pattern, rank in self.ranks if _matches(name, pattern)]
-        return own[-1] if own else self.rank
+        ranks = [rank for pattern, rank in self.ranks if _matches(name, pattern)]
+        return ranks[-1] if ranks else self.rank
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -96,66 +96,68 @@ class Matrix:
 
 
 @lru_cache(maxsize=256)
-def matrices(module: Any, part: str) -> tuple[Matrix, ...]:
+def linear_matrices(module: Any, part: str) -> tuple[Matrix, ...]:
     """The matrices that a part of a module has as `Linear`s; of one layer where it is stacked."""
-    found: dict[str, Matrix] = {}
+    by_name: dict[str, Matrix] = {}
 
-    def look(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    def record_linear(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         linear = context.module
         if isinstance(linear, Linear):
             sides = linear.in_shape, linear.out_shape, linear.in_names, linear.out_names
-            found[_name(linear)] = Matrix(_name(linear), *sides)
+            by_name[_matrix_name(linear)] = Matrix(_matrix_name(linear), *sides)
         return next_call(*args, **kwargs)
 
-    with nn.intercept_methods(look):
+    with nn.intercept_methods(record_linear):
         jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
-    return tuple(found.values())
+    return tuple(by_name.values())
 
 
-def _name(linear: nn.Module) -> str:
+def _matrix_name(linear: nn.Module) -> str:
     return ".".join(linear.path)
 
 
 def matrix_names(modules: Mapping[str, Any]) -> tuple[str, ...]:
     """GROUP.MATRIX of every matrix of some modules that can be adapted."""
     groups = [(m, part, g) for m in modules.values() for part, g in m.freeze_groups.items()]
-    return tuple(dict.fromkeys(f"{g}.{a.name}" for m, p, g in groups for a in matrices(m, p)))
+    return tuple(
+        dict.fromkeys(f"{g}.{a.name}" for m, p, g in groups for a in linear_matrices(m, p))
+    )
 
 
-def adapted(modules: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
+def add_adapters(modules: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
     """Modules of a model, those with adapters that have any.
 
     Raises:
       ValueError: a pattern that matches no matrix, or the rank of one that is not adapted.
     """
-    return dict(_adapted(tuple(modules.items()), lora)) if lora else dict(modules)
+    return dict(_adapted_items(tuple(modules.items()), lora)) if lora else dict(modules)
 
 
 @lru_cache(maxsize=64)  # a model is asked for its modules again and again
-def _adapted(items: tuple[tuple[str, Any], ...], lora: Lora) -> tuple[tuple[str, Any], ...]:
+def _adapted_items(items: tuple[tuple[str, Any], ...], lora: Lora) -> tuple[tuple[str, Any], ...]:
     modules = dict(items)
-    known = matrix_names(modules)
+    names = matrix_names(modules)
     for pattern in lora.targets:
-        if not any(_matches(name, pattern) for name in known):
+        if not any(_matches(name, pattern) for name in names):
             raise ValueError(
                 f"train.lora_targets: {pattern!r} matches no matrix of the model; it has "
-                f"{', '.join(known)}"
+                f"{', '.join(names)}"
             )
-    targets = [name for name in known if lora.rank_of(name)]
+    targets = [name for name in names if lora.rank_of(name)]
     for pattern, _ in lora.ranks:
         if not any(_matches(name, pattern) for name in targets):
             raise ValueError(
                 f"train.lora_ranks: {pattern!r} matches no matrix that train.lora_targets names; "
                 f"those are {', '.join(targets)}"
             )
-    made = {name: AdaptedModule(module, lora) for name, module in modules.items()}
-    return tuple((name, a if a.adapters else modules[name]) for name, a in made.items())
+    adapted_modules = {name: AdaptedModule(module, lora) for name, module in modules.items()}
+    return tuple((name, a if a.adapters else modules[name]) for name, a in adapted_modules.items())
 
 
 # ---- a module with adapters ----
 
 
-def called(function: Callable[..., Any], *arrays: Any) -> Any:
+def call_now(function: Callable[..., Any], *arrays: Any) -> Any:
     """What a function gives, at once."""
     return function(*arrays)
 
@@ -179,20 +181,24 @@ class AdaptedModule:
     @cached_property
     def adapters(self) -> Mapping[str, str]:
         """The parts that hold adapters, and of which part."""
-        return {adapter_part(p): p for p in self.module.freeze_groups if self._targets(p)}
+        return {adapter_part(p): p for p in self.module.freeze_groups if self._ranks_by_matrix(p)}
 
-    def _targets(self, part: str) -> dict[Matrix, int]:
+    def _ranks_by_matrix(self, part: str) -> dict[Matrix, int]:
         """The adapted matrices of a part, and the ranks of their adapters."""
         group = self.module.freeze_groups[part]
-        ranks = {m: self.lora.rank_of(f"{group}.{m.name}") for m in matrices(self.module, part)}
+        ranks = {
+            m: self.lora.rank_of(f"{group}.{m.name}") for m in linear_matrices(self.module, part)
+        }
         return {m: rank for m, rank in ranks.items() if rank}
 
     @cached_property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         plain = self.module.inputs
-        drawn = (SEEDS,) if self.lora.dropout else ()
-        own = {adapter: (*plain[part], *drawn) for adapter, part in self.adapters.items()}
-        return {**plain, **own}
+        seed_field = (SEEDS,) if self.lora.dropout else ()
+        adapter_inputs = {
+            adapter: (*plain[part], *seed_field) for adapter, part in self.adapters.items()
+        }
+        return {**plain, **adapter_inputs}
 
     @property
     def numbers_layers(self) -> bool:
@@ -213,50 +219,52 @@ class AdaptedModule:
     def init(self, part: str, key: Array) -> Tree:
         if part not in self.adapters:
             return self.module.init(part, key)
-        made = {}
-        for i, (m, rank) in enumerate(self._targets(self.adapters[part]).items()):
+        adapters = {}
+        for i, (m, rank) in enumerate(self._ranks_by_matrix(self.adapters[part]).items()):
             shape = (*m.in_shape, rank)
             a = normal(prod(m.in_shape) ** -0.5)(jax.random.fold_in(key, i), shape, jnp.float32)
-            made[m.name] = {"a": a, "b": jnp.zeros((rank, *m.out_shape), jnp.float32)}
-        return made
+            adapters[m.name] = {"a": a, "b": jnp.zeros((rank, *m.out_shape), jnp.float32)}
+        return adapters
 
     def logical_axes(self, part: str) -> Tree:
         if part not in self.adapters:
             return self.module.logical_axes(part)
-        targets = self._targets(self.adapters[part])
+        targets = self._ranks_by_matrix(self.adapters[part])
         return {m.name: {"a": (*m.in_names, None), "b": (None, *m.out_names)} for m in targets}
 
-    def _with(
+    def _run_adapted(
         self, part: str, batch: Mapping[str, Array], params: Tree, run: Callable[..., Any]
     ) -> Any:
         """What a function gives for the parameters of a part while the part is adapted."""
         if not isinstance(params, Mapping) or "adapter" not in params:
             return run(params)
         plain = {name: tree for name, tree in params.items() if name != "adapter"}
-        draw = Drawn(self.lora.dropout, part, batch[SEEDS], batch.get(LAYER)) if (
+        input_dropout = InputDropout(self.lora.dropout, part, batch[SEEDS], batch.get(LAYER)) if (
             self.lora.dropout and SEEDS in batch) else None  # fmt: skip
-        adding = partial(_add_adapter, self.lora.alpha, params["adapter"], draw)
+        adding = partial(_add_adapter, self.lora.alpha, params["adapter"], input_dropout)
         with nn.intercept_methods(adding):
             return run(plain)
 
     def entry(self, params: Tree, batch: Mapping[str, Array]) -> Array:
-        return self._with("entry", batch, params, lambda p: self.module.entry(p, batch))
+        return self._run_adapted("entry", batch, params, lambda p: self.module.entry(p, batch))
 
     def layer(
         self, params: Tree, x: Array, batch: Mapping[str, Array], *args: Any, **kwargs: Any
     ) -> Array:
         kind = kwargs.get("kind", LAYERS)
-        return self._with(
+        return self._run_adapted(
             kind, batch, params, lambda p: self.module.layer(p, x, batch, *args, **kwargs)
         )
 
     def exit(self, params: Tree, x: Array, batch: Mapping[str, Array], entry: Tree = None) -> Any:
-        return self._with("exit", batch, params, lambda p: self.module.exit(p, x, batch, entry))
+        return self._run_adapted(
+            "exit", batch, params, lambda p: self.module.exit(p, x, batch, entry)
+        )
 
     def tap(self, name: str, params: Tree, x: Array, batch: Mapping[str, Array]) -> Array:
-        return self._with(name, batch, params, lambda p: self.module.tap(name, p, x, batch))
+        return self._run_adapted(name, batch, params, lambda p: self.module.tap(name, p, x, batch))
 
-    def merged(self, params: Mapping[str, Tree], each: Each = called) -> dict[str, Tree]:
+    def merged(self, params: Mapping[str, Tree], each: Each = call_now) -> dict[str, Tree]:
         """Parameters of the plain module that computes what the adapted one does.
 
         Args:
@@ -268,15 +276,15 @@ class AdaptedModule:
         plain = {part: tree for part, tree in params.items() if part not in self.adapters}
         for adapter, part in self.adapters.items():
             for name, pair in params.get(adapter, {}).items():
-                fold = partial(each, partial(_folded, alpha=self.lora.alpha))
-                plain[part] = _folded_in(plain[part], name.split("."), pair, fold)
+                fold = partial(each, partial(_fold_adapter, alpha=self.lora.alpha))
+                plain[part] = _fold_into_tree(plain[part], name.split("."), pair, fold)
         return plain
 
 
 def _add_adapter(
     alpha: float,
     adapter: Tree,
-    drawn: Drawn | None,
+    input_dropout: InputDropout | None,
     next_call: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -284,27 +292,27 @@ def _add_adapter(
 ) -> Any:
     """What a method of a Linen module gives, with what its adapter adds where it is an adapted
     `Linear`."""
-    out, linear = next_call(*args, **kwargs), context.module
+    output, linear = next_call(*args, **kwargs), context.module
     if not isinstance(linear, Linear) or context.method_name != "__call__":
-        return out
-    name = _name(linear)
+        return output
+    name = _matrix_name(linear)
     if name not in adapter:
-        return out
+        return output
     a, b = (adapter[name][side].astype(linear.dtype) for side in ("a", "b"))
-    x = args[0] if drawn is None else drawn.seen(args[0], name)
+    x = args[0] if input_dropout is None else input_dropout.drop(args[0], name)
     low = jnp.tensordot(x, a, axes=len(linear.in_shape))
-    return out + alpha / b.shape[0] * jnp.tensordot(low, b, axes=1)
+    return output + alpha / b.shape[0] * jnp.tensordot(low, b, axes=1)
 
 
-def _folded_in(tree: Tree, path: list[str], pair: Tree, fold: Callable[..., Any]) -> Tree:
+def _fold_into_tree(tree: Tree, path: list[str], pair: Tree, fold: Callable[..., Any]) -> Tree:
     """Parameters of a part, the matrix at a path with its adapter folded in."""
     if not path:
         return {**tree, KERNEL: fold(tree[KERNEL], pair["a"], pair["b"])}
-    return {**tree, path[0]: _folded_in(tree[path[0]], path[1:], pair, fold)}
+    return {**tree, path[0]: _fold_into_tree(tree[path[0]], path[1:], pair, fold)}
 
 
 @partial(jax.jit, static_argnames="alpha")
-def _folded(kernel: Array, a: Array, b: Array, alpha: float) -> Array:
+def _fold_adapter(kernel: Array, a: Array, b: Array, alpha: float) -> Array:
     """A kernel [*in, *out], or a stack of such, plus its adapter."""
     rank = a.shape[-1]
     stacked = a.ndim + b.ndim - 2 - kernel.ndim  # how often the dim of layers is counted

@@ -19,9 +19,9 @@ Array = jax.Array
 Sums = dict[str, Array]
 Chunk = tuple[Array, Array, Array]  # hidden states, targets, weights of some tokens
 Dtypes = tuple[Any, Any]  # of hidden states and of the table
-How = tuple[int, "Objective", float]  # tokens of a chunk, what is trained on, the logits' cap
+_Settings = tuple[int, "Objective", float]  # tokens of a chunk, what is trained on, the logits' cap
 Visit = Callable[[Any, Chunk], tuple[Any, tuple[Array, ...]]]
-MULTIPLE = 128  # of tokens in a chunk: matrix units are wasted on odd sizes
+TOKEN_MULTIPLE = 128  # of tokens in a chunk: matrix units are wasted on odd sizes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Objective:
     label_smoothing: float = 0.0
 
 
-PLAIN = Objective()
+NLL_ONLY = Objective()
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -53,7 +53,7 @@ def cross_entropy(
     weights: Array,
     *,
     logits_elements: int,
-    objective: Objective = PLAIN,
+    objective: Objective = NLL_ONLY,
     cap: float = 0.0,
 ) -> Sums:
     """Sums of weighted negative log-likelihood and of weighted correct predictions.
@@ -73,35 +73,35 @@ def cross_entropy(
       {"loss_sum", "correct"}: float32 scalars.
     """
     chunk = max(1, logits_elements // table.shape[0])
-    if chunk > MULTIPLE:
-        chunk -= chunk % MULTIPLE
-    how = chunk, objective, cap
-    return _cross_entropy(how, (x.dtype, table.dtype), x, table, targets, weights)
+    if chunk > TOKEN_MULTIPLE:
+        chunk -= chunk % TOKEN_MULTIPLE
+    settings = chunk, objective, cap
+    return _cross_entropy(settings, (x.dtype, table.dtype), x, table, targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(
-    how: How, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
+    settings: _Settings, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
 ) -> Sums:
     head = table.astype(x.dtype)
 
-    def visit(_: None, now: Chunk) -> tuple[None, tuple[Array, Array]]:
-        logits = head_logits(now[0], head, how[2])
-        return None, _token_losses(logits, jax.nn.logsumexp(logits, axis=-1), now[1])
+    def visit(_: None, token_chunk: Chunk) -> tuple[None, tuple[Array, Array]]:
+        logits = head_logits(token_chunk[0], head, settings[2])
+        return None, _token_losses(logits, jax.nn.logsumexp(logits, axis=-1), token_chunk[1])
 
-    _, (nll, correct) = _over_chunks(visit, None, (x, targets, weights), how[0])
+    _, (nll, correct) = _over_chunks(visit, None, (x, targets, weights), settings[0])
     return _sums(nll, correct, weights)
 
 
-def _with_gradient(
-    how: How, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
+def _forward_with_gradient(
+    settings: _Settings, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
 ) -> tuple[Sums, tuple[Array, ...]]:
     """The sums, and the gradients of the objective and "correct" by what they depend on."""
-    chunk, objective, cap = how
+    chunk, objective, cap = settings
     head = table.astype(x.dtype)
 
-    def visit(dtable: Array, now: Chunk) -> tuple[Array, tuple[Array, ...]]:
-        x, targets, weights = now
+    def visit(dtable: Array, token_chunk: Chunk) -> tuple[Array, tuple[Array, ...]]:
+        x, targets, weights = token_chunk
         logits = head_logits(x, head, cap)
         total = jax.nn.logsumexp(logits, axis=-1)
         dlogits = _logit_gradient(objective, logits, total, targets)
@@ -111,24 +111,24 @@ def _with_gradient(
         dx = _product("tv,vd->td", dlogits, head)
         dtable = dtable + _product("tv,td->vd", dlogits, x)
         nll, hit = _token_losses(logits, total, targets)
-        return dtable, (nll, hit, _trained_on(objective, logits, total, nll), dx)
+        return dtable, (nll, hit, _token_objective(objective, logits, total, nll), dx)
 
     start = jnp.zeros_like(table, jnp.float32)
     dtable, tokens = _over_chunks(visit, start, (x, targets, weights), chunk)
-    nll, correct, trained_on, dx = tokens
-    return _sums(nll, correct, weights), (dx, dtable, trained_on, correct)
+    nll, correct, objective_value, dx = tokens
+    return _sums(nll, correct, weights), (dx, dtable, objective_value, correct)
 
 
 def _pull_back(
-    _: How, dtypes: Dtypes, gradients: tuple[Array, ...], of_sums: Sums
+    _: _Settings, dtypes: Dtypes, gradients: tuple[Array, ...], dsums: Sums
 ) -> tuple[Array | None, ...]:
-    dx, dtable, trained_on, correct = gradients
-    scale = of_sums["loss_sum"]
-    dweights = scale * trained_on + of_sums["correct"] * correct
+    dx, dtable, objective_value, correct = gradients
+    scale = dsums["loss_sum"]
+    dweights = scale * objective_value + dsums["correct"] * correct
     return (scale * dx).astype(dtypes[0]), (scale * dtable).astype(dtypes[1]), None, dweights
 
 
-_cross_entropy.defvjp(_with_gradient, _pull_back)
+_cross_entropy.defvjp(_forward_with_gradient, _pull_back)
 
 
 def _logit_gradient(objective: Objective, logits: Array, total: Array, targets: Array) -> Array:
@@ -141,7 +141,7 @@ def _logit_gradient(objective: Objective, logits: Array, total: Array, targets: 
     return likely - (1.0 - smooth) * _at_target(logits, targets) - smooth / logits.shape[1]
 
 
-def _trained_on(objective: Objective, logits: Array, total: Array, nll: Array) -> Array:
+def _token_objective(objective: Objective, logits: Array, total: Array, nll: Array) -> Array:
     """The objective of each token."""
     value, smooth = nll, objective.label_smoothing
     if smooth:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from models.composed import Composed, made
+from models.composed import Composition, build_from_size
 from models.sizes import OMNI_FAMILY
 
 
 def build(
     size: str = "omni-tiny", dtype: str = "float32", attention_kernel: str = "auto"
-) -> Composed:
-    """A model by size ("omni-tiny", VISION+AUDIO+DECODER); see `models.composed.made`."""
-    return made(Composed, OMNI_FAMILY, size, dtype, attention_kernel)
+) -> Composition:
+    """A model by size ("omni-tiny", VISION+AUDIO+DECODER); see
+    `models.composed.build_from_size`."""
+    return build_from_size(Composition, OMNI_FAMILY, size, dtype, attention_kernel)

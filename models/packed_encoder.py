@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from models.attention_choice import LEAST_TOKENS
+from models.attention_choice import MIN_KERNEL_TOKENS
 from models.encoder import Encoder
 from models.linen_module import Batch
 
@@ -29,7 +29,7 @@ class PackedEncoder(Encoder):
 
     @property
     def row_tokens(self) -> int:
-        return LEAST_TOKENS
+        return MIN_KERNEL_TOKENS
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:

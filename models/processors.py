@@ -20,9 +20,10 @@ import numpy as np
 Colours = tuple[float, float, float]  # of red, green and blue
 Settings = Mapping[str, Any]
 
-# Files with the settings of a processor, the published order; a newer folder has them all in ALL.
-ALL = "processor_config.json"
-FILES: Mapping[str, tuple[str, ...]] = {
+# Files with the settings of a processor, the published order; a newer folder has them all in
+# COMBINED_FILE.
+COMBINED_FILE = "processor_config.json"
+PROCESSOR_FILES: Mapping[str, tuple[str, ...]] = {
     "image_processor": ("preprocessor_config.json",),
     "video_processor": ("video_preprocessor_config.json", "preprocessor_config.json"),
     "feature_extractor": ("preprocessor_config.json",),
@@ -39,13 +40,15 @@ class Processing:
     facts: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, mean: Sequence[float], std: Sequence[float], factor: float = 1 / 255) -> Processing:
+    def from_mean_std(
+        cls, mean: Sequence[float], std: Sequence[float], factor: float = 1 / 255
+    ) -> Processing:
         """Return that of colours which are scaled by a factor, less their mean, over `std`."""
         scale = [factor / s for s in std]
         shift = [-m / s for m, s in zip(mean, std, strict=True)]
         return cls((scale[0], scale[1], scale[2]), (shift[0], shift[1], shift[2]))
 
-    def normalised(self, colours: jax.Array, *, innermost: bool) -> jax.Array:
+    def normalize(self, colours: jax.Array, *, innermost: bool) -> jax.Array:
         """Return uint8 [..., n] as float32; of the n values colours come by turns (`innermost`), or
         all of one and then all of the next."""
         spread: Callable[..., np.ndarray] = np.tile if innermost else np.repeat
@@ -58,48 +61,50 @@ class Processing:
         return colours.astype(jnp.float32) * scale + shift
 
 
-HALVES = Processing.of((0.5,) * 3, (0.5,) * 3)  # -1 to 1
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
-IMAGENET = Processing.of(MEAN, STD)
+SYMMETRIC = Processing.from_mean_std((0.5,) * 3, (0.5,) * 3)  # -1 to 1
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
+IMAGENET_COLOURS = Processing.from_mean_std(IMAGENET_MEAN, IMAGENET_STD)
 
-_COLOURS = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+_RESCALE = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-_NONE = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
-_USUAL = {"do_resize": True, "resample": 3, **_COLOURS}
-_NATIVE = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+_HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_IDENTITY = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+_RESIZE = {"do_resize": True, "resample": 3, **_RESCALE}
+_PATCHES = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
 _QWEN_CLIPS = {
-    **_USUAL, **_HALF, **_NATIVE, "do_sample_frames": True, "max_duration": None, "fps": 2,
+    **_RESIZE, **_HALVES, **_PATCHES, "do_sample_frames": True, "max_duration": None, "fps": 2,
     "size": {"shortest_edge": 131072, "longest_edge": 786432}, "min_frames": 4, "max_frames": 768,
     "num_frames": None, "cap_pixels_per_frame": None, "max_video_tokens": 768,
 }  # fmt: skip
 _TILED_CLIPS = {
-    **_USUAL, **_CLIP, "size": {"height": 384, "width": 384}, "do_center_crop": None,
+    **_RESIZE, **_CLIP, "size": {"height": 384, "width": 384}, "do_center_crop": None,
     "do_sample_frames": False,
 }  # fmt: skip
 # By model_type, what the published classes say of pictures and clips where a file does not.
-PICTURES: Mapping[str, Settings] = {
-    "qwen3_vl": {**_USUAL, **_CLIP, **_NATIVE, "patch_size": 14},
-    "llava_onevision": {**_USUAL, **_CLIP, "do_pad": True, "image_grid_pinpoints": None,
+IMAGE_DEFAULTS: Mapping[str, Settings] = {
+    "qwen3_vl": {**_RESIZE, **_CLIP, **_PATCHES, "patch_size": 14},
+    "llava_onevision": {**_RESIZE, **_CLIP, "do_pad": True, "image_grid_pinpoints": None,
                         "size": {"height": 384, "width": 384}},
-    "internvl": {**_USUAL, **_CLIP, "min_patches": 1, "size": {"height": 384, "width": 384}},
-    "gemma3": {**_USUAL, **_HALF, "resample": 2, "size": {"height": 224, "width": 224}},
-    "gemma4": {**_USUAL, **_NONE, "do_normalize": False, "patch_size": 16,
+    "internvl": {**_RESIZE, **_CLIP, "min_patches": 1, "size": {"height": 384, "width": 384}},
+    "gemma3": {**_RESIZE, **_HALVES, "resample": 2, "size": {"height": 224, "width": 224}},
+    "gemma4": {**_RESIZE, **_IDENTITY, "do_normalize": False, "patch_size": 16,
                "pooling_kernel_size": 3, "max_soft_tokens": 280},
 }  # fmt: skip
-CLIPS: Mapping[str, Settings] = {
+VIDEO_DEFAULTS: Mapping[str, Settings] = {
     "qwen3_vl": _QWEN_CLIPS,
     "llava_onevision": _TILED_CLIPS,
     "internvl": {**_TILED_CLIPS, "initial_shift": True},
-    "gemma4": {**_USUAL, **_NONE, "do_sample_frames": True, "num_frames": 32, "patch_size": 16,
+    "gemma4": {**_RESIZE, **_IDENTITY, "do_sample_frames": True, "num_frames": 32, "patch_size": 16,
                "pooling_kernel_size": 3, "max_soft_tokens": 70},
 }  # fmt: skip
-SOUNDS: Settings = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400,
-                    "chunk_length": 30, "padding_value": 0.0, "dither": 0.0}  # fmt: skip
-_SAME = {"qwen3_5": "qwen3_vl"}  # families with the processors of another
+AUDIO_DEFAULTS: Settings = {
+    "feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400,
+    "chunk_length": 30, "padding_value": 0.0, "dither": 0.0,
+}  # fmt: skip
+_SAME_PROCESSORS = {"qwen3_5": "qwen3_vl"}  # families with the processors of another
 # Settings of clips at native resolution that are facts of the form "native" under the same names.
 _CLIP_FACTS = ("min_frames", "num_frames", "cap_pixels_per_frame", "max_video_tokens")
 
@@ -115,17 +120,17 @@ def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
     Raises:
       ValueError: a file that is not JSON, or a value that is not honoured here.
     """
-    kind = _SAME.get(kind, kind)
-    pictures, file = _settings(folder, "image_processor", PICTURES.get(kind))
-    clips, clip_file = _settings(folder, "video_processor", CLIPS.get(kind))
+    kind = _SAME_PROCESSORS.get(kind, kind)
+    pictures, file = _read_settings(folder, "image_processor", IMAGE_DEFAULTS.get(kind))
+    clips, clip_file = _read_settings(folder, "video_processor", VIDEO_DEFAULTS.get(kind))
     if pictures is None:
         return None
-    fixed = {**PICTURES[kind], **_of_tower(kind, size)}
-    honoured = {*_COLOURS, "image_mean", "image_std", "image_grid_pinpoints", "max_soft_tokens"}
+    fixed = {**IMAGE_DEFAULTS[kind], **_settings_of_size(kind, size)}
+    honoured = {*_RESCALE, "image_mean", "image_std", "image_grid_pinpoints", "max_soft_tokens"}
     if kind == "qwen3_vl":
         honoured.add("size")
-    _check(pictures, fixed, honoured, file)
-    processing = _colours(pictures, file, twice=kind == "gemma4")
+    _check_fixed(pictures, fixed, honoured, file)
+    processing = _colour_scale(pictures, file, twice=kind == "gemma4")
     facts: dict[str, Any] = {}
     if kind == "llava_onevision":
         grids = pictures["image_grid_pinpoints"]
@@ -134,12 +139,14 @@ def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
     elif kind == "gemma4":
         facts["soft_tokens"] = pictures["max_soft_tokens"]
     if clips is not None and clip_file != file:
-        fixed = {**CLIPS[kind], **_of_tower(kind, size)}
-        own = {"size", "fps", "max_frames", *_CLIP_FACTS} if kind == "qwen3_vl" else {"num_frames"}
-        _check(clips, fixed, {*_COLOURS, "image_mean", "image_std", "max_soft_tokens", *own},
-               clip_file)  # fmt: skip
-        of_clips = _colours(clips, clip_file, twice=kind == "gemma4")
-        if of_clips != processing:
+        fixed = {**VIDEO_DEFAULTS[kind], **_settings_of_size(kind, size)}
+        extra = (
+            {"size", "fps", "max_frames", *_CLIP_FACTS} if kind == "qwen3_vl" else {"num_frames"}
+        )
+        extra |= {*_RESCALE, "image_mean", "image_std", "max_soft_tokens"}
+        _check_fixed(clips, fixed, extra, clip_file)
+        clip_colours = _colour_scale(clips, clip_file, twice=kind == "gemma4")
+        if clip_colours != processing:
             raise ValueError(
                 f"{clip_file}: image_mean, image_std or rescale_factor differ from those of "
                 f"{file.name}; one tower reads both: give both files the same"
@@ -159,18 +166,21 @@ def sound_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
       ValueError: a file that is not JSON, a value that is not honoured here, or one that the
         encoder of so many bins and frames cannot take.
     """
-    sounds, file = _settings(folder, "feature_extractor", SOUNDS)
+    sounds, file = _read_settings(folder, "feature_extractor", AUDIO_DEFAULTS)
     if sounds is None:
         return {}
-    fits = {"feature_size": mel_bins}
-    _check(
-        sounds, {**SOUNDS, **fits}, {"sampling_rate", "hop_length", "n_fft", "chunk_length"}, file
+    fixed_by_size = {"feature_size": mel_bins}
+    _check_fixed(
+        sounds,
+        {**AUDIO_DEFAULTS, **fixed_by_size},
+        {"sampling_rate", "hop_length", "n_fft", "chunk_length"},
+        file,
     )
-    given = sounds["chunk_length"] * sounds["sampling_rate"] // sounds["hop_length"]
-    if given != frames:
+    given_frames = sounds["chunk_length"] * sounds["sampling_rate"] // sounds["hop_length"]
+    if given_frames != frames:
         raise ValueError(
-            f"{file}: chunk_length, sampling_rate and hop_length give {given} frames, the encoder "
-            f"takes {frames}; take both files from one model"
+            f"{file}: chunk_length, sampling_rate and hop_length give {given_frames} frames, the "
+            f"encoder takes {frames}; take both files from one model"
         )
     return {
         "sample_rate": sounds["sampling_rate"],
@@ -180,7 +190,7 @@ def sound_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
     }
 
 
-def _of_tower(kind: str, size: Any) -> dict[str, Any]:
+def _settings_of_size(kind: str, size: Any) -> dict[str, Any]:
     """The settings that follow from a tower's size."""
     if kind == "qwen3_vl":
         sides = {"patch_size": size.patch_px, "merge_size": size.merge}
@@ -190,41 +200,43 @@ def _of_tower(kind: str, size: Any) -> dict[str, Any]:
     return {"size": {"height": size.tile_px, "width": size.tile_px}}
 
 
-def _settings(folder: Path, part: str, usual: Settings | None) -> tuple[Settings | None, Path]:
+def _read_settings(
+    folder: Path, part: str, defaults: Settings | None
+) -> tuple[Settings | None, Path]:
     """The settings of a part, complete by the usual ones, and the file that has them; None: there
     is no such file, or the family has no such part."""
-    for name, key in ((ALL, part), *((name, "") for name in FILES[part])):
+    for name, key in ((COMBINED_FILE, part), *((name, "") for name in PROCESSOR_FILES[part])):
         file = folder / name
-        if usual is None or not file.is_file():
+        if defaults is None or not file.is_file():
             continue
         try:
-            found = json.loads(file.read_text(encoding="utf-8-sig"))
+            values = json.loads(file.read_text(encoding="utf-8-sig"))
         except ValueError as e:
             raise ValueError(f"{file}: not JSON ({e}); download it again") from None
-        found = found.get(key) if key and isinstance(found, dict) else found
-        if isinstance(found, dict):
-            return {**usual, **{k: v for k, v in found.items() if v is not None}}, file
+        values = values.get(key) if key and isinstance(values, dict) else values
+        if isinstance(values, dict):
+            return {**defaults, **{k: v for k, v in values.items() if v is not None}}, file
     return None, folder
 
 
-def _check(settings: Settings, fixed: Settings, honoured: set[str], file: Path) -> None:
+def _check_fixed(settings: Settings, fixed: Settings, honoured: set[str], file: Path) -> None:
     """ValueError unless the settings that are not honoured are the fixed ones."""
     for name, value in fixed.items():
-        given = settings.get(name, value)
-        if name not in honoured and _plain(given) != _plain(value):
+        found = settings.get(name, value)
+        if name not in honoured and _square_side(found) != _square_side(value):
             raise ValueError(
-                f"{file}: {name} {given} is not honoured, this model takes {value}; mend the file, "
+                f"{file}: {name} {found} is not honoured, this model takes {value}; mend the file, "
                 "or take another model"
             )
 
 
-def _plain(value: Any) -> Any:
+def _square_side(value: Any) -> Any:
     """A setting, one number in place of two equal sides."""
     sides = set(value.values()) if isinstance(value, dict) else {None}
     return sides.pop() if len(sides) == 1 and isinstance(value, dict) else value
 
 
-def _colours(settings: Settings, file: Path, *, twice: bool) -> Processing:
+def _colour_scale(settings: Settings, file: Path, *, twice: bool) -> Processing:
     """How colours become numbers; `twice`: the tower itself takes 0 to 1 to -1 to 1."""
     factor = settings["rescale_factor"] if settings["do_rescale"] else 1.0
     mean, std = (
@@ -236,4 +248,4 @@ def _colours(settings: Settings, file: Path, *, twice: bool) -> Processing:
         raise ValueError(f"{file}: image_std {std} must not be 0")
     if twice:  # 2 (x - 0.5) of what the processor gives
         mean, std = [m + s / 2 for m, s in zip(mean, std)], [s / 2 for s in std]
-    return Processing.of(mean, std, factor)
+    return Processing.from_mean_std(mean, std, factor)

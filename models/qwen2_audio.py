@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from models.composed import Published, made
+from models.composed import PublishedComposition, build_from_size
 from models.sizes import QWEN2_AUDIO_FAMILY
 
 
 def build(
     size: str = "qwen2-audio-tiny", dtype: str = "float32", attention_kernel: str = "auto"
-) -> Published:
-    """A model by size ("qwen2-audio-7b", TOWER+DECODER, a folder); see `models.composed.made`."""
-    return made(Published, QWEN2_AUDIO_FAMILY, size, dtype, attention_kernel)
+) -> PublishedComposition:
+    """A model by size ("qwen2-audio-7b", TOWER+DECODER, a folder); see
+    `models.composed.build_from_size`."""
+    return build_from_size(PublishedComposition, QWEN2_AUDIO_FAMILY, size, dtype, attention_kernel)

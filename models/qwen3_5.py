@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from models import qwen3_5_hf
-from models.composed import made
+from models.composed import build_from_size
 from models.hf_tensors import HfWeightMap
 from models.qwen3_5_decoder import HybridModule
 from models.qwen3_5_sizes import QWEN3_5_FAMILY, QWEN3_5_TEXT_FAMILY, Qwen35Size
 from models.qwen3_vl import NativeModel
-from models.sizes import SizeFamily
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,18 @@ class Qwen35(NativeModel):
         return {"llm": lambda: qwen3_5_hf.weight_map({"llm": self.plain["llm"]}, alone)}
 
 
-def _made(family: SizeFamily, size: str, dtype: str, attention_kernel: str) -> Qwen35:
-    return made(Qwen35, family, size, dtype, attention_kernel, qwen3_5_hf.READERS[family.kind])
-
-
 def build(
     size: str = "qwen3.5-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Qwen35:
     """A model of pictures, clips and text by size ("qwen3.5-9b", a folder); see
-    `models.composed.made`."""
-    return _made(QWEN3_5_FAMILY, size, dtype, attention_kernel)
+    `models.composed.build_from_size`."""
+    read = qwen3_5_hf.read_qwen3_5
+    return build_from_size(Qwen35, QWEN3_5_FAMILY, size, dtype, attention_kernel, read)
 
 
 def build_text(
     size: str = "qwen3.5-text-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Qwen35:
-    """A model of text alone by size (a folder); see `models.composed.made`."""
-    return _made(QWEN3_5_TEXT_FAMILY, size, dtype, attention_kernel)
+    """A model of text alone by size (a folder); see `models.composed.build_from_size`."""
+    read = qwen3_5_hf.read_qwen3_5_text
+    return build_from_size(Qwen35, QWEN3_5_TEXT_FAMILY, size, dtype, attention_kernel, read)

@@ -3,19 +3,19 @@ are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from models import hf_sizes
 from models.hf import INV_FREQ
-from models.hf_config import SPELLINGS, Config, ConfigRules, Facts, fields_of, stated
+from models.hf_config import SPELLINGS, Config, ConfigRules, FactRules, config_values, size_fields
 from models.hf_names import (
     EMBEDDING,
     GATED_MLP,
     HEAD,
     QKV,
     QKV_NORMED,
-    named,
+    module_rules,
     qwen3_vl_tower,
 )
 from models.hf_tensors import HfTensor, HfWeightMap, Rule, tensors_of
@@ -23,19 +23,19 @@ from models.qwen3_5_sizes import FULL, LINEAR, DeltaSize, HybridSize, Qwen35Size
 
 KINDS = {"linear_attention": LINEAR, "full_attention": FULL}
 TYPES = {kind: name for name, kind in KINDS.items()}
-UNREAD = (INV_FREQ, r"mtp\..*")  # what predicts further tokens is kept as it is
+IGNORED = (INV_FREQ, r"mtp\..*")  # what predicts further tokens is kept as it is
 
 # ---- names ----
 
 
 _LAYER = "layers.{}."
-_OF_BOTH = {  # what layers of both kinds have
+_COMMON_NAMES = {  # what layers of both kinds have
     "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", **GATED_MLP,
 }  # fmt: skip
 DECODER = (
     EMBEDDING,
-    *named(LINEAR, _LAYER, _OF_BOTH),
-    *named(LINEAR, f"{_LAYER}linear_attn.", {
+    *module_rules(LINEAR, _LAYER, _COMMON_NAMES),
+    *module_rules(LINEAR, f"{_LAYER}linear_attn.", {
         **dict.fromkeys(QKV, "in_proj_qkv"),  # one tensor has them, in this order
         "out_gate": "in_proj_z", "write": "in_proj_b", "step": "in_proj_a",
         "delta_norm": "norm", "out": "out_proj",
@@ -45,8 +45,8 @@ DECODER = (
         for name in QKV
     ),
     *(Rule(LINEAR, name, f"{_LAYER}linear_attn.{name}") for name in ("A_log", "dt_bias")),
-    *named(FULL, _LAYER, {**_OF_BOTH, **QKV_NORMED, "out": "self_attn.o_proj"}),
-    *named("exit", "", {"norm": "norm"}),
+    *module_rules(FULL, _LAYER, {**_COMMON_NAMES, **QKV_NORMED, "out": "self_attn.o_proj"}),
+    *module_rules("exit", "", {"norm": "norm"}),
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def _llm(module: Any, body: str) -> list[HfTensor]:
 
 # What transformers takes for a key that a file leaves out.
 _ROPE = "rope_parameters"
-TEXT = ConfigRules(
+TEXT_RULES = ConfigRules(
     {
         "vocab_size": 248320,
         "hidden_size": 4096,
@@ -89,14 +89,14 @@ TEXT = ConfigRules(
     },
 )
 # Fields of a delta net, and their keys in configurations.
-DELTA = {
+DELTA_KEYS = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",
     "key_size": "linear_key_head_dim",
     "value_size": "linear_value_head_dim",
     "taps": "linear_conv_kernel_dim",
 }
-ONLY = {"hidden_act": "silu", "attention_bias": False, f"{_ROPE}.rope_type": "default"}
+SUPPORTED = {"hidden_act": "silu", "attention_bias": False, f"{_ROPE}.rope_type": "default"}
 
 
 def text_facts(config: Config) -> dict[str, Any]:
@@ -105,14 +105,14 @@ def text_facts(config: Config) -> dict[str, Any]:
     Raises:
       ValueError: a value that is not built.
     """
-    facts = TEXT.read(config)
+    facts = TEXT_RULES.read(config)
     interval = facts.pop("full_attention_interval")
     if facts["layer_types"] is None:
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"full_attention_interval is {interval!r}; it must be 1 or more")
         n = facts["num_hidden_layers"]
         facts["layer_types"] = [TYPES[LINEAR if (i + 1) % interval else FULL] for i in range(n)]
-    for key, value in ONLY.items():
+    for key, value in SUPPORTED.items():
         if facts[key] != value:
             raise ValueError(f"{key} is {facts[key]!r}; only {value!r} is known")
     return facts
@@ -122,7 +122,7 @@ def _decoder(c: Config, *, tied: bool) -> HybridSize:
     if unknown := set(c["layer_types"]) - set(KINDS):
         raise ValueError(f"layer_types has {sorted(unknown)}; known: {', '.join(KINDS)}")
     return HybridSize(
-        **fields_of(c, hf_sizes.DECODER),
+        **size_fields(c, hf_sizes.DECODER_KEYS),
         rope_theta=float(c[f"{_ROPE}.rope_theta"]),
         qkv_bias=False,
         tied=tied,
@@ -130,7 +130,7 @@ def _decoder(c: Config, *, tied: bool) -> HybridSize:
         head_size=c["head_dim"],
         mrope_sections=tuple(c[f"{_ROPE}.mrope_section"]),
         kinds=tuple(KINDS[name] for name in c["layer_types"]),
-        delta=DeltaSize(**fields_of(c, DELTA)),
+        delta=DeltaSize(**size_fields(c, DELTA_KEYS)),
         rotary_size=int(c["head_dim"] * c[f"{_ROPE}.partial_rotary_factor"]),
     )
 
@@ -139,10 +139,10 @@ def text_config(s: HybridSize) -> dict[str, Any]:
     """A decoder's size as a configuration."""
     return {
         "model_type": "qwen3_5_text",
-        **stated(s, hf_sizes.DECODER),
+        **config_values(s, hf_sizes.DECODER_KEYS),
         "head_dim": s.head_dim,
         "layer_types": [TYPES[kind] for kind in s.kinds],
-        **stated(s.delta, DELTA),
+        **config_values(s.delta, DELTA_KEYS),
         "tie_word_embeddings": s.tied,
         "rope_parameters": {
             "rope_type": "default",
@@ -158,7 +158,7 @@ def _is_tied(config: Config) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
-def _facts(config: Config) -> dict[str, Any]:
+def _model_facts(config: Config) -> dict[str, Any]:
     """Of the whole model."""
     vision = hf_sizes.native_vision_facts("qwen3_5_vision", config)
     return {
@@ -169,24 +169,21 @@ def _facts(config: Config) -> dict[str, Any]:
     }
 
 
-def _facts_of_text(config: Config) -> dict[str, Any]:
-    own = {"model_type": config.get("model_type"), "tie_word_embeddings": _is_tied(config)}
-    return own | text_facts(config)
+def _text_model_facts(config: Config) -> dict[str, Any]:
+    top_level = {"model_type": config.get("model_type"), "tie_word_embeddings": _is_tied(config)}
+    return top_level | text_facts(config)
 
 
-def read(config: Config) -> Qwen35Size:
+def read_qwen3_5(config: Config) -> Qwen35Size:
     """Size of a Qwen3.5 configuration."""
     decoder = _decoder(text_facts(config.get("text_config") or {}), tied=_is_tied(config))
     facts = hf_sizes.native_vision_facts("qwen3_5_vision", config)
     return Qwen35Size(decoder, hf_sizes.native_vision_size(facts, decoder.width))
 
 
-def read_text(config: Config) -> Qwen35Size:
+def read_qwen3_5_text(config: Config) -> Qwen35Size:
     """Size of the configuration of a decoder alone."""
     return Qwen35Size(_decoder(text_facts(config), tied=_is_tied(config)))
-
-
-READERS: Mapping[str, Callable[[Config], Qwen35Size]] = {"qwen3_5": read, "qwen3_5_text": read_text}
 
 
 # ---- weights ----
@@ -198,8 +195,8 @@ def weight_map(modules: Mapping[str, Any], size: Qwen35Size) -> HfWeightMap:
     body = "model.language_model." if size.vision else "model."
     tensors = _llm(llm, body)
     config: dict[str, Any] = {**text, "architectures": ["Qwen3_5ForCausalLM"]}
-    facts = _facts_of_text
-    unread: tuple[str, ...] = (*UNREAD, r"model\.visual\..*")
+    facts = _text_model_facts
+    ignored: tuple[str, ...] = (*IGNORED, r"model\.visual\..*")
     if size.vision:
         names = qwen3_vl_tower(())
         tensors = [*tensors_of(modules["vision"], "vision", names, "model.visual."), *tensors]
@@ -212,11 +209,11 @@ def weight_map(modules: Mapping[str, Any], size: Qwen35Size) -> HfWeightMap:
             "text_config": text,
             "tie_word_embeddings": size.decoder.tied,
         }
-        facts, unread = _facts, UNREAD
+        facts, ignored = _model_facts, IGNORED
     return HfWeightMap(
         tensors=tuple(tensors),
         config=config,
-        config_rules=Facts(facts),
-        ignored=unread,
+        config_rules=FactRules(facts),
+        ignored=ignored,
         copies={"lm_head.weight": f"{body}embed_tokens.weight"} if llm.tied else {},
     )

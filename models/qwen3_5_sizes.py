@@ -61,7 +61,7 @@ class HybridSize(DecoderSize):
         return self.rotary_size // 2
 
     @property
-    def norm_around(self) -> float:
+    def norm_offset(self) -> float:
         return 1.0
 
 
@@ -78,7 +78,7 @@ class Qwen35Size:
             raise ValueError(f"no layer of Qwen3.5's tower feeds the decoder's layers: {self}")
 
 
-def _decoder(width: int, n_layers: int, mlp: int, *, tied: bool, **more: Any) -> HybridSize:
+def _decoder(width: int, n_layers: int, mlp: int, *, tied: bool, **overrides: Any) -> HybridSize:
     """As published, but for `more`."""
     published: dict[str, Any] = {
         "n_heads": 16,
@@ -90,8 +90,10 @@ def _decoder(width: int, n_layers: int, mlp: int, *, tied: bool, **more: Any) ->
         "rotary_size": 64,
     }
     kinds = tuple(PERIOD[i % len(PERIOD)] for i in range(n_layers))
-    own = {"width": width, "n_layers": n_layers, "mlp": mlp, "tied": tied, "kinds": kinds}
-    return HybridSize(**{**published, "qkv_bias": False, "qk_norm": True, **own, **more})
+    layer_sizes = {"width": width, "n_layers": n_layers, "mlp": mlp, "tied": tied, "kinds": kinds}
+    return HybridSize(
+        **{**published, "qkv_bias": False, "qk_norm": True, **layer_sizes, **overrides}
+    )
 
 
 _SMALLER = NativeVisionSize(1024, 24, 16, 4096, ())

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from models import hf
-from models.composed import made
+from models.composed import build_from_size
 from models.decoder import DecoderModule
 from models.decoder_model import TowerModel
 from models.hf_tensors import HfWeightMap
@@ -83,16 +83,16 @@ class Qwen3VL(NativeModel):
     @property
     def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
-        return hf.qwen3_vl(self)
+        return hf.qwen3_vl_weights(self)
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
-        return {"llm": partial(hf.decoder, self.plain["llm"])}
+        return {"llm": partial(hf.decoder_weights, self.plain["llm"])}
 
 
 def build(
     size: str = "qwen3-vl-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Qwen3VL:
-    """A model by size ("qwen3-vl-8b", a folder); see `models.composed.made`."""
-    return made(Qwen3VL, QWEN3_VL_FAMILY, size, dtype, attention_kernel)
+    """A model by size ("qwen3-vl-8b", a folder); see `models.composed.build_from_size`."""
+    return build_from_size(Qwen3VL, QWEN3_VL_FAMILY, size, dtype, attention_kernel)

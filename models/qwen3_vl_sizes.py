@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from models.processors import HALVES, Processing
+from models.processors import SYMMETRIC, Processing
 from models.sizes import DecoderSize, SizeFamily
 
 
@@ -32,7 +32,7 @@ class NativeVisionSize:
     merge: int = 2
     side: int = 48
     norm_eps: float = 1e-6
-    processing: Processing = HALVES
+    processing: Processing = SYMMETRIC
 
     def __post_init__(self) -> None:
         if self.width % (4 * self.n_heads):

@@ -10,8 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.encoder import BlockForm
-from models.layers import LayerNorm, Linear, apply, exact_gelu, named, normal
+from models.encoder import EncoderForm
+from models.layers import LayerNorm, Linear, apply, exact_gelu, named_init, normal
 from models.linen_module import Batch
 from models.packed_encoder import PackedEncoder
 from models.qwen3_vl_sizes import NativeVisionSize
@@ -33,13 +33,15 @@ def grid_weights(grid: Array, side: int) -> Array:
 
     def along(index: Array, size: Array) -> Array:
         steps = jnp.maximum(size - 1, 1).astype(jnp.float32)
-        place = index.astype(jnp.float32) * float(side - 1) / steps
-        away = jnp.abs(place[..., None] - jnp.arange(side, dtype=jnp.float32)[None, None])
-        return jnp.maximum(1.0 - away, 0.0)
+        scaled_index = index.astype(jnp.float32) * float(side - 1) / steps
+        distance = jnp.abs(
+            scaled_index[..., None] - jnp.arange(side, dtype=jnp.float32)[None, None]
+        )
+        return jnp.maximum(1.0 - distance, 0.0)
 
     rows, columns = (along(grid[..., i], grid[..., i + 2]) for i in range(2))
-    both = rows[..., :, None] * columns[..., None, :]
-    return both.reshape(*grid.shape[:2], side * side)
+    weights = rows[..., :, None] * columns[..., None, :]
+    return weights.reshape(*grid.shape[:2], side * side)
 
 
 class NativeVisionEntry(nn.Module):
@@ -51,10 +53,10 @@ class NativeVisionEntry(nn.Module):
     @nn.compact
     def __call__(self, patches: Array, grid: Array) -> Array:
         s = self.size
-        x = s.processing.normalised(patches, innermost=False).astype(self.dtype)
+        x = s.processing.normalize(patches, innermost=False).astype(self.dtype)
         fan_in, width = (s.patch_values,), (s.width,)
         x = Linear(fan_in, width, (None,), ("embed",), self.dtype, bias=True, name="patch")(x)
-        init = named(normal(s.width**-0.5), None, "embed")
+        init = named_init(normal(s.width**-0.5), None, "embed")
         table = self.param("position", init, (s.side**2, s.width), jnp.float32)
         # A product: its gradient adds up in an order that does not change.
         weights = grid_weights(grid, s.side).astype(self.dtype)
@@ -78,10 +80,10 @@ class Merger(nn.Module):
         x = x if self.joined else norm(x)
         x = x[:, : tokens - tokens % block].reshape(items, tokens // block, block * width)
         x = norm(x) if self.joined else x
-        inner, out = (block * width,), (self.out_width,)
+        inner, out_shape = (block * width,), (self.out_width,)
         x = Linear(inner, inner, (None,), ("mlp",), self.dtype, bias=True, name="hidden")(x)
         x = exact_gelu(x)
-        return Linear(inner, out, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
+        return Linear(inner, out_shape, ("mlp",), ("embed",), self.dtype, bias=True, name="out")(x)
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ class NativeVisionModule(PackedEncoder):
         return {**super().freeze_groups, **dict.fromkeys(self.taps, "connector")}
 
     @property
-    def form(self) -> BlockForm:
-        return BlockForm(jax.nn.gelu, fused=True)
+    def form(self) -> EncoderForm:
+        return EncoderForm(jax.nn.gelu, fused=True)
 
     def angles(self, batch: Batch) -> Array:
         return grid_angles(batch["grid"], self.size.head_dim // 2)

@@ -153,7 +153,7 @@ class DecoderSize:
         return self.head_size or self.width // self.n_heads
 
     @property
-    def norm_around(self) -> float:
+    def norm_offset(self) -> float:
         """What norms add to their parameters before they scale by them."""
         return 0.0
 
@@ -320,39 +320,41 @@ class SizeFamily:
     """
 
     kind: str
-    known: Mapping[str, Any]
+    sizes: Mapping[str, Any]
     tables: Mapping[str, Mapping[str, Any]]
     max_windows: int = 1
 
-    def find(self, name: str) -> Any:
+    def find_size(self, name: str) -> Any:
         """The composition called `name`, or ROW+ROW+... with a row of each table.
 
         Raises:
           ValueError: no such size; the message lists the known ones.
         """
-        if name in self.known:
-            return self.known[name]
+        if name in self.sizes:
+            return self.sizes[name]
         rows = name.split("+")
         tables = list(self.tables.items())
         if tables and len(rows) == len(tables) and all(r in t for r, (_, t) in zip(rows, tables)):
-            parts = {field: table[r] for r, (field, table) in zip(rows, tables)}
-            form = parts["vision"].form if "vision" in parts else ""
+            sizes_by_field = {field: table[r] for r, (field, table) in zip(rows, tables)}
+            form = sizes_by_field["vision"].form if "vision" in sizes_by_field else ""
             layout: TileLayout = "dynamic" if form == "internvit" else "tiles"
-            return ModelSize(**parts, layout=layout, max_windows=self.max_windows)
+            return ModelSize(**sizes_by_field, layout=layout, max_windows=self.max_windows)
         joined = " + ".join(f"({', '.join(table)})" for _, table in tables)
-        others = f"; or one of each of {joined}" if tables else ""
-        raise ValueError(f"unknown model size {name!r}; known: {', '.join(self.known)}{others}")
+        combinations = f"; or one of each of {joined}" if tables else ""
+        raise ValueError(
+            f"unknown model size {name!r}; known: {', '.join(self.sizes)}{combinations}"
+        )
 
 
-def _of_form(form: str) -> dict[str, VisionSize]:
+def _vision_of_form(form: str) -> dict[str, VisionSize]:
     return {name: size for name, size in VISION.items() if size.form == form}
 
 
 LLAVA_FAMILY = SizeFamily(
-    "llava_onevision", LLAVA, {"vision": _of_form("siglip"), "decoder": DECODERS}
+    "llava_onevision", LLAVA, {"vision": _vision_of_form("siglip"), "decoder": DECODERS}
 )
 INTERNVL_FAMILY = SizeFamily(
-    "internvl", INTERNVL, {"vision": _of_form("internvit"), "decoder": DECODERS}
+    "internvl", INTERNVL, {"vision": _vision_of_form("internvit"), "decoder": DECODERS}
 )
 QWEN2_AUDIO_FAMILY = SizeFamily("qwen2_audio", QWEN2_AUDIO, {"audio": AUDIO, "decoder": DECODERS})
 OMNI_FAMILY = SizeFamily(

@@ -14,7 +14,7 @@ from models import hf
 from models.decoder import DecoderModule
 from models.embedding import embed
 from models.hf_tensors import HfWeightMap
-from models.layers import Linear, RMSNorm, apply, named, normal
+from models.layers import Linear, RMSNorm, apply, named_init, normal
 from models.linen_module import Batch
 from models.sizes import DecoderSize
 
@@ -30,7 +30,7 @@ class TextEntry(nn.Module):
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
         s = self.size
-        init = named(normal(s.width**-0.5), "vocab", "embed")
+        init = named_init(normal(s.width**-0.5), "vocab", "embed")
         table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
         return embed(table, tokens).astype(self.dtype)
 
@@ -45,8 +45,8 @@ class TextExit(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = RMSNorm(self.size.norm_eps, name="norm")(x)
-        width, out = (self.size.width,), (self.out_width,)
-        return Linear(width, out, ("embed",), (None,), self.dtype, True, name="connector")(x)
+        width, out_shape = (self.size.width,), (self.out_width,)
+        return Linear(width, out_shape, ("embed",), (None,), self.dtype, True, name="connector")(x)
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class TextStates(DecoderModule):
     def freeze_groups(self) -> Mapping[str, str]:
         return {**super().freeze_groups, "exit": "connector"}
 
-    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         if part == "entry":
             return TextEntry(self.size, self.dtype), (self.field_spec("tokens", 1, 1),)
         if part == "exit":
             hidden = jax.ShapeDtypeStruct((1, 1, self.size.width), self.dtype)
             return TextExit(self.size, self.out_width, self.dtype), (hidden,)
-        return super()._part(part)
+        return super()._linen_part(part)
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Any:
         """Normed hidden states, brought to `out_width`."""
@@ -83,5 +83,5 @@ class TextStates(DecoderModule):
     @property
     def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has its parameters; a head there has no use."""
-        map_ = hf.decoder(self)
+        map_ = hf.decoder_weights(self)
         return replace(map_, ignored=(*map_.ignored, r"lm_head\.weight"))

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from models.connector import Connector
-from models.encoder import BlockForm, Encoder
-from models.layers import LayerNorm, Linear, RMSNorm, exact_gelu, named, normal
-from models.processors import HALVES, IMAGENET
+from models.encoder import Encoder, EncoderForm
+from models.layers import LayerNorm, Linear, RMSNorm, exact_gelu, named_init, normal
+from models.processors import IMAGENET_COLOURS, SYMMETRIC
 from models.sizes import VisionSize
 
 Array = jax.Array
@@ -45,18 +45,18 @@ class VisionEntry(nn.Module):
     @nn.compact
     def __call__(self, pixels: Array) -> Array:
         s = self.size
-        published = HALVES if s.form == "siglip" else IMAGENET
+        published = SYMMETRIC if s.form == "siglip" else IMAGENET_COLOURS
         patches = patchify(pixels, s.patch_px)
-        x = (s.processing or published).normalised(patches, innermost=True).astype(self.dtype)
+        x = (s.processing or published).normalize(patches, innermost=True).astype(self.dtype)
         fan_in, width = (x.shape[-1],), (s.width,)
         x = Linear(fan_in, width, (None,), ("embed",), self.dtype, bias=True, name="patch")(x)
         init = normal(s.width**-0.5)
         if s.form == "internvit":
-            token = self.param("class_token", named(init, "embed"), width, jnp.float32)
+            token = self.param("class_token", named_init(init, "embed"), width, jnp.float32)
             first = jnp.broadcast_to(token.astype(self.dtype), (x.shape[0], 1, s.width))
             x = jnp.concatenate([first, x], axis=1)
         shape = (s.tokens_in_tower, s.width)
-        position = self.param("position", named(init, None, "embed"), shape, jnp.float32)
+        position = self.param("position", named_init(init, None, "embed"), shape, jnp.float32)
         return x + position.astype(self.dtype)[None]
 
 
@@ -80,12 +80,12 @@ class VisionModule(Encoder):
         return {"entry": "vision", "layers": "vision", "exit": "connector"}
 
     @property
-    def form(self) -> BlockForm:
+    def form(self) -> EncoderForm:
         s = self.size
         if s.form == "siglip":
-            return BlockForm(jax.nn.gelu)
+            return EncoderForm(jax.nn.gelu)
         norm = RMSNorm if s.rms_norm else LayerNorm
-        return BlockForm(exact_gelu, norm, (s.qkv_bias,) * 3, s.qk_norm, scaled=True)
+        return EncoderForm(exact_gelu, norm, (s.qkv_bias,) * 3, s.qk_norm, scaled=True)
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of `pixels` for `items` tiles; `tokens` is fixed by the tile."""

@@ -28,9 +28,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention_choice import known_kernel
-from models.composed import known_dtype
-from models.decoder_model import TextModel
+from models.attention_choice import check_kernel
+from models.composed import parse_dtype
+from models.decoder_model import AdaptableModel
 from models.hf_tensors import HfWeightMap
 from models.layers import apply
 from models.linen_module import Batch, LinenModule
@@ -41,7 +41,7 @@ from models.wan_weights import weight_map
 
 Array = jax.Array
 # Name of a field -> the dims of a token's value ("values" of a patch, "text" states) and its dtype.
-FIELDS: Mapping[str, tuple[tuple[int | str, ...], Any]] = {
+FIELD_SPECS: Mapping[str, tuple[tuple[int | str, ...], Any]] = {
     "role": ((), jnp.int32),
     "time": ((), jnp.float32),
     "latents": (("values",), jnp.float32),
@@ -83,14 +83,16 @@ class WanModule(LinenModule):
 
     def field_spec(self, name: str, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape [rows, tokens, ...] and dtype of a field."""
-        if name not in FIELDS:
-            raise ValueError(f"the generator has no field {name!r}; it reads {', '.join(FIELDS)}")
-        dims, dtype = FIELDS[name]
+        if name not in FIELD_SPECS:
+            raise ValueError(
+                f"the generator has no field {name!r}; it reads {', '.join(FIELD_SPECS)}"
+            )
+        dims, dtype = FIELD_SPECS[name]
         sizes = {"values": self.size.patch_values, "text": self.size.text_width}
         shape = (sizes[d] if isinstance(d, str) else d for d in dims)
         return jax.ShapeDtypeStruct((rows, tokens, *shape), dtype or self.dtype)
 
-    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         hidden = jax.ShapeDtypeStruct((1, 1, self.size.width), self.dtype)
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
@@ -101,12 +103,12 @@ class WanModule(LinenModule):
 
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
         fields = (batch[name] for name in self.inputs["layers"])
-        return apply(self._part("layers")[0], params, x, *fields)
+        return apply(self._linen_part("layers")[0], params, x, *fields)
 
     def velocity(self, params: Any, x: Array, batch: Batch) -> Array:
         """Of what hidden states after the last layer say: noise - clip, float32 [rows, tokens,
         values of a patch]. `params` are those of the exit."""
-        return apply(self._part("exit")[0], params, x, batch["segment_ids"])
+        return apply(self._linen_part("exit")[0], params, x, batch["segment_ids"])
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
         """Sum over the microbatch of the patches' weighted losses."""
@@ -120,7 +122,7 @@ class WanModule(LinenModule):
 
 
 @dataclass(frozen=True)
-class TextToVideo(TextModel):
+class TextToVideo(AdaptableModel):
     """LLM and generator as a model of the engine's contract."""
 
     size: TextToVideoSize
@@ -136,7 +138,7 @@ class TextToVideo(TextModel):
 
     @property
     def plain(self) -> Mapping[str, Any]:
-        """See `TextModel`."""
+        """See `AdaptableModel`."""
         return {"llm": self.llm, "generator": self.generator}
 
     @property
@@ -162,5 +164,5 @@ def build(
     size: str = "tiny-short+wan-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> TextToVideo:
     """A model by size, DECODER+GENERATOR; see `models.wan_sizes.find_size`."""
-    kernel = known_kernel(attention_kernel)
-    return TextToVideo(find_size(size), known_dtype(dtype), attention_kernel=kernel)
+    kernel = check_kernel(attention_kernel)
+    return TextToVideo(find_size(size), parse_dtype(dtype), attention_kernel=kernel)

@@ -10,10 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from models.hf_config import ConfigRules, fields_of, stated
+from models.hf_config import ConfigRules, config_values, size_fields
 from models.sizes import DECODERS, DecoderSize
 
-CLASS = "WanTransformer3DModel"
+DIFFUSERS_CLASS = "WanTransformer3DModel"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ WAN: Mapping[str, WanSize] = {
 # What diffusers takes for a key that a file leaves out; of these the computation depends.
 CONFIG_RULES = ConfigRules(
     {
-        "_class_name": CLASS,
+        "_class_name": DIFFUSERS_CLASS,
         "patch_size": [1, 2, 2],
         "num_attention_heads": 40,
         "attention_head_dim": 128,
@@ -102,7 +102,7 @@ CONFIG_RULES = ConfigRules(
     {},
 )
 # Fields of a size, and their keys there.
-KEYS = {
+CONFIG_KEYS = {
     "n_heads": "num_attention_heads",
     "head_dim": "attention_head_dim",
     "n_layers": "num_layers",
@@ -117,8 +117,8 @@ KEYS = {
 def wan_config(size: WanSize) -> dict[str, Any]:
     """The config.json that diffusers reads a size from."""
     return {
-        "_class_name": CLASS,
-        **stated(size, KEYS),
+        "_class_name": DIFFUSERS_CLASS,
+        **config_values(size, CONFIG_KEYS),
         "patch_size": list(size.patch),
         "out_channels": size.channels,
         "cross_attn_norm": True,
@@ -135,7 +135,7 @@ def read_config(config: Mapping[str, Any]) -> WanSize:
       ValueError: a transformer of another form, such as one that pictures condition.
     """
     values = CONFIG_RULES.read(config)
-    size = WanSize(patch=tuple(values["patch_size"]), **fields_of(values, KEYS))
+    size = WanSize(patch=tuple(values["patch_size"]), **size_fields(values, CONFIG_KEYS))
     if wrong := CONFIG_RULES.mismatches(config, wan_config(size)):
         key, theirs, ours = wrong[0]
         raise ValueError(f"{key} is {theirs!r}, text to video of this form has {ours!r}")
@@ -150,8 +150,8 @@ def find_size(name: str) -> TextToVideoSize:
     """
     decoder, _, generator = name.partition("+")
     file = Path(generator) / "config.json"
-    is_known = generator in WAN or (generator != "" and file.is_file())
-    if decoder not in DECODERS or not is_known:
+    is_generator = generator in WAN or (generator != "" and file.is_file())
+    if decoder not in DECODERS or not is_generator:
         raise ValueError(
             f"unknown model size {name!r}; give one of ({', '.join(DECODERS)}) + one of "
             f"({', '.join(WAN)}, or a folder with diffusers' config.json of a generator)"

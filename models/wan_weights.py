@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.hf_names import named
+from models.hf_names import module_rules
 from models.hf_tensors import HfReshaping, HfTensor, HfWeightMap, Rule, tensors_of
 from models.wan_sizes import CONFIG_RULES, WanSize, wan_config
 
-STEM = "diffusion_pytorch_model"  # of the names of files
+FILE_STEM = "diffusion_pytorch_model"  # of the names of files
 
 _ATTENTION = {
     "query": "to_q",
@@ -20,7 +20,7 @@ _ATTENTION = {
 }
 _TABLE = "scale_shift_table"
 NAMES = (
-    *named("entry", "condition_embedder.", {
+    *module_rules("entry", "condition_embedder.", {
         "text_hidden": "text_embedder.linear_1",
         "text_out": "text_embedder.linear_2",
         "time_hidden": "time_embedder.linear_1",
@@ -28,7 +28,7 @@ NAMES = (
         "shifts": "time_proj",
     }),
     Rule("entry", "patch/bias", "patch_embedding.bias"),
-    *named("layers", "blocks.{}.", {
+    *module_rules("layers", "blocks.{}.", {
         **{f"self_{ours}": f"attn1.{theirs}" for ours, theirs in _ATTENTION.items()},
         **{f"cross_{ours}": f"attn2.{theirs}" for ours, theirs in _ATTENTION.items()},
         "cross_norm": "norm2",
@@ -36,7 +36,7 @@ NAMES = (
         "down": "ffn.net.2",
     }),
     Rule("layers", "modulation", f"blocks.{{}}.{_TABLE}", "one_leading"),
-    *named("exit", "", {"out": "proj_out"}),
+    *module_rules("exit", "", {"out": "proj_out"}),
     Rule("exit", "modulation", _TABLE, "one_leading"),
 )  # fmt: skip
 
@@ -57,5 +57,5 @@ def weight_map(module: Any) -> HfWeightMap:
         tensors=(_patch(module.size), *tensors_of(module, "generator", NAMES, "")),
         config=wan_config(module.size),
         config_rules=CONFIG_RULES,
-        stem=STEM,
+        stem=FILE_STEM,
     )

@@ -65,7 +65,7 @@ MANY_ARGUMENTS = {
     "models/attention_cudnn.py:backward",
     "models/attention_cudnn.py:call_backward",
     "models/attention_gpu.py:backward",
-    "models/attention_gpu.py:_call",
+    "models/attention_gpu.py:_call_kernel",
     "models/attention_kernels.py:forward_kernel",
     "models/attention_kernels.py:kv_kernel",
     "models/attention_kernels.py:q_kernel",

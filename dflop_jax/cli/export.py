@@ -94,7 +94,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             source = Folder(initial_folder, weight_map) if initial_folder else None
             extra_files = [] if args.module else find_tokenizer_folders(config)
             write_folder(
-                args.out, weight_map, merged, source=source, dtype=args.dtype, beside=extra_files
+                args.out,
+                weight_map,
+                merged,
+                source=source,
+                dtype=args.dtype,
+                processor_folders=extra_files,
             )
         return reader.step
 

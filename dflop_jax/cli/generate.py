@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> Any:
     """Answer; the text goes to stdout as it comes, unless JSON is asked for. A clip is written."""
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
-    from dflop_jax.generate.prompt import check_media, tagged
+    from dflop_jax.generate.prompt import add_tags, check_media
     from dflop_jax.generate.prompt_file import read_prompts
     from dflop_jax.generate.sampling import Sampling
     from dflop_jax.train.compile_cache import use_cache
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> Any:
     elif args.prompt is None:
         raise ValueError("give --prompt TEXT, or --prompts FILE")
     else:
-        tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
+        add_tags(args.prompt, {kind: len(files) for kind, files in media.items()})
         check_media(media)
     use_cache(config.cache_dir)
     n_rows = 1 if prompts is None else min(args.batch, len(prompts))

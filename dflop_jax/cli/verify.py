@@ -13,7 +13,7 @@ from dflop_jax.cli.terminal import make_table, make_ticker, show
 from dflop_jax.records import Plan
 
 if TYPE_CHECKING:
-    from dflop_jax.verify.verify import Verified
+    from dflop_jax.verify.verify import VerifyResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> Verified:
+def run(args: argparse.Namespace) -> VerifyResult:
     """Verify, and show a table by groups of tensors."""
     from dflop_jax.verify.verify import verify
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> Verified:
     return result
 
 
-def _groups_table(result: Verified) -> Table:
+def _groups_table(result: VerifyResult) -> Table:
     rows = []
     for g in result.groups:
         identical = "all" if g.identical == g.tensors else f"{g.identical} of {g.tensors}"
@@ -50,7 +50,7 @@ def _groups_table(result: Verified) -> Table:
     return make_table(f"{result.folder} ({result.model_type})", columns, rows)
 
 
-def _describe_result(result: Verified) -> str:
+def _describe_result(result: VerifyResult) -> str:
     verdict = "verified" if result.exit_code == 0 else "NOT verified"
     if result.not_compared:
         return f"{verdict}; logits and gradients were not compared: {result.not_compared}"

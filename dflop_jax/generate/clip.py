@@ -27,7 +27,7 @@ from dflop_jax.data.datasets.moving_scenes import SIDE_PX, block_of, frames_of
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.folders import make_folder
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
-from dflop_jax.generate.row import AnswerRows, row_of, with_features
+from dflop_jax.generate.row import AnswerRows, add_features, pack_row
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.run_context import build_model, build_trained_model
 
@@ -67,7 +67,7 @@ def make_clip(
     config: Config,
     run: str | Path,
     prompt: str,
-    out: str | Path,
+    folder: str | Path,
     *,
     size: Grid | None = None,
     flow_steps: int = 30,
@@ -99,29 +99,31 @@ def make_clip(
     grid = form.grid(shape)
     device = jax.devices()[0]
     loaded = load_params(run, model, device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     draws = form.tokens(len(ids), grid), form.channels * int(np.prod(form.patch))
     noise = np.random.default_rng(seed).standard_normal(draws, np.float32)[-int(np.prod(grid)) :]
     sample = clip_sample(form, ids, grid, np.zeros_like(noise), noise, 1.0)
-    rows = row_of([sample], model, TOKEN_MULTIPLE)
+    rows = pack_row([sample], model, TOKEN_MULTIPLE)
     times = np.array(
         [form.noise_level(k / flow_steps) for k in range(flow_steps, -1, -1)], np.float32
     )
-    said = jax.jit(partial(flow, model, chip_of(device)))(loaded.params, rows, times)
-    patches = np.asarray(said)[rows.fields["role"][0] == form.clip]
-    files = write_clip(Path(out), form.latents(patches, grid), embedded)
+    patches_by_token = jax.jit(partial(integrate_flow, model, chip_of(device)))(
+        loaded.params, rows, times
+    )
+    patches = np.asarray(patches_by_token)[rows.fields["role"][0] == form.clip]
+    files = write_clip(Path(folder), form.latents(patches, grid), embedded)
     return ClipAnswer(
         prompt=prompt,
         shape=shape,
         files=tuple(map(str, files)),
         flow_steps=flow_steps,
-        took_s=time.perf_counter() - begun,
+        took_s=time.perf_counter() - start,
         step=loaded.step,
         checkpoint=str(loaded.folder),
     )
 
 
-def flow(
+def integrate_flow(
     model: MultimodalModel,
     chip: str,
     params: dict[str, Params],
@@ -130,18 +132,18 @@ def flow(
 ) -> Array:
     """Patches float32 [tokens, values] after Euler steps from one of `times` to the next."""
     generator, generator_params = on_chip(model.modules[GENERATOR], chip), params[GENERATOR]
-    fields = with_features(model, chip, params, rows)
+    fields = add_features(model, chip, params, rows)
 
     def advance(x: Array, span: Array) -> tuple[Array, None]:
-        now, after = span
-        moment = jnp.full(x.shape[:1], MAX_TIME * now, jnp.float32)
+        time_now, time_next = span
+        moment = jnp.full(x.shape[:1], MAX_TIME * time_now, jnp.float32)
         batch = {**fields, "latents": x[None], "time": moment[None]}
         h = generator.entry(generator_params["entry"], batch)
         h, _ = jax.lax.scan(
             lambda h, p: (generator.layer(p, h, batch), None), h, generator_params["layers"]
         )
-        said = generator.velocity(generator_params["exit"], h, batch)[0]  # type: ignore[attr-defined]
-        return x + (after - now) * said, None
+        velocity = generator.velocity(generator_params["exit"], h, batch)[0]  # type: ignore[attr-defined]
+        return x + (time_next - time_now) * velocity, None
 
     spans = jnp.stack([times[:-1], times[1:]], axis=1)
     return jax.lax.scan(advance, fields["latents"][0], spans)[0]

@@ -13,7 +13,7 @@ class Memory(Protocol):
     runs alone: keys and values, a window of them, a recurrent state.
 
     A layer mixes its tokens in one call of one function (its attention), and its memory knows that
-    call's arguments: `*args, **how` below.
+    call's arguments: `*args, **options` below.
     """
 
     @property
@@ -22,7 +22,7 @@ class Memory(Protocol):
         "rows" is one."""
         ...
 
-    def prompt(self, last: Array, slots: int, *args: Any, **how: Any) -> tuple[Array, Any]:
+    def prefill(self, last: Array, slots: int, *args: Any, **options: Any) -> tuple[Array, Any]:
         """Mix the tokens of whole prompts, one per row, as in training.
 
         Args:
@@ -35,24 +35,24 @@ class Memory(Protocol):
         """
         ...
 
-    def token(
-        self, kept: Any, layer: Array, at: Array, *args: Any, **how: Any
+    def decode_token(
+        self, cache: Any, layer: Array, place: Array, *args: Any, **options: Any
     ) -> tuple[Array, Any]:
         """Mix one more token of each row, [rows, 1, ...], with those before it.
 
         Args:
-          kept: of all layers of this kind, stacked.
+          cache: of all layers of this kind, stacked.
           layer: int32 scalar, which of them this is.
-          at: int32 [rows], the token's place in its row.
+          place: int32 [rows], the token's place in its row.
 
         Returns:
-          the same as `prompt`, with `kept` of all layers, that of this one brought up to date. A
-          row's token may be run again at its place, as long as none follows.
+          the same as `prefill`, with the cache of all layers, that of this one brought up to date.
+          A row's token may be run again at its place, as long as none follows.
         """
         ...
 
-    def grown(self, kept: Any, slots: int) -> Any:
-        """`kept` with room for rows of `slots` tokens, more than it had."""
+    def grow(self, cache: Any, slots: int) -> Any:
+        """The cache with room for rows of `slots` tokens, more than it had."""
         ...
 
 

@@ -9,6 +9,7 @@ Shape suffixes: B rows, T tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from dflop_jax.contract import (
     with_adapter,
 )
 from dflop_jax.generate.contract import GeneratingModule
-from dflop_jax.generate.row import LLM, loops_of
+from dflop_jax.generate.row import LLM, layer_loops
 
 
 class Cache(NamedTuple):
@@ -33,11 +34,11 @@ class Cache(NamedTuple):
     further token's place in its row for its position: not 0 where a picture takes fewer or more
     positions than tokens."""
 
-    kept: dict[str, Any]
-    ahead_B: Array
+    by_kind: dict[str, Any]
+    position_offset_B: Array
 
 
-def inlets_of(model: MultimodalModel) -> dict[str, int]:
+def inlet_layers(model: MultimodalModel) -> dict[str, int]:
     """Edges that the LLM reads between its layers: field -> layers that have run there."""
     return {e.name: e.enters for e in edges_of(model) if e.target == LLM and e.enters >= 0}
 
@@ -58,7 +59,7 @@ def prefill(
         token on.
       last_B: int, index of each prompt's last token; what follows it is padding.
       slots: tokens that prompt and answer may take, at least T.
-      inlets: see `inlets_of`.
+      inlets: see `inlet_layers`.
 
     Returns:
       float32 logits [B, V] of what follows the prompts, and the cache.
@@ -66,39 +67,19 @@ def prefill(
     B, T = batch["tokens"].shape
     assert slots >= T, (slots, T)
     memories = _memories(module)
-    x_BTD, kept = module.entry(with_adapter("entry", params), batch), dict[str, list[Any]]()
-    for start, stop in pairwise(sorted({0, *inlets.values(), module.n_layers})):
-        for loop, _, period in loops_of(module, params, start, stop):
 
-            def run(
-                x: Array, layers: Sequence[Params], kinds: Sequence[Any] = loop.period
-            ) -> tuple[Array, tuple[Any, ...]]:
-                kept = []
-                for kind, p in zip(kinds, layers, strict=True):
+    def mix(kind: str, _: Array, cache: None, *args: Any, **options: Any) -> tuple[Array, Any]:
+        return memories[kind].prefill(last_B, slots, *args, **options)
 
-                    def mix(*args: Any, kind: str = kind, **how: Any) -> tuple[Array, Any]:
-                        return memories[kind].prompt(last_B, slots, *args, **how)
-
-                    x, of_layer = _layer(module, kind, p, x, batch, mix)
-                    kept.append(of_layer)
-                return x, tuple(kept)
-
-            x_BTD, of_loop = jax.lax.scan(run, x_BTD, period)
-            for kind in dict.fromkeys(loop.period):
-                own = [a for k, a in zip(loop.period, of_loop, strict=True) if k == kind]
-                kept.setdefault(kind, []).append(jax.tree.map(_alternating, *own))
-        for name in (name for name, n in inlets.items() if n == stop):
-            inlet: Any = module.inlet  # type: ignore[attr-defined]
-            x_BTD = inlet(name, x_BTD, batch[name], batch)
-    ahead_B = jnp.zeros_like(last_B)
+    x_BTD, caches = run_decoder(module, params, batch, {}, mix, inlets)
+    position_offset_B = jnp.zeros_like(last_B)
     if "positions" in batch:
         known_BT1 = (jnp.arange(T)[None] <= last_B[:, None])[:, :, None]
         positions_BTA = batch["positions"].reshape(B, T, -1)
-        ahead_B = jnp.where(known_BT1, positions_BTA, 0).max(axis=(1, 2)) - last_B
+        position_offset_B = jnp.where(known_BT1, positions_BTA, 0).max(axis=(1, 2)) - last_B
     last_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
     logits = module.logits(params["exit"], last_B1D, params["entry"])[:, 0]
-    whole = {k: jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for k, parts in kept.items()}
-    return logits, Cache(whole, ahead_B)
+    return logits, Cache(caches, position_offset_B)
 
 
 def decode(
@@ -110,67 +91,105 @@ def decode(
       float32 logits [B, V] of what follows, and the cache with the tokens added. Donate the cache:
       it is then changed in place.
     """
-    batch, memories = _fields(module, tokens_B, places_B + cache.ahead_B), _memories(module)
-    x_BTD, kept = module.entry(with_adapter("entry", params), batch), dict(cache.kept)
-    for loop, rows, period in loops_of(module, params, 0, module.n_layers):
-        # What is kept is carried, not scanned over: so a layer may write one slot and copy nothing.
-        def run(
-            carry: tuple[Array, dict[str, Any]],
-            layers: Sequence[tuple[Array, Params]],
-            kinds: Sequence[Any] = loop.period,
-        ) -> tuple[tuple[Array, dict[str, Any]], None]:
-            x, kept = carry[0], dict(carry[1])
-            for kind, (n, p) in zip(kinds, layers, strict=True):
+    memories = _memories(module)
+    batch = _token_fields(module, tokens_B, places_B + cache.position_offset_B)
 
-                def mix(
-                    *args: Any, kind: str = kind, n: Array = n, held: Any = kept[kind], **how: Any
-                ) -> tuple[Array, Any]:
-                    return memories[kind].token(held, n, places_B, *args, **how)
+    def mix(
+        kind: str, layer: Array, layer_caches: Any, *args: Any, **options: Any
+    ) -> tuple[Array, Any]:
+        return memories[kind].decode_token(layer_caches, layer, places_B, *args, **options)
 
-                x, kept[kind] = _layer(module, kind, p, x, batch, mix)
-            return (x, kept), None
-
-        numbers = (jnp.arange(r.start, r.stop, r.step) for r in rows)
-        (x_BTD, kept), _ = jax.lax.scan(
-            run, (x_BTD, kept), tuple(zip(numbers, period, strict=True))
-        )
+    x_BTD, caches = run_decoder(module, params, batch, cache.by_kind, mix, {})
     logits = module.logits(params["exit"], x_BTD, params["entry"])[:, 0]
-    return logits, Cache(kept, cache.ahead_B)
+    return logits, Cache(caches, cache.position_offset_B)
 
 
-def grown(module: GeneratingModule, cache: Cache, slots: int) -> Cache:
+def grow_cache(module: GeneratingModule, cache: Cache, slots: int) -> Cache:
     """The cache for rows of up to `slots` tokens, more than it was for."""
     memories = _memories(module)
-    return Cache({k: memories[k].grown(a, slots) for k, a in cache.kept.items()}, cache.ahead_B)
+    return Cache(
+        {k: memories[k].grow(a, slots) for k, a in cache.by_kind.items()}, cache.position_offset_B
+    )
 
 
 def _memories(module: GeneratingModule) -> dict[str, Any]:
     return {kind: module.memory(kind) for kind in dict.fromkeys(layer_kinds_of(module))}
 
 
-def _layer(
+def run_decoder(
     module: GeneratingModule,
-    kind: str,
     params: Params,
-    x: Array,
     batch: Mapping[str, Array],
-    mix: Callable[..., tuple[Array, Any]],
-) -> tuple[Array, Any]:
-    """Hidden states after a layer, and what it keeps."""
-    kept: list[Any] = []
+    caches: Mapping[str, Any],
+    mix: Callable[..., tuple[Array, Any]] | None,
+    inlets: Mapping[str, int],
+) -> tuple[Array, dict[str, Any]]:
+    """Hidden states [B, T, D] after all layers, and by kind what the layers keep, stacked.
 
-    def mixed(*args: Any, **how: Any) -> Array:
-        out, of_layer = mix(*args, **how)
-        kept.append(of_layer)
-        return out
+    Args:
+      caches: by kind, of all layers, which `mix` updates; {}: `mix` makes that of one layer.
+      mix: called as (kind, layer number, caches of the kind, *what the layer's function gets);
+        None: layers mix tokens as in training, and nothing is kept.
+      inlets: see `inlet_layers`.
+    """
+    x_BTD, by_kind = module.entry(with_adapter("entry", params), batch), dict(caches)
+    made: dict[str, list[Any]] = {}
+    for start, stop in pairwise(sorted({0, *inlets.values(), module.n_layers})):
+        for loop, rows, period in layer_loops(module, params, start, stop):
+            numbers = (jnp.arange(r.start, r.stop, r.step) for r in rows)
+            run = partial(_run_period, module, loop.period, batch, mix)
+            # Caches are carried, not scanned over, so that a layer writes one slot in place.
+            (x_BTD, by_kind), stacks = jax.lax.scan(
+                run, (x_BTD, by_kind), tuple(zip(numbers, period, strict=True))
+            )
+            for kind in dict.fromkeys(loop.period) if stacks else ():
+                of_kind = [a for k, a in zip(loop.period, stacks, strict=True) if k == kind]
+                made.setdefault(kind, []).append(jax.tree.map(_interleave, *of_kind))
+        for name in (name for name, n in inlets.items() if n == stop):
+            inlet: Any = module.inlet  # type: ignore[attr-defined]
+            x_BTD = inlet(name, x_BTD, batch[name], batch)
+    for kind, parts in made.items():
+        by_kind[kind] = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    return x_BTD, by_kind
 
-    of_kind: Any = layer_of(module, kind)
-    x = of_kind(params, x, batch, mix=mixed)
-    assert len(kept) == 1, f"a layer of kind {kind!r} mixes its tokens {len(kept)} times"
-    return x, kept[0]
+
+def _run_period(
+    module: GeneratingModule,
+    kinds: Sequence[str],
+    batch: Mapping[str, Array],
+    mix: Callable[..., tuple[Array, Any]] | None,
+    carry: tuple[Array, dict[str, Any]],
+    layers: Sequence[tuple[Array, Params]],
+) -> tuple[tuple[Array, dict[str, Any]], tuple[Any, ...]]:
+    """Hidden states and caches after one layer of each kind, and the caches that they made."""
+    x, caches, made = carry[0], dict(carry[1]), []
+    for kind, (number, params) in zip(kinds, layers, strict=True):
+        layer: Any = layer_of(module, kind)
+        if mix is None:
+            x = layer(params, x, batch)
+            continue
+        results: list[Any] = []
+        mix_layer = partial(mix, kind, number, caches.get(kind))
+
+        def mix_and_keep(
+            *args: Any, mix: Any = mix_layer, results: list[Any] = results, **options: Any
+        ) -> Array:
+            output, cache = mix(*args, **options)
+            results.append(cache)
+            return output
+
+        x = layer(params, x, batch, mix=mix_and_keep)
+        assert len(results) == 1, f"a layer of kind {kind!r} mixes its tokens {len(results)} times"
+        if kind in caches:
+            caches[kind] = results[0]
+        else:
+            made += results
+    return (x, caches), tuple(made)
 
 
-def _fields(module: GeneratingModule, tokens_B: Array, positions_B: Array) -> dict[str, Array]:
+def _token_fields(
+    module: GeneratingModule, tokens_B: Array, positions_B: Array
+) -> dict[str, Array]:
     """The fields of one further token of each row: text, alone in its segment."""
     (B,) = tokens_B.shape
     parts = ("entry", *dict.fromkeys(layer_kinds_of(module)))
@@ -181,11 +200,11 @@ def _fields(module: GeneratingModule, tokens_B: Array, positions_B: Array) -> di
         batch["segment_ids"] = jnp.ones((B, 1), jnp.int32)
     if "positions" in specs:
         shape = specs["positions"].shape
-        now = positions_B.reshape(B, *[1] * (len(shape) - 1))
-        batch["positions"] = jnp.broadcast_to(now, shape)
+        positions = positions_B.reshape(B, *[1] * (len(shape) - 1))
+        batch["positions"] = jnp.broadcast_to(positions, shape)
     return batch
 
 
-def _alternating(*stacks: Array) -> Array:
+def _interleave(*stacks: Array) -> Array:
     """Rows of some stacks in turn, one of each."""
     return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:])

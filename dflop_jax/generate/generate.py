@@ -21,8 +21,8 @@ from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.mesh import DATA, answer_mesh, min_tp, param_structs
 from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
 from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
-from dflop_jax.generate.published import end_ids, is_published, published_params
-from dflop_jax.generate.row import LLM, AnswerRows, rows_of
+from dflop_jax.generate.published import end_token_ids, is_published, published_params
+from dflop_jax.generate.row import LLM, AnswerRows, pack_rows
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.run_context import build_trained_model
@@ -31,7 +31,7 @@ OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Said:
+class AnswerText:
     """An answer.
 
     Attributes:
@@ -50,7 +50,7 @@ class ChatAnswer:
     """What a model said.
 
     Attributes:
-      tokens, stopped: see `Said`.
+      tokens, stopped: see `AnswerText`.
       tiles, windows: pieces of what is seen (tiles, pictures at native resolution, frames), and
         windows of sound.
       step: optimizer steps of the checkpoint.
@@ -105,7 +105,7 @@ class Generator:
         self.programs = AnswerPrograms(self.model, self.mesh)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
         self.tokenizer = open_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
-        self.ends = end_ids(self.tokenizer, run)
+        self.ends = end_token_ids(self.tokenizer, run)
         structs = {m: param_structs(module, self.mesh) for m, module in self.model.modules.items()}
         if is_published(run):
             self.loaded = published_params(run, self.model, structs)
@@ -127,13 +127,13 @@ class Generator:
         sample = self.sample(prompt, media)
         start = time.perf_counter()
         times = list[float]()
-        (said,) = self.answers([sample], sampling or Sampling(), on_text=on_text, times=times)
+        (answer,) = self.answers([sample], sampling or Sampling(), on_text=on_text, times=times)
         further = len(times) - 1
         return ChatAnswer(
             prompt=prompt,
-            answer=said.text,
-            tokens=said.tokens,
-            stopped=said.stopped,
+            answer=answer.text,
+            tokens=answer.tokens,
+            stopped=answer.stopped,
             tiles=len(sample.load.lengths("vision")),
             windows=len(sample.load.lengths("audio")),
             prompt_tokens=sample.load.tokens(LLM),
@@ -150,12 +150,12 @@ class Generator:
     def answers(
         self,
         samples: Sequence[Sample],
-        how: Sampling,
+        sampling: Sampling,
         numbers: Sequence[int] | None = None,
         *,
         on_text: OnText | None = None,
         times: list[float] | None = None,
-    ) -> list[Said]:
+    ) -> list[AnswerText]:
         """Answer prompts together, up to `rows` of the generator.
 
         Args:
@@ -163,31 +163,37 @@ class Generator:
           on_text: gets the first one's text as it comes.
           times: gets the time at which each token was there.
         """
-        rows, number, at = self._rows(samples, range(len(samples)) if numbers is None else numbers)
-        answers = [
-            _Answer(self.tokenizer, self.ends, how, on_text if k == 0 else None)
-            for k in range(len(at))
+        rows, number, row_indices = self._rows(
+            samples, range(len(samples)) if numbers is None else numbers
+        )
+        streams = [
+            _AnswerStream(self.tokenizer, self.ends, sampling, on_text if k == 0 else None)
+            for k in range(len(row_indices))
         ]
-        for tokens in self.programs.tokens(self.loaded.params, rows, number, how):
+        for tokens in self.programs.tokens(self.loaded.params, rows, number, sampling):
             if times is not None:
                 times.append(time.perf_counter())
-            for answer, row in zip(answers, at, strict=True):
-                answer.add(int(tokens[row]))
-            if all(answer.stopped for answer in answers):
+            for stream, row in zip(streams, row_indices, strict=True):
+                stream.add(int(tokens[row]))
+            if all(stream.stopped for stream in streams):
                 break
-        return [answer.said for answer in answers]
+        return [stream.answer for stream in streams]
 
     def _rows(
         self, samples: Sequence[Sample], numbers: Sequence[int]
     ) -> tuple[AnswerRows, np.ndarray, list[int]]:
         """(rows of some prompts, the number of each row's answer, the row of each prompt)."""
-        at = [k % self.ranks * self.rows + k // self.ranks for k in range(len(samples))]
+        row_indices = [k % self.ranks * self.rows + k // self.ranks for k in range(len(samples))]
         number = np.zeros(self.ranks * self.rows, np.uint32)
-        number[at] = numbers
-        return rows_of(samples, self.model, self.ranks, self.rows, TOKEN_MULTIPLE), number, at
+        number[row_indices] = numbers
+        return (
+            pack_rows(samples, self.model, self.ranks, self.rows, TOKEN_MULTIPLE),
+            number,
+            row_indices,
+        )
 
 
-class _Answer:
+class _AnswerStream:
     """An answer as it grows; its text is shown as far as it is certain: half a character, or what
     may begin a stop text, waits for its rest."""
 
@@ -195,12 +201,17 @@ class _Answer:
         self,
         tokenizer: Tokenizer | ChatTokenizer,
         ends: frozenset[int],
-        how: Sampling,
+        sampling: Sampling,
         on_text: OnText | None = None,
     ):
-        self._tokenizer, self._ends, self._how, self._on_text = tokenizer, ends, how, on_text
+        self._tokenizer, self._ends, self._sampling, self._on_text = (
+            tokenizer,
+            ends,
+            sampling,
+            on_text,
+        )
         self._tokens = list[int]()
-        self._shown = 0
+        self._n_shown = 0
         self.stopped = ""
         self._text = ""
 
@@ -212,36 +223,41 @@ class _Answer:
             self._end("end")
             return
         self._tokens.append(token)
-        if not (self._on_text or self._how.stop) and len(self._tokens) < self._how.max_tokens:
+        if (
+            not (self._on_text or self._sampling.stop)
+            and len(self._tokens) < self._sampling.max_tokens
+        ):
             return
         self._text = self._tokenizer.decode(self._tokens)
-        if (cut := self._how.cut(self._text)) is not None:
+        if (cut := self._sampling.cut(self._text)) is not None:
             self._text = cut
             self._end("stop")
-        elif len(self._tokens) == self._how.max_tokens:
+        elif len(self._tokens) == self._sampling.max_tokens:
             self._end("length")
         elif not self._text.endswith("\ufffd"):
-            self._show(len(self._text) - self._half_a_stop)
+            self._show(len(self._text) - self._n_partial_stop)
 
     @property
-    def said(self) -> Said:
-        return Said(self._text, tuple(self._tokens), self.stopped)
+    def answer(self) -> AnswerText:
+        return AnswerText(self._text, tuple(self._tokens), self.stopped)
 
     @property
-    def _half_a_stop(self) -> int:
+    def _n_partial_stop(self) -> int:
         """Characters at the end of the text with which a stop text may begin."""
-        longest = max(map(len, self._how.stop), default=0)
+        longest = max(map(len, self._sampling.stop), default=0)
         halves = range(min(longest - 1, len(self._text)), 0, -1)
-        ends = (n for n in halves if any(s.startswith(self._text[-n:]) for s in self._how.stop))
+        ends = (
+            n for n in halves if any(s.startswith(self._text[-n:]) for s in self._sampling.stop)
+        )
         return next(ends, 0)
 
-    def _end(self, why: str) -> None:
-        self.stopped = why
-        if why == "end":
+    def _end(self, reason: str) -> None:
+        self.stopped = reason
+        if reason == "end":
             self._text = self._tokenizer.decode(self._tokens)
         self._show(len(self._text))
 
     def _show(self, stop: int) -> None:
-        if self._on_text and stop > self._shown:
-            self._on_text(self._text[self._shown : stop])
-            self._shown = stop
+        if self._on_text and stop > self._n_shown:
+            self._on_text(self._text[self._n_shown : stop])
+            self._n_shown = stop

@@ -56,13 +56,17 @@ def param_structs(module: Module, mesh: Mesh) -> Params:
     """Shapes, compute dtypes and shardings of a module's parameters, layers stacked."""
     tp = int(mesh.shape[MODEL])
 
-    def placed(lead: int, a: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
+    def shard_struct(
+        lead: int, a: jax.ShapeDtypeStruct, axes: tuple[Any, ...]
+    ) -> jax.ShapeDtypeStruct:
         spec = P(*[None] * lead, *spec_of(a.shape[lead:], axes, tp))
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
 
     return {
         part: jax.tree.map(
-            partial(placed, int(part in stacked_parts(module))), structs, logical_axes(module, part)
+            partial(shard_struct, int(part in stacked_parts(module))),
+            structs,
+            logical_axes(module, part),
         )
         for part, structs in module_structs(module).items()
     }

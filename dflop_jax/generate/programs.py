@@ -26,10 +26,10 @@ from dflop_jax.contract import (
 )
 from dflop_jax.generate import decoding
 from dflop_jax.generate.contract import GeneratingModule
-from dflop_jax.generate.decoding import Cache, inlets_of
+from dflop_jax.generate.decoding import Cache, inlet_layers
 from dflop_jax.generate.mesh import DATA, MODEL, spec_of
-from dflop_jax.generate.row import LLM, AnswerRows, bucket_of, with_features
-from dflop_jax.generate.sampling import Draw, Sampling, next_tokens
+from dflop_jax.generate.row import LLM, AnswerRows, add_features, round_up_to_bucket
+from dflop_jax.generate.sampling import Sampling, SamplingArgs, sample_tokens
 
 Tree = Any
 TOKEN_MULTIPLE = 128  # of a row's tokens and slots, the least; else twice, four times ... as many
@@ -38,11 +38,11 @@ TOKEN_MULTIPLE = 128  # of a row's tokens and slots, the least; else twice, four
 ANSWER_TOKENS = 128
 
 
-class HeldTokens(NamedTuple):
+class BatchState(NamedTuple):
     """What a batch keeps of its rows' tokens: what layers keep, and which tokens there are."""
 
     cache: Cache
-    said_BV: Any
+    present_BV: Any
 
 
 class NewestTokens(NamedTuple):
@@ -73,37 +73,44 @@ class AnswerPrograms:
         self._mesh = mesh
         rows: Any = P(DATA)
         every = P()
-        held = HeldTokens(
+        state = BatchState(
             Cache({k: P(None, DATA) for k in dict.fromkeys(layer_kinds_of(llm))}, rows), rows
         )
-        outs = held, rows
-        self.begin = self._compiled(partial(begin, model, chip), (every, rows, rows, every), outs)
-        self.go_on = self._compiled(partial(go_on, llm), (every, *outs, every), outs, donated=(1,))
-        self.grow = self._compiled(partial(grow, llm), outs, outs)
+        outs = state, rows
+        self.start = self._compiled(
+            partial(start_answers, model, chip), (every, rows, rows, every), outs
+        )
+        self.step = self._compiled(
+            partial(decode_step, llm), (every, *outs, every), outs, donated=(1,)
+        )
+        self.grow = self._compiled(partial(grow_slots, llm), outs, outs)
         self._shardings = partial(_shardings, llm, mesh)
 
     def tokens(
-        self, params: dict[str, Params], rows: AnswerRows, number: np.ndarray, how: Sampling
+        self, params: dict[str, Params], rows: AnswerRows, number: np.ndarray, sampling: Sampling
     ) -> Iterator[np.ndarray]:
-        """Yield the next token of every row, int32 [rows], up to `how.max_tokens` times.
+        """Yield the next token of every row, int32 [rows], up to `sampling.max_tokens` times.
 
         Args:
           params: by module, as `mesh.param_structs` says.
           number: uint32 [rows], of each answer among all that are drawn.
         """
-        put, draw = partial(jax.device_put, device=NamedSharding(self._mesh, P(DATA))), Draw.of(how)
+        put = partial(jax.device_put, device=NamedSharding(self._mesh, P(DATA)))
+        draw = SamplingArgs.from_sampling(sampling)
         longest = int(rows.lengths.max())
-        slots = bucket_of(longest + min(how.max_tokens, ANSWER_TOKENS), TOKEN_MULTIPLE)
-        held, at = self.begin(params, put(rows), put(number), draw, slots=slots)
-        for n in range(1, how.max_tokens):
-            tokens = at.token_B
+        slots = round_up_to_bucket(
+            longest + min(sampling.max_tokens, ANSWER_TOKENS), TOKEN_MULTIPLE
+        )
+        state, newest = self.start(params, put(rows), put(number), draw, slots=slots)
+        for n in range(1, sampling.max_tokens):
+            tokens = newest.token_B
             if longest + n > slots:
                 slots *= 2
-                held, at = self.grow(held, at, slots=slots)
+                state, newest = self.grow(state, newest, slots=slots)
             # It runs while the host looks at the tokens before it.
-            held, at = self.go_on(params, held, at, draw)
+            state, newest = self.step(params, state, newest, draw)
             yield np.asarray(tokens)
-        yield np.asarray(at.token_B)
+        yield np.asarray(newest.token_B)
 
     def _compiled(self, function: Any, ins: Tree, outs: Tree, donated: tuple[int, ...] = ()) -> Any:
         """The function on every data rank; XLA splits what the devices of one share."""
@@ -113,78 +120,86 @@ class AnswerPrograms:
                 partial(function, **fixed), mesh=self._mesh, in_specs=ins, out_specs=outs,
                 axis_names={DATA}, check_vma=False,
             )  # fmt: skip
-            made = mapped(*args)
-            return jax.lax.with_sharding_constraint(made, self._shardings(made))
+            results = mapped(*args)
+            return jax.lax.with_sharding_constraint(results, self._shardings(results))
 
         return jax.jit(whole, static_argnames=("slots",), donate_argnums=donated)
 
 
 def _shardings(
-    llm: GeneratingModule, mesh: Mesh, made: tuple[HeldTokens, NewestTokens]
+    llm: GeneratingModule, mesh: Mesh, results: tuple[BatchState, NewestTokens]
 ) -> tuple[Tree, Tree]:
     """Of what a program gives: rows over data ranks, and heads of what layers keep over the devices
     of one."""
     tp = int(mesh.shape[MODEL])
 
-    def kept(a: Array, axes: tuple[str | None, ...]) -> Any:
+    def cache_sharding(a: Array, axes: tuple[str | None, ...]) -> Any:
         _, *split = spec_of(a.shape[1:], axes, tp)
         return NamedSharding(mesh, P(None, DATA, *split))
 
-    held, _ = made
+    state, _ = results
     rows = NamedSharding(mesh, P(DATA))
-    of_held, of_newest = jax.tree.map(lambda _: rows, made)
+    state_shardings, newest_shardings = jax.tree.map(lambda _: rows, results)
     by_kind = {
-        kind: jax.tree.map(kept, tree, llm.memory(kind).axes)
-        for kind, tree in held.cache.kept.items()
+        kind: jax.tree.map(cache_sharding, tree, llm.memory(kind).axes)
+        for kind, tree in state.cache.by_kind.items()
     }
-    return of_held._replace(cache=of_held.cache._replace(kept=by_kind)), of_newest
+    return state_shardings._replace(
+        cache=state_shardings.cache._replace(by_kind=by_kind)
+    ), newest_shardings
 
 
-def begin(
+def start_answers(
     model: MultimodalModel,
     chip: str,
     params: dict[str, Params],
     rows: AnswerRows,
     number_B: Array,
-    draw: Draw,
+    draw: SamplingArgs,
     *,
     slots: int,
-) -> tuple[HeldTokens, NewestTokens]:
+) -> tuple[BatchState, NewestTokens]:
     """Run prompts, and draw the first token of each answer."""
     llm: Any = on_chip(model.modules[LLM], chip)
     last_B = jnp.maximum(rows.lengths - 1, 0)
-    batch = with_features(model, chip, params, rows)
-    logits_BV, cache = decoding.prefill(llm, params[LLM], batch, last_B, slots, inlets_of(model))
+    batch = add_features(model, chip, params, rows)
+    logits_BV, cache = decoding.prefill(llm, params[LLM], batch, last_B, slots, inlet_layers(model))
     B, V = logits_BV.shape
     tokens_BT = batch["tokens"]
     known_BT = jnp.arange(tokens_BT.shape[1])[None] <= last_B[:, None]
-    said_BV = _with_tokens(jnp.zeros((B, V), bool), jnp.where(known_BT, tokens_BT, V))
+    present_BV = _mark_present(jnp.zeros((B, V), bool), jnp.where(known_BT, tokens_BT, V))
     nth_B = jnp.zeros_like(last_B)
-    token_B = next_tokens(draw, logits_BV, said_BV, number_B, nth_B)
-    said_BV = _with_tokens(said_BV, token_B[:, None])
-    return HeldTokens(cache, said_BV), NewestTokens(token_B, last_B + 1, number_B, nth_B + 1)
+    token_B = sample_tokens(draw, logits_BV, present_BV, number_B, nth_B)
+    present_BV = _mark_present(present_BV, token_B[:, None])
+    return BatchState(cache, present_BV), NewestTokens(token_B, last_B + 1, number_B, nth_B + 1)
 
 
-def go_on(
-    llm: GeneratingModule, params: dict[str, Params], held: HeldTokens, at: NewestTokens, draw: Draw
-) -> tuple[HeldTokens, NewestTokens]:
+def decode_step(
+    llm: GeneratingModule,
+    params: dict[str, Params],
+    state: BatchState,
+    newest: NewestTokens,
+    draw: SamplingArgs,
+) -> tuple[BatchState, NewestTokens]:
     """Run the newest token of each row, and draw the one after it."""
-    logits_BV, cache = decoding.decode(llm, params[LLM], held.cache, at.token_B, at.place_B)
-    token_B = next_tokens(draw, logits_BV, held.said_BV, at.number_B, at.nth_B)
-    said_BV = _with_tokens(held.said_BV, token_B[:, None])
-    return HeldTokens(cache, said_BV), NewestTokens(
-        token_B, at.place_B + 1, at.number_B, at.nth_B + 1
+    logits_BV, cache = decoding.decode(
+        llm, params[LLM], state.cache, newest.token_B, newest.place_B
+    )
+    token_B = sample_tokens(draw, logits_BV, state.present_BV, newest.number_B, newest.nth_B)
+    present_BV = _mark_present(state.present_BV, token_B[:, None])
+    return BatchState(cache, present_BV), NewestTokens(
+        token_B, newest.place_B + 1, newest.number_B, newest.nth_B + 1
     )
 
 
-def grow(
-    llm: GeneratingModule, held: HeldTokens, at: NewestTokens, *, slots: int
-) -> tuple[HeldTokens, NewestTokens]:
+def grow_slots(
+    llm: GeneratingModule, state: BatchState, newest: NewestTokens, *, slots: int
+) -> tuple[BatchState, NewestTokens]:
     """The same, with room for rows of `slots` tokens."""
-    return held._replace(cache=decoding.grown(llm, held.cache, slots)), at
+    return state._replace(cache=decoding.grow_cache(llm, state.cache, slots)), newest
 
 
-def _with_tokens(said_BV: Array, tokens_BT: Array) -> Array:
-    """`said_BV` with these tokens; one that is beyond the vocabulary is none."""
-    rows = jnp.arange(len(said_BV))[:, None]
-    return said_BV.at[rows, tokens_BT].set(True, mode="drop")
+def _mark_present(present_BV: Array, tokens_BT: Array) -> Array:
+    """`present_BV` with these tokens; one that is beyond the vocabulary is none."""
+    rows = jnp.arange(len(present_BV))[:, None]
+    return present_BV.at[rows, tokens_BT].set(True, mode="drop")

@@ -46,20 +46,20 @@ def prompt_sample(
         such file, media that are broken or too small, or more tokens than `data.max_tokens`.
     """
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    kinds, how = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
-    text = tagged(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
-    files = {k.name: iter([_file(k, f) for f in media.get(k.name, ())]) for k in kinds}
+    kinds, preparation = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
+    text = add_tags(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
+    files = {k.name: iter([_check_file(k, f) for f in media.get(k.name, ())]) for k in kinds}
     ordered = tuple((kind, next(files[kind])) for kind in tag_of(kinds).findall(text))
-    for name, where in ordered:
+    for name, file in ordered:
         kind = next(k for k in kinds if k.name == name)
-        if not module_of(how, name):
-            raise ValueError(f"the model {kind.verb} no {kind.noun}s; leave out {where}")
-    decoded = _decoded(ordered, how, kinds)
+        if not module_of(preparation, name):
+            raise ValueError(f"the model {kind.verb} no {kind.noun}s; leave out {file}")
+    decoded = _decode_media(ordered, preparation, kinds)
     if isinstance(tokenizer, ChatTokenizer):
         pieces = tokenizer.encode_question(text)
     else:  # without the end of the empty answer
         pieces = encode_chatml([("human", text), ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
-    sample = compose(pieces, decoded, how, placeholder=tokenizer.placeholder_id)
+    sample = compose(pieces, decoded, preparation, placeholder=tokenizer.placeholder_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
         of_media = int((sample.fields[LLM]["is_visual"] | sample.fields[LLM]["is_newline"]).sum())
@@ -71,24 +71,24 @@ def prompt_sample(
     return sample
 
 
-def tagged(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) -> str:
+def add_tags(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) -> str:
     """Return the prompt with a tag for each of its media, of which there are `counts` by kind;
     ValueError if that cannot be."""
     tag = tag_of(kinds)
     if not tag.sub("", prompt).strip():
         raise ValueError("the prompt is empty; ask something with --prompt TEXT")
     wanted = {kind.name: counts[kind.name] for kind in kinds if counts.get(kind.name)}
-    said = tag.findall(prompt)
-    if wanted and not said:
+    tags_in_prompt = tag.findall(prompt)
+    if wanted and not tags_in_prompt:
         return "".join(f"<{kind}>" * n for kind, n in wanted.items()) + f"\n{prompt}"
-    if Counter(said) != wanted:
+    if Counter(tags_in_prompt) != wanted:
         each = " and ".join(
             f"one <{kind.name}> for each of {wanted[kind.name]} {kind.noun}s"
             for kind in kinds
             if kind.name in wanted
         )
         needed = f"{each}, or no tag" if wanted else "no tag without --image, --video or --audio"
-        tags = " ".join(f"<{kind}>" for kind in said)
+        tags = " ".join(f"<{kind}>" for kind in tags_in_prompt)
         raise ValueError(f"the prompt says {tags}; it may have {needed}")
     return prompt
 
@@ -100,37 +100,39 @@ def check_media(media: Media) -> None:
     """
     for kind in BUILT_IN:
         for file in media.get(kind.name, ()):
-            path = _file(kind, file)
-            with _readable():
+            path = _check_file(kind, file)
+            with _explain_unreadable():
                 read_header(kind.name, path)
 
 
-def _file(kind: Kind, file: str | Path) -> Path:
+def _check_file(kind: Kind, file: str | Path) -> Path:
     path = Path(file)
     if not path.is_file():
-        what = f"is a folder, no {kind.noun}" if path.is_dir() else f"no such {kind.noun}"
-        raise ValueError(f"{path}: {what}; check --{kind.name}")
+        problem = f"is a folder, no {kind.noun}" if path.is_dir() else f"no such {kind.noun}"
+        raise ValueError(f"{path}: {problem}; check --{kind.name}")
     return path
 
 
-def _decoded(
-    media: tuple[tuple[str, MediaFile], ...], how: Preparation, kinds: Kinds
+def _decode_media(
+    media: tuple[tuple[str, MediaFile], ...], preparation: Preparation, kinds: Kinds
 ) -> DecodedMedia:
     """Return the media as training prepares them; ValueError: one is broken, or the model cannot
     take it."""
-    with _readable():
-        table = _table(media, kinds)
-    if not sample_counts(table, how)[1].all():
-        alone = ((m, sample_counts(_table((m,), kinds), how)[1].all()) for m in media)
+    with _explain_unreadable():
+        table = _header_table(media, kinds)
+    if not sample_counts(table, preparation)[1].all():
+        alone = (
+            (m, sample_counts(_header_table((m,), kinds), preparation)[1].all()) for m in media
+        )
         kind, path = next((m for m, usable in alone if not usable), media[0])
-        why = next(k.too_small for k in kinds if k.name == kind)
-        raise ValueError(f"{path}: the model cannot take {why}; leave it out")
-    with _readable():
-        return decode_media(Record("the prompt", (), media), table, 0, how)
+        reason = next(k.too_small for k in kinds if k.name == kind)
+        raise ValueError(f"{path}: the model cannot take {reason}; leave it out")
+    with _explain_unreadable():
+        return decode_media(Record("the prompt", (), media), table, 0, preparation)
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def _explain_unreadable() -> Iterator[None]:
     """ValueError with what to do about a file that cannot be read."""
     try:
         yield
@@ -140,6 +142,6 @@ def _readable() -> Iterator[None]:
         ) from None
 
 
-def _table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> RecordTable:
+def _header_table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> RecordTable:
     """Return the headers of media as those of one record."""
     return build_table([{}], [[read_header(*medium, kinds) for medium in media]], kinds)

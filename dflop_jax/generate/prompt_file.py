@@ -11,7 +11,7 @@ import msgspec
 
 from dflop_jax.data import Sample
 from dflop_jax.data.bounds import without_mark
-from dflop_jax.generate.generate import Generator, Said
+from dflop_jax.generate.generate import AnswerText, Generator
 from dflop_jax.generate.prompt import Media
 from dflop_jax.generate.row import LLM
 from dflop_jax.generate.sampling import Sampling
@@ -29,8 +29,8 @@ class FilePrompt:
 
 @dataclass(frozen=True)
 class FileAnswer:
-    """The answer to a prompt of a file (see `generate.Said`), or the `error` that kept it from
-    being asked."""
+    """The answer to a prompt of a file (see `generate.AnswerText`), or the `error` that kept it
+    from being asked."""
 
     prompt: str
     answer: str = ""
@@ -39,7 +39,7 @@ class FileAnswer:
     error: str = ""
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str
     image: str | list[str] = []
     video: str | list[str] = []
@@ -61,18 +61,18 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
     except OSError as e:
         raise ValueError(f"{file}: {(e.strerror or str(e)).lower()}; check --prompts") from None
     prompts = []
-    for n, line in enumerate(lines, 1):
-        if not line.strip():
+    for n, json_line in enumerate(lines, 1):
+        if not json_line.strip():
             continue
         try:
-            read = msgspec.json.decode(line, type=_Line)
+            read = msgspec.json.decode(json_line, type=_PromptLine)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             form = '{"prompt": TEXT, "image": [FILE]}'
             raise ValueError(f"{file}:{n}: {e}; write {form}") from None
-        given = {"image": read.image, "video": read.video, "audio": read.audio}
+        files_by_kind = {"image": read.image, "video": read.video, "audio": read.audio}
         media = {
             kind: [file.parent / f for f in ([files] if isinstance(files, str) else files)]
-            for kind, files in given.items()
+            for kind, files in files_by_kind.items()
         }
         prompts.append(FilePrompt(read.prompt, media))
     if not prompts:
@@ -81,7 +81,7 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
 
 
 def answer_prompts(
-    generator: Generator, prompts: Sequence[FilePrompt], how: Sampling
+    generator: Generator, prompts: Sequence[FilePrompt], sampling: Sampling
 ) -> Iterator[FileAnswer]:
     """Yield the answer to each prompt, in their order. Media are decoded by `data.workers` threads
     while the prompts before are answered."""
@@ -101,15 +101,17 @@ def answer_prompts(
             pending = [pool.submit(prepare, p) for p in prompts[first + size : first + 2 * size]]
             samples = {k: s for k, s in enumerate(prepared) if isinstance(s, Sample)}
             by_length = sorted(samples, key=lambda k: samples[k].load.tokens(LLM))
-            said: dict[int, Said] = {}
+            answer_texts: dict[int, AnswerText] = {}
             for start in range(0, len(by_length), rows):
                 batch = by_length[start : start + rows]
                 numbers = [first + k for k in batch]
-                answers = generator.answers([samples[k] for k in batch], how, numbers)
-                said.update(zip(batch, answers, strict=True))
+                answers = generator.answers([samples[k] for k in batch], sampling, numbers)
+                answer_texts.update(zip(batch, answers, strict=True))
             for k, error in enumerate(prepared):
                 text = prompts[first + k].text
                 if isinstance(error, str):
                     yield FileAnswer(text, error=error)
                 else:
-                    yield FileAnswer(text, said[k].text, said[k].tokens, said[k].stopped)
+                    yield FileAnswer(
+                        text, answer_texts[k].text, answer_texts[k].tokens, answer_texts[k].stopped
+                    )

@@ -42,7 +42,7 @@ def published_params(
     return LoadedParams(params, 0, Path(folder))
 
 
-def end_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path) -> frozenset[int]:
+def end_token_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path) -> frozenset[int]:
     """Tokens that end an answer: the tokenizer's, the one that ends supervised answers, and every
     eos_token_id of the generation_config.json of the tokenizer's folder or of published weights."""
     ids = {tokenizer.im_end_id}
@@ -56,6 +56,6 @@ def end_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path) -> frozenset[
         if supervised and not tokenizer.decode(supervised[-1:]):  # a special token, no text
             ids.add(supervised[-1])
     for folder in folders:
-        named = read_json(folder / GENERATION).get("eos_token_id")
-        ids.update(named if isinstance(named, list) else [] if named is None else [named])
+        eos_ids = read_json(folder / GENERATION).get("eos_token_id")
+        ids.update(eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids])
     return frozenset(ids)

@@ -60,11 +60,11 @@ class Sampling:
 
     def cut(self, text: str) -> str | None:
         """The text before the first of the stop texts in it; None: it has none."""
-        places = [k for k in (text.find(stop) for stop in self.stop) if k >= 0]
-        return text[: min(places)] if places else None
+        stop_indices = [k for k in (text.find(stop) for stop in self.stop) if k >= 0]
+        return text[: min(stop_indices)] if stop_indices else None
 
 
-class Draw(NamedTuple):
+class SamplingArgs(NamedTuple):
     """`Sampling` as programs take it: scalars, so that other values compile nothing."""
 
     seed: Any
@@ -74,18 +74,18 @@ class Draw(NamedTuple):
     penalty: Any
 
     @classmethod
-    def of(cls, how: Sampling) -> Draw:
+    def from_sampling(cls, sampling: Sampling) -> SamplingArgs:
         return cls(
-            np.uint32(how.seed),
-            np.float32(how.temperature),
-            np.float32(how.top_p),
-            np.int32(how.top_k),
-            np.float32(how.repetition_penalty),
+            np.uint32(sampling.seed),
+            np.float32(sampling.temperature),
+            np.float32(sampling.top_p),
+            np.int32(sampling.top_k),
+            np.float32(sampling.repetition_penalty),
         )
 
 
-def next_tokens(
-    draw: Draw, logits_BV: Array, said_BV: Array, number_B: Array, nth_B: Array
+def sample_tokens(
+    args: SamplingArgs, logits_BV: Array, present_BV: Array, number_B: Array, nth_B: Array
 ) -> Array:
     """int32 [B]: the token that follows in each row.
 
@@ -95,28 +95,30 @@ def next_tokens(
       number_B: uint32, of the answer among all that are drawn.
       nth_B: int32, how many tokens of the answer there are already.
     """
-    worse = jnp.where(logits_BV > 0, logits_BV / draw.penalty, logits_BV * draw.penalty)
-    logits_BV = jnp.where(said_BV, worse, logits_BV)
+    penalized = jnp.where(logits_BV > 0, logits_BV / args.penalty, logits_BV * args.penalty)
+    logits_BV = jnp.where(present_BV, penalized, logits_BV)
 
     def drawn() -> Array:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(draw.seed), number_B)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(args.seed), number_B)
         keys = jax.vmap(jax.random.fold_in)(keys, nth_B)
-        choose = jax.vmap(_drawn, (0, 0, None))
-        return choose(logits_BV, keys, draw).astype(jnp.int32)
+        choose = jax.vmap(_sample_token, (0, 0, None))
+        return choose(logits_BV, keys, args).astype(jnp.int32)
 
     def likeliest() -> Array:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
-    return jax.lax.cond(draw.temperature > 0, drawn, likeliest)
+    return jax.lax.cond(args.temperature > 0, drawn, likeliest)
 
 
-def _drawn(logits_V: Array, key: Array, draw: Draw) -> Array:
+def _sample_token(logits_V: Array, key: Array, args: SamplingArgs) -> Array:
     """A token drawn by its share among those that are left."""
     n = len(logits_V)
-    scaled = logits_V / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
+    scaled = logits_V / jnp.where(args.temperature > 0, args.temperature, 1.0)
     ranked = -jnp.sort(-scaled)
-    first = jnp.arange(n) < jnp.where(draw.top_k > 0, draw.top_k, n)
-    shares = jax.nn.softmax(jnp.where(first, ranked, -jnp.inf))
-    likely = first & (jnp.cumsum(shares) - shares < draw.top_p)  # what likelier ones leave to reach
-    least = jnp.min(jnp.where(likely, ranked, jnp.inf))
-    return jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf))
+    first = jnp.arange(n) < jnp.where(args.top_k > 0, args.top_k, n)
+    probabilities = jax.nn.softmax(jnp.where(first, ranked, -jnp.inf))
+    likely = first & (
+        jnp.cumsum(probabilities) - probabilities < args.top_p
+    )  # what likelier ones leave to reach
+    min_logit = jnp.min(jnp.where(likely, ranked, jnp.inf))
+    return jax.random.categorical(key, jnp.where(scaled >= min_logit, scaled, -jnp.inf))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -12,27 +11,27 @@ import numpy as np
 
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
 from dflop_jax.distributed.devices import available_host_bytes
-from dflop_jax.generate.decoding import inlets_of
-from dflop_jax.generate.row import LLM, AnswerRows, row_of, run_layers, with_features
+from dflop_jax.generate.decoding import inlet_layers, run_decoder
+from dflop_jax.generate.row import LLM, AnswerRows, add_features, pack_row
 from dflop_jax.hardware import GB
 from dflop_jax.runtime.module_parts import module_structs
 from dflop_jax.verify.reference import Reference
 from dflop_jax.verify.samples import MixedSample
-from dflop_jax.weights import Folder, as_in_file, read_params
+from dflop_jax.weights import Folder, read_params, to_file_layout
 from dflop_jax.weights.contract import WeightMap
 
 TOKEN_MULTIPLE = 8  # of a row's tokens
 # A gradient that is zero in theory (of a key's bias) is rounding on both sides: of a tensor whose
 # largest entry is below this share of the largest of all, that is what errors are a share of.
-LEAST_SCALE = 1e-3
+MIN_SCALE = 1e-3
 # Compiled for seconds and run for milliseconds: no optimisation.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-COPIES = 3  # parameters and their gradients here, then gradients here and both there
-COPIES_IN_DOUBLE = 6  # then gradients of both in float32, and both of float64 there
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+FLOAT32_COPIES = 3  # parameters and their gradients here, then gradients here and both there
+FLOAT64_COPIES = 6  # then gradients of both in float32, and both of float64 there
 FLOAT_BYTES = 4
 
 
-def too_large(folder: Folder, copies: int = COPIES) -> str:
+def too_large(folder: Folder, copies: int = FLOAT32_COPIES) -> str:
     """Why there is no memory to run both sides; "" if there is, or if nobody says how much.
 
     Args:
@@ -46,29 +45,31 @@ def too_large(folder: Folder, copies: int = COPIES) -> str:
     return f"it takes {needed / GB:.0f} GB of memory, {free / GB:.0f} are free"
 
 
-def run_here(
-    folder: Folder, model: MultimodalModel, samples: Sequence[MixedSample]
+def run_model(
+    model: MultimodalModel, params: dict[str, Params], samples: Sequence[MixedSample]
 ) -> tuple[np.ndarray, dict[str, Params]]:
     """Run the samples packed in one row, on the CPU.
+
+    Args:
+      params: of all modules, layers stacked, on a CPU device or the host.
 
     Returns:
       Logits float32 [tokens, vocab] of the samples one after the other, and the gradient of the sum
       of their losses, as parameters lie.
     """
-    device = jax.local_devices(backend="cpu")[0]
-    params = read_model(folder, model, device)
-    row = row_of([s.sample for s in samples], model, TOKEN_MULTIPLE)
+    row = pack_row([s.sample for s in samples], model, TOKEN_MULTIPLE)
     # Numpy's arrays go where the parameters are.
-    run = jax.jit(partial(_loss, model, chip_of(device)), compiler_options=QUICKLY)
+    chip = chip_of(jax.local_devices(backend="cpu")[0])
+    run = jax.jit(partial(_loss, model, chip), compiler_options=COMPILER_OPTIONS)
     gradients, logits = run(params, row)
     return np.asarray(logits[0, : int(row.lengths[0])]), gradients
 
 
 def read_model(folder: Folder, model: MultimodalModel, device: jax.Device) -> dict[str, Params]:
     """All parameters of a model, by module, layers stacked, on a device."""
-    where = jax.sharding.SingleDeviceSharding(device)
+    sharding = jax.sharding.SingleDeviceSharding(device)
     return {
-        m: read_params(folder, m, module_structs(module, sharding=where))
+        m: read_params(folder, m, module_structs(module, sharding=sharding))
         for m, module in model.modules.items()
     }
 
@@ -81,16 +82,12 @@ def _loss(
 ) -> tuple[dict[str, Params], Array]:
     """The gradients of a row's loss, and its logits."""
     llm: Any = on_chip(model.modules[LLM], chip)
-    inlets = inlets_of(model)
+    inlets = inlet_layers(model)
 
     def objective(params: dict[str, Params]) -> tuple[Array, Array]:
         llm_params = params[LLM]
-        batch = with_features(model, chip, params, row)
-        x = llm.entry(llm_params["entry"], batch)
-        for start, stop in pairwise(sorted({0, *inlets.values(), llm.n_layers})):
-            x = run_layers(llm, llm_params, x, batch, start, stop)
-            for name in (name for name, n in inlets.items() if n == stop):
-                x = llm.inlet(name, x, batch[name], batch)
+        batch = add_features(model, chip, params, row)
+        x, _ = run_decoder(llm, llm_params, batch, {}, None, inlets)
         entry = llm_params["entry"] if llm.tied else None
         sums = llm.exit(llm_params["exit"], x, batch, entry)
         return sums["loss_sum"], llm.logits(llm_params["exit"], x, entry)
@@ -98,16 +95,16 @@ def _loss(
     return jax.grad(objective, has_aux=True)(params)
 
 
-def logit_errors(here: np.ndarray, there: Reference) -> tuple[float, float]:
+def logit_errors(ours: np.ndarray, reference: Reference) -> tuple[float, float]:
     """(largest difference as a share of the largest logit of the reference, of 1 at least; that
     logit)."""
-    wanted = np.concatenate(there.logits)
+    wanted = np.concatenate(reference.logits)
     largest = float(np.abs(wanted).max())
-    return float(np.abs(here - wanted).max()) / max(1.0, largest), largest
+    return float(np.abs(ours - wanted).max()) / max(1.0, largest), largest
 
 
 def gradient_errors(
-    map_: WeightMap, here: Mapping[str, Params], there: Mapping[str, np.ndarray]
+    map_: WeightMap, ours: Mapping[str, Params], reference: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """By group of tensors ("llm.layers") the largest difference to the reference's gradient, as a
     share of the largest entry of its tensor.
@@ -118,39 +115,39 @@ def gradient_errors(
     Raises:
       ValueError: the reference has no gradient for a tensor of the model.
     """
-    wanted = {map_.canonical(name): a for name, a in there.items()}
-    largest = _largest(wanted)
+    wanted = {map_.canonical(name): a for name, a in reference.items()}
+    largest = _largest_entry(wanted)
     errors: dict[str, float] = {}
     for t in map_.tensors:
         if t.name not in wanted:
             raise ValueError(f"transformers has no parameter {t.name!r}; take version 5")
-        leaf = here[t.module][t.part]
+        leaf = ours[t.module][t.part]
         for key in t.path:
             leaf = leaf[key]
-        gradient = as_in_file(t, leaf, t.layer, np.dtype(np.float32))
-        there_t = wanted[t.name]
-        if gradient.shape != there_t.shape:  # one of several parameters that are one tensor
-            there_t = there_t[t.offset : t.offset + len(gradient)]
+        gradient = to_file_layout(t, leaf, t.layer, np.dtype(np.float32))
+        reference_t = wanted[t.name]
+        if gradient.shape != reference_t.shape:  # one of several parameters that are one tensor
+            reference_t = reference_t[t.offset : t.offset + len(gradient)]
         group = f"{t.module}.{t.part}"
         # An error that is no number stays one.
-        error = _share(gradient, there_t, largest)
+        error = _relative_error(gradient, reference_t, largest)
         errors[group] = float(np.maximum(errors.get(group, 0.0), error))
     return errors
 
 
-def rounding(single: Reference, double: Reference) -> tuple[float, float]:
+def rounding_errors(single: Reference, double: Reference) -> tuple[float, float]:
     """How far a reference in float32 is from it in float64: the (logit, gradient) errors."""
     logit, _ = logit_errors(np.concatenate(single.logits), double)
-    largest = _largest(double.gradients)
-    errors = [_share(single.gradients[n], a, largest) for n, a in double.gradients.items()]
+    largest = _largest_entry(double.gradients)
+    errors = [_relative_error(single.gradients[n], a, largest) for n, a in double.gradients.items()]
     return logit, max(errors)
 
 
-def _largest(gradients: Mapping[str, np.ndarray]) -> float:
+def _largest_entry(gradients: Mapping[str, np.ndarray]) -> float:
     return max(float(np.abs(a).max()) for a in gradients.values())
 
 
-def _share(gradient: np.ndarray, wanted: np.ndarray, largest: float) -> float:
+def _relative_error(gradient: np.ndarray, wanted: np.ndarray, largest: float) -> float:
     """The largest difference as a share of the largest entry of a tensor."""
-    scale = max(float(np.abs(wanted).max()), LEAST_SCALE * largest)
+    scale = max(float(np.abs(wanted).max()), MIN_SCALE * largest)
     return float(np.abs(gradient - wanted).max()) / scale

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.data.media.anyres import GRID
-from dflop_jax.verify.samples import MAX_TILES, Drawn, MixedSample
+from dflop_jax.verify.samples import MAX_TILES, MixedSample, RandomMedium
 
 # How the published processors normalise pixels, as (mean, standard deviation).
-HALF = (0.5, 0.5)
+SYMMETRIC = (0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 POSITIONS = "audio_tower.embed_positions.weight"  # of sound: sines
-VIDEO = 1  # stands for a clip's token, 0 for those of other media
+VIDEO_ID = 1  # stands for a clip's token, 0 for those of other media
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class ReferenceFamily:
     for, as a number. `instead` names functions of its code, and those that do the same more
     exactly."""
 
-    arguments: Callable[[Sequence[Drawn]], dict[str, Any]]
-    video: int = VIDEO
+    arguments: Callable[[Sequence[RandomMedium]], dict[str, Any]]
+    video: int = VIDEO_ID
     prepare: Callable[[Any], None] = lambda config: None
     fixed: str = ""
     types: tuple[str, Mapping[str, int]] | None = None
-    instead: Mapping[str, str] = field(default_factory=dict)
+    replacements: Mapping[str, str] = field(default_factory=dict)
 
-    def of_tokens(self, kinds: Sequence[str]) -> dict[str, Any]:
+    def token_types(self, kinds: Sequence[str]) -> dict[str, Any]:
         """`types` of a sample whose tokens stand for media of these kinds, "" for none."""
         if self.types is None:
             return {}
@@ -49,17 +49,17 @@ class ReferenceFamily:
         return {name: np.array([[numbers.get(kind, 0) for kind in kinds]])}
 
 
-def missing() -> str:
+def missing_packages() -> str:
     """Why there is no reference; "" if there is."""
     for package in ("torch", "transformers"):
         try:
-            _package(package)
+            _import_package(package)
         except ImportError:
             return f"{package} is not installed; pip install 'dflop_jax[reference]' brings it"
     return ""
 
 
-def _package(name: str) -> Any:
+def _import_package(name: str) -> Any:
     """What other people's packages warn of while they are imported is not ours to mend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -75,7 +75,7 @@ class Reference:
     gradients: Mapping[str, np.ndarray]
 
 
-def run(
+def run_reference(
     folder: Path, kind: str, name: str, samples: Sequence[MixedSample], *, double: bool = False
 ) -> Reference:
     """Run the folder's weights as the class `name` of transformers does, in float32.
@@ -86,7 +86,7 @@ def run(
     Raises:
       ValueError: transformers cannot load the folder.
     """
-    model = _loaded(folder, name)
+    model = _load_model(folder, name)
     if double:
         model.double()
     config, family = model.config, FAMILIES[kind]
@@ -95,41 +95,42 @@ def run(
     for name, parameter in model.named_parameters():
         if family.fixed and name.endswith(family.fixed):
             parameter.requires_grad_(False)
-    with _instead(model, family.instead), _in_double(model) if double else nullcontext():
-        logits = [_run(model, family, mixed) for mixed in samples]
+    precision = _use_float64(model) if double else nullcontext()
+    with _replace_functions(model, family.replacements), precision:
+        logits = [_run_sample(model, family, mixed) for mixed in samples]
     return Reference(logits, named_gradients(model))
 
 
-def _run(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.ndarray:
+def _run_sample(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.ndarray:
     """The logits of a sample; its loss goes backward."""
-    torch = _package("torch")
+    torch = _import_package("torch")
     llm = mixed.sample.fields["llm"]
     ids = llm["tokens"].astype(np.int64)
     ids[np.array(mixed.kinds) == "video"] = family.video
-    given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
-    given |= family.arguments(mixed.media) | family.of_tokens(mixed.kinds)
+    inputs = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
+    inputs |= family.arguments(mixed.media) | family.token_types(mixed.kinds)
     dtype = next(model.parameters()).dtype
-    tensors = {k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}
+    tensors = {k: torch.from_numpy(np.asarray(a)) for k, a in inputs.items()}
     tensors = {k: a.to(dtype) if a.is_floating_point() else a for k, a in tensors.items()}
-    out = model(**tensors).logits[0]
+    output = model(**tensors).logits[0]
     targets = torch.from_numpy(llm["targets"].astype(np.int64))
-    losses = torch.nn.functional.cross_entropy(out, targets, reduction="none")
+    losses = torch.nn.functional.cross_entropy(output, targets, reduction="none")
     (losses * torch.from_numpy(llm["weights"]).to(dtype)).sum().backward()
-    logits: np.ndarray = out.detach().numpy()
+    logits: np.ndarray = output.detach().numpy()
     return logits
 
 
 @contextmanager
-def _instead(model: Any, functions: Mapping[str, str]) -> Iterator[None]:
+def _replace_functions(model: Any, functions: Mapping[str, str]) -> Iterator[None]:
     """Functions of the code of a model in the place of others."""
     code = sys.modules[type(model).__module__]
-    before = {name: getattr(code, name) for name in functions}
-    for name, other in functions.items():
-        setattr(code, name, getattr(code, other))
+    originals = {name: getattr(code, name) for name in functions}
+    for name, replacement in functions.items():
+        setattr(code, name, getattr(code, replacement))
     try:
         yield
     finally:
-        for name, function in before.items():
+        for name, function in originals.items():
             setattr(code, name, function)
 
 
@@ -138,18 +139,18 @@ class _DoubleTorch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(
-            _package("torch"), {"float32": "float64", "float": "float64"}.get(name, name)
+            _import_package("torch"), {"float32": "float64", "float": "float64"}.get(name, name)
         )
 
 
 @contextmanager
-def _in_double(model: Any) -> Iterator[None]:
+def _use_float64(model: Any) -> Iterator[None]:
     """No code of a model's classes makes float32 of what it is given."""
-    tensor = _package("torch").Tensor
+    tensor = _import_package("torch").Tensor
     names = {c.__module__ for part in model.modules() for c in type(part).__mro__}
     codes: list[Any] = [sys.modules[n] for n in names if n.startswith("transformers.")]
     codes = [code for code in codes if hasattr(code, "torch")]
-    real, to_float = _package("torch"), tensor.float
+    real, to_float = _import_package("torch"), tensor.float
     tensor.float = tensor.double
     for code in codes:
         code.torch = _DoubleTorch()
@@ -172,8 +173,8 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _loaded(folder: Path, name: str) -> Any:
-    torch, transformers = _package("torch"), _package("transformers")
+def _load_model(folder: Path, name: str) -> Any:
+    torch, transformers = _import_package("torch"), _import_package("transformers")
     log = transformers.utils.logging
     level = log.get_verbosity()
     log.set_verbosity_error()
@@ -196,44 +197,44 @@ def _loaded(folder: Path, name: str) -> Any:
 # ---- media as each family is given them ----
 
 
-def _normalized(pixels: np.ndarray, mean: Any, std: Any) -> np.ndarray:
+def _normalize(pixels: np.ndarray, mean: Any, std: Any) -> np.ndarray:
     """uint8 [n, height, width, 3] as float32 [n, 3, height, width]."""
     scaled = (pixels.astype(np.float64) / 255 - mean) / std
     return scaled.astype(np.float32).transpose(0, 3, 1, 2)
 
 
-def _pictures(media: Sequence[Drawn], kind: str) -> list[tuple[Drawn, np.ndarray]]:
+def _pictures(media: Sequence[RandomMedium], kind: str) -> list[tuple[RandomMedium, np.ndarray]]:
     """The media of a kind and their tiles."""
     return [(drawn, drawn.medium.fields["pixels"]) for drawn in media if drawn.kind == kind]
 
 
-def _llava_onevision(media: Sequence[Drawn]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+def _llava_onevision(media: Sequence[RandomMedium]) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
     if images := _pictures(media, "image"):
-        tiles = [_normalized(t, *HALF) for _, t in images]
+        tiles = [_normalize(t, *SYMMETRIC) for _, t in images]
         most_tiles = max(map(len, tiles))
         padded = [np.pad(t, ((0, most_tiles - len(t)), *[(0, 0)] * 3)) for t in tiles]
-        given["pixel_values"] = np.stack(padded)
-        given["image_sizes"] = np.array([drawn.size[::-1] for drawn, _ in images])
-        given["batch_num_images"] = np.array([len(images)])
+        inputs["pixel_values"] = np.stack(padded)
+        inputs["image_sizes"] = np.array([drawn.size[::-1] for drawn, _ in images])
+        inputs["batch_num_images"] = np.array([len(images)])
     if clips := _pictures(media, "video"):
-        given["pixel_values_videos"] = np.stack([_normalized(t, *HALF) for _, t in clips])
-    return given
+        inputs["pixel_values_videos"] = np.stack([_normalize(t, *SYMMETRIC) for _, t in clips])
+    return inputs
 
 
-def _as_drawn(config: Any) -> None:
+def _set_llava_grids(config: Any) -> None:
     """LLaVA-OneVision's grids and the most tiles of a picture."""
     px = config.vision_config.image_size
     config.image_grid_pinpoints = [[px * rows, px * columns] for rows in GRID for columns in GRID]
     config.vision_aspect_ratio = f"anyres_max_{MAX_TILES}"
 
 
-def _tiles(colours: tuple[Any, Any], media: Sequence[Drawn]) -> dict[str, Any]:
+def _tiles(colours: tuple[Any, Any], media: Sequence[RandomMedium]) -> dict[str, Any]:
     tiles = [drawn.medium.fields["pixels"] for drawn in media]
-    return {"pixel_values": _normalized(np.concatenate(tiles), *colours)} if tiles else {}
+    return {"pixel_values": _normalize(np.concatenate(tiles), *colours)} if tiles else {}
 
 
-def _qwen2_audio(media: Sequence[Drawn]) -> dict[str, Any]:
+def _qwen2_audio(media: Sequence[RandomMedium]) -> dict[str, Any]:
     if not media:
         return {}
     mel, frames = (
@@ -244,57 +245,59 @@ def _qwen2_audio(media: Sequence[Drawn]) -> dict[str, Any]:
     return {"input_features": mel, "feature_attention_mask": used.astype(np.int64)}
 
 
-def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+def _qwen3_vl(media: Sequence[RandomMedium]) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
     for kind, argument in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         natives = [m.medium for m in media if m.kind == kind]
         if not natives:
             continue
         patches = np.concatenate([m.fields["patches"] for m in natives])
-        given[argument] = ((patches.astype(np.float64) / 255 - 0.5) / 0.5).astype(np.float32)
-        given[f"{kind}_grid_thw"] = np.array([(len(m.grids), *m.grids[0]) for m in natives])
-    return given
+        inputs[argument] = ((patches.astype(np.float64) / 255 - 0.5) / 0.5).astype(np.float32)
+        inputs[f"{kind}_grid_thw"] = np.array([(len(m.grids), *m.grids[0]) for m in natives])
+    return inputs
 
 
-def _gemma4(media: Sequence[Drawn]) -> dict[str, Any]:
+def _gemma4(media: Sequence[RandomMedium]) -> dict[str, Any]:
     """Patches in rows of the longest picture; those of us go colour by colour."""
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         pieces = []
         for medium in (m.medium for m in media if m.kind == kind):
             ends = np.cumsum(medium.lengths)[:-1]
-            both = (np.split(medium.fields[f], ends) for f in ("patches", "grid"))
-            pieces += list(zip(*both, strict=True))
+            fields = (np.split(medium.fields[f], ends) for f in ("patches", "grid"))
+            pieces += list(zip(*fields, strict=True))
         if not pieces:
             continue
         longest = max(len(patches) for patches, _ in pieces)
-        more = [((0, longest - len(patches)), (0, 0)) for patches, _ in pieces]
+        padding = [((0, longest - len(patches)), (0, 0)) for patches, _ in pieces]
         px = isqrt(pieces[0][0].shape[1] // 3)
         flat = [p.reshape(-1, 3, px * px).swapaxes(1, 2).reshape(len(p), -1) for p, _ in pieces]
-        values = [np.pad(p.astype(np.float32) / 255, m) for p, m in zip(flat, more, strict=True)]
-        places = [np.pad(g[:, 1::-1], m, constant_values=-1)
-                  for (_, g), m in zip(pieces, more, strict=True)]  # fmt: skip
-        given[name] = np.stack(values)
-        given[f"{kind}_position_ids"] = np.stack(places).astype(np.int64)
+        values = [np.pad(p.astype(np.float32) / 255, m) for p, m in zip(flat, padding, strict=True)]
+        positions = [np.pad(g[:, 1::-1], m, constant_values=-1)
+                  for (_, g), m in zip(pieces, padding, strict=True)]  # fmt: skip
+        inputs[name] = np.stack(values)
+        inputs[f"{kind}_position_ids"] = np.stack(positions).astype(np.int64)
     clips = [len(m.medium.lengths) for m in media if m.kind == "video"]
-    return given | ({"num_frames_per_video": np.array(clips)} if clips else {})
+    return inputs | ({"num_frames_per_video": np.array(clips)} if clips else {})
 
 
-BOTH = {"image": 1, "video": 2}  # numbers of kinds of media
-OF_TOKENS = "mm_token_type_ids", BOTH
+MEDIA_NUMBERS = {"image": 1, "video": 2}  # numbers of kinds of media
+TOKEN_TYPES = "mm_token_type_ids", MEDIA_NUMBERS
 # By chunks, differences of large sums of decays lose digits.
-BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
+EXACT_DELTA_RULE = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 FAMILIES = {
-    "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_as_drawn),
+    "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_set_llava_grids),
     "internvl": ReferenceFamily(partial(_tiles, IMAGENET), video=0),
     "qwen2_audio": ReferenceFamily(_qwen2_audio, fixed=POSITIONS),
-    "qwen3_vl": ReferenceFamily(_qwen3_vl, types=OF_TOKENS),
-    "qwen3_5": ReferenceFamily(_qwen3_vl, types=OF_TOKENS, instead=BY_TOKEN),
-    "qwen3_5_text": ReferenceFamily(lambda media: {}, instead=BY_TOKEN),
+    "qwen3_vl": ReferenceFamily(_qwen3_vl, types=TOKEN_TYPES),
+    "qwen3_5": ReferenceFamily(_qwen3_vl, types=TOKEN_TYPES, replacements=EXACT_DELTA_RULE),
+    "qwen3_5_text": ReferenceFamily(lambda media: {}, replacements=EXACT_DELTA_RULE),
     "gemma3": ReferenceFamily(
-        partial(_tiles, HALF), video=0, types=("token_type_ids", dict.fromkeys(BOTH, 1))
+        partial(_tiles, SYMMETRIC),
+        video=0,
+        types=("token_type_ids", dict.fromkeys(MEDIA_NUMBERS, 1)),
     ),
     "gemma3_text": ReferenceFamily(lambda media: {}),
-    "gemma4": ReferenceFamily(_gemma4, types=OF_TOKENS),
+    "gemma4": ReferenceFamily(_gemma4, types=TOKEN_TYPES),
     "gemma4_text": ReferenceFamily(lambda media: {}),
 }

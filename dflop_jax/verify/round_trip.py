@@ -27,7 +27,7 @@ from dflop_jax.weights.read import Reader
 
 SEGMENT_BYTES = 2 * 10**9  # of a segment's shards, about
 COMPARED_BYTES = 32 * 2**20  # of a tensor at a time
-WAYS = 2  # into which a tensor is split
+TP_DEGREE = 2  # devices that a tensor is split over
 TOKENS = 128  # of the plan's rows, which no program here reads
 
 
@@ -38,7 +38,7 @@ class TensorGroup:
     Attributes:
       n_bytes: in the folder's files.
       identical: how many of them were written as they are there, bit by bit.
-      max_grad_error: see `Verified`; None where gradients were not compared.
+      max_grad_error: see `VerifyResult`; None where gradients were not compared.
     """
 
     name: str
@@ -48,11 +48,11 @@ class TensorGroup:
     max_grad_error: float | None = None
 
 
-def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) -> Layout:
+def split_layout(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) -> Layout:
     """Return a layout that cuts every module in segments and splits their tensors over two devices,
     where they divide and there are as many."""
-    ways = {
-        m: WAYS if n_devices >= WAYS and divides(module, WAYS) else 1
+    tp = {
+        m: TP_DEGREE if n_devices >= TP_DEGREE and divides(module, TP_DEGREE) else 1
         for m, module in model.modules.items()
     }
     n_bytes: dict[str, int] = defaultdict(int)
@@ -60,7 +60,7 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
         n_bytes[t.module] += 4 * math.prod(t.layout.file_shape)
     n_layers = {m: module.n_layers for m, module in model.modules.items()}
     forms = [
-        Parallelism(MeshShape(model=ways[m]), min(n, max(WAYS, -(-n_bytes[m] // SEGMENT_BYTES))))
+        Parallelism(MeshShape(model=tp[m]), min(n, max(TP_DEGREE, -(-n_bytes[m] // SEGMENT_BYTES))))
         for m, n in n_layers.items()
     ]
     laid = build_layout(forms, [0] * len(forms), n_layers)
@@ -98,22 +98,22 @@ def round_trip(
     Raises:
       ValueError: the plan is another model's, or does not fit the devices.
     """
-    part_of = {t.name: f"{t.module}.{t.part}" for t in folder.map.tensors}
+    group_by_name = {t.name: f"{t.module}.{t.part}" for t in folder.map.tensors}
     identical: dict[str, bool] = {}
     segments = make_segments(model, layout, devices)
     for i, segment in enumerate(segments.values()):
         tick(i, len(segments))
-        for name, same in _identical(folder, segment).items():
-            identical[name] = identical.get(name, True) and same
+        for name, is_identical in _compare_segment(folder, segment).items():
+            identical[name] = identical.get(name, True) and is_identical
     tick(len(segments), len(segments))
     for copy, original in folder.map.copies.items():
         if copy in folder.entries:
-            part_of[copy] = "copies of tied tensors"
+            group_by_name[copy] = "copies of tied tensors"
             shape = folder.entries[copy].shape  # opening the folder has found both to be of it
             both = (partial(folder.read, name) for name in (copy, original))
             identical[copy] = _is_equal(shape, *both)
     groups: dict[str, list[str]] = {}
-    for name, group in part_of.items():
+    for name, group in group_by_name.items():
         groups.setdefault(group, []).append(name)
     return [
         TensorGroup(
@@ -128,22 +128,24 @@ def _bytes(folder: Folder, names: Sequence[str]) -> int:
     return sum(math.prod(e.shape) * np.dtype(DTYPES[e.dtype]).itemsize for e in entries)
 
 
-def _identical(folder: Folder, segment: Segment) -> dict[str, bool]:
+def _compare_segment(folder: Folder, segment: Segment) -> dict[str, bool]:
     """By canonical name whether what would be written of a segment's tensors is in the folder."""
-    held = ModuleParams(segment.plan.module, read_segment(folder, segment), segment.layer_rows)
+    module_params = ModuleParams(
+        segment.plan.module, read_segment(folder, segment), segment.layer_rows
+    )
     return {
         name: _is_equal(tensor.shape, tensor.values().__getitem__, partial(folder.read, name))
-        for name, tensor in segment_tensors(held, folder).items()
+        for name, tensor in segment_tensors(module_params, folder).items()
     }
 
 
-def _is_equal(shape: tuple[int, ...], one: Reader, other: Reader) -> bool:
+def _is_equal(shape: tuple[int, ...], read_a: Reader, read_b: Reader) -> bool:
     """Whether two arrays of a shape are the same bit by bit, read in pieces along the first dim."""
     rows = max(1, COMPARED_BYTES // max(1, 4 * math.prod(shape[1:])))
     rest = [slice(0, n) for n in shape[1:]]
     firsts = [slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows)] if shape else []
-    for part in [(first, *rest) for first in firsts] or [()]:
-        a, b = one(part), other(part)
+    for index in [(first, *rest) for first in firsts] or [()]:
+        a, b = read_a(index), read_b(index)
         if a.dtype != b.dtype or a.tobytes() != b.tobytes():
             return False
     return True

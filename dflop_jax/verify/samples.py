@@ -18,7 +18,7 @@ from dflop_jax.data.media.medium import DecodedMedium, Preparation, module_of
 from dflop_jax.data.media.video import Frames
 from dflop_jax.data.text.tokenize import ByteTokenizer, TokenRun
 
-MIXED = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
+MEDIA_MIXES = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
 TEXTS = (6, 150)  # supervised tokens of samples without media: few, and more than a chunk or window
 FRAMES, MAX_TILES = 4, 4  # of a clip, of a picture
 FRAME_PX = 64  # side of a frame
@@ -26,7 +26,7 @@ FIRST_WORD = 2  # ids of text begin here; the ones below stand where media are
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class RandomMedium:
     """A medium: its kind, its (width, height) where it is a picture, and what was made of it."""
 
     kind: str
@@ -40,7 +40,7 @@ class MixedSample:
     token stands for, "" for text."""
 
     sample: Sample
-    media: tuple[Drawn, ...]
+    media: tuple[RandomMedium, ...]
     kinds: tuple[str, ...]
 
 
@@ -49,12 +49,16 @@ def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
     alone also a longer one."""
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     rng = np.random.default_rng(seed)
-    how = spec.prepared(small_limits(spec), StampedTokenizer())
-    few, many = TEXTS
-    contents = [(kinds, few) for kinds in MIXED if all(module_of(how, kind) for kind in kinds)]
+    preparation = spec.prepared(small_limits(spec), StampedTokenizer())
+    n_short, n_long = TEXTS
+    contents = [
+        (kinds, n_short)
+        for kinds in MEDIA_MIXES
+        if all(module_of(preparation, kind) for kind in kinds)
+    ]
     return [
-        drawn_sample(kinds, n_text, how, model.vocab_size, sizes=rng, values=rng)
-        for kinds, n_text in (*contents, ((), many))
+        random_sample(kinds, n_text, preparation, model.vocab_size, sizes=rng, values=rng)
+        for kinds, n_text in (*contents, ((), n_long))
     ]
 
 
@@ -72,10 +76,10 @@ def small_limits(spec: MediaSpec) -> Limits:
     return Limits(MAX_TILES, FRAMES, min_pixels=4 * block, max_pixels=64 * block)
 
 
-def drawn_sample(
+def random_sample(
     kinds: Sequence[str],
     n_text: int,
-    how: Preparation,
+    preparation: Preparation,
     vocab: int,
     *,
     sizes: np.random.Generator,
@@ -87,26 +91,26 @@ def drawn_sample(
     def text(n: int, *, supervised: bool = False) -> TokenRun:
         return TokenRun(tuple(values.integers(FIRST_WORD, vocab, n).tolist()), supervised)
 
-    headers = [_header(kind, how, sizes) for kind in kinds]
-    shown = [(k, _noise(k, values), h) for k, h in zip(kinds, headers, strict=True)]
-    decoded = decode_opened(shown, how)
+    headers = [_header(kind, preparation, sizes) for kind in kinds]
+    opened = [(k, _noise(k, values), h) for k, h in zip(kinds, headers, strict=True)]
+    decoded = decode_opened(opened, preparation)
     media = tuple(
-        Drawn(kind, (h.get("width", 0), h.get("height", 0)), medium)
+        RandomMedium(kind, (h.get("width", 0), h.get("height", 0)), medium)
         for kind, h, (_, medium) in zip(kinds, headers, decoded.values(), strict=True)
     )
-    pieces, of_tokens = [text(5)], [""] * 5
+    pieces, token_kinds = [text(5)], [""] * 5
     for i, drawn in enumerate(media):
         pieces += [TokenRun(medium=i), text(3, supervised=True)]
-        of_tokens += [drawn.kind if id_ < 0 else "" for id_ in drawn.medium.ids] + [""] * 3
+        token_kinds += [drawn.kind if id_ < 0 else "" for id_ in drawn.medium.ids] + [""] * 3
     pieces.append(text(n_text, supervised=True))
-    sample = compose(pieces, decoded, how, placeholder=0)
-    return MixedSample(sample, media, (*of_tokens, *[""] * n_text))
+    sample = compose(pieces, decoded, preparation, placeholder=0)
+    return MixedSample(sample, media, (*token_kinds, *[""] * n_text))
 
 
-def _header(kind: str, how: Preparation, rng: np.random.Generator) -> Header:
+def _header(kind: str, preparation: Preparation, rng: np.random.Generator) -> Header:
     """A header of a small medium: a picture of half to twice a unit's sides, a clip of a few
     frames, a sound of a third of a window to all of the windows that are used."""
-    medium: Any = how[module_of(how, kind)]
+    medium: Any = preparation[module_of(preparation, kind)]
     if kind == "audio":
         low, high = medium.spec.window_samples // 3, medium.spec.max_samples
         return {"samples": int(rng.integers(low, high + 1))}
@@ -114,8 +118,8 @@ def _header(kind: str, how: Preparation, rng: np.random.Generator) -> Header:
     width, height = (int(n) for n in rng.integers(px // 2 + 1, 2 * px + 1, 2))
     frames = {"frames": FRAMES, "total": FRAMES, "rate_num": 2, "rate_den": 1}
     columns = next(k.columns for k in medium.kinds if k.name == kind)
-    made = {"width": width, "height": height, **(frames if kind == "video" else {})}
-    return dict.fromkeys(columns, 0) | made
+    header = {"width": width, "height": height, **(frames if kind == "video" else {})}
+    return dict.fromkeys(columns, 0) | header
 
 
 def _noise(kind: str, rng: np.random.Generator) -> Any:

@@ -16,21 +16,21 @@ from dflop_jax.records import Plan
 from dflop_jax.train.run_context import build_model, select_devices
 from dflop_jax.verify import compare, reference
 from dflop_jax.verify.reference import Reference
-from dflop_jax.verify.round_trip import TensorGroup, round_trip, spread
+from dflop_jax.verify.round_trip import TensorGroup, round_trip, split_layout
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, read_config
 
 MAX_DEVICES = 4  # at most; pretended where only the CPU is there
-# Largest errors that count as equal, as `Verified` has them: both sides compute in float32 and add
-# in other orders.
+# Largest errors that count as equal, as `VerifyResult` has them: both sides compute in float32 and
+# add in other orders.
 LOGIT_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # Where transformers' float32 is further than that from its own float64, we may be as many times as
 # far from it: two ways of rounding the same.
-SHARE_OF_ROUNDING = 3.0
+MAX_ROUNDING_RATIO = 3.0
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """What a folder's weights are worth here.
 
     Attributes:
@@ -61,8 +61,8 @@ class Verified:
         """The largest (logit, gradient) errors that count as equal."""
         logit, gradient = self.rounding or (0.0, 0.0)
         return (
-            max(LOGIT_TOLERANCE, SHARE_OF_ROUNDING * logit),
-            max(GRADIENT_TOLERANCE, SHARE_OF_ROUNDING * gradient),
+            max(LOGIT_TOLERANCE, MAX_ROUNDING_RATIO * logit),
+            max(GRADIENT_TOLERANCE, MAX_ROUNDING_RATIO * gradient),
         )
 
     @property
@@ -79,7 +79,7 @@ class Verified:
 
 def verify(
     path: Path, plan: Plan | None = None, tick: Callable[[int, int], None] = lambda *_: None
-) -> Verified:
+) -> VerifyResult:
     """Read a folder into shards and write it again; where transformers is installed and the memory
     suffices, compare its logits and gradients on pictures, clips, sounds and text; with float64
     where float32 differs too much.
@@ -96,39 +96,40 @@ def verify(
     kind, factory = config.get("model_type"), factory_of(config, path)
     assert isinstance(kind, str), "the factory goes by it"
     # Before anything else asks for devices, which fixes how many there are.
-    devices = select_devices(plan.layout.n_devices) if plan else _some_devices()
+    devices = select_devices(plan.layout.n_devices) if plan else _find_devices()
     model: MultimodalModel = build_model(ModelConfig(factory, str(path), dtype="float32"))
     folder = Folder(path, model.weights)  # type: ignore[attr-defined]
     folder.check()
-    layout = plan.layout if plan else spread(model, len(devices), folder.map.tensors)
+    layout = plan.layout if plan else split_layout(model, len(devices), folder.map.tensors)
     groups = round_trip(folder, model, layout, devices, tick)
-    result = Verified(
+    result = VerifyResult(
         folder=str(path),
         model_type=kind,
         bit_identical=all(g.identical == g.tensors for g in groups),
         max_logit_error=None,
         max_grad_error=None,
         largest_logit=None,
-        not_compared=reference.missing() or compare.too_large(folder),
+        not_compared=reference.missing_packages() or compare.too_large(folder),
         groups=tuple(groups),
     )
-    return result if result.not_compared else _compared(result, folder, model)
+    return result if result.not_compared else _add_errors(result, folder, model)
 
 
-def _some_devices() -> list[jax.Device]:
+def _find_devices() -> list[jax.Device]:
     try:
         return select_devices(MAX_DEVICES)
     except ValueError:  # fewer GPUs
         return jax.devices()
 
 
-def _compared(result: Verified, folder: Folder, model: MultimodalModel) -> Verified:
+def _add_errors(result: VerifyResult, folder: Folder, model: MultimodalModel) -> VerifyResult:
     samples = mixed_samples(model)
-    logits, gradients = compare.run_here(folder, model, samples)
+    params = compare.read_model(folder, model, jax.local_devices(backend="cpu")[0])
+    logits, gradients = compare.run_model(model, params, samples)
     name = folder.map.config["architectures"][0]
-    there = reference.run(folder.path, result.model_type, name, samples)
+    reference_run = reference.run_reference(folder.path, result.model_type, name, samples)
 
-    def with_errors(wanted: Reference) -> Verified:
+    def with_errors(wanted: Reference) -> VerifyResult:
         error, largest = compare.logit_errors(logits, wanted)
         errors = compare.gradient_errors(folder.map, gradients, wanted.gradients)
         return replace(
@@ -139,9 +140,9 @@ def _compared(result: Verified, folder: Folder, model: MultimodalModel) -> Verif
             groups=tuple(replace(g, max_grad_error=errors.get(g.name)) for g in result.groups),
         )
 
-    in_float32 = with_errors(there)
+    in_float32 = with_errors(reference_run)
     equal = replace(in_float32, bit_identical=True).exit_code == 0
-    if equal or compare.too_large(folder, compare.COPIES_IN_DOUBLE):
+    if equal or compare.too_large(folder, compare.FLOAT64_COPIES):
         return in_float32
-    exact = reference.run(folder.path, result.model_type, name, samples, double=True)
-    return replace(with_errors(exact), rounding=compare.rounding(there, exact))
+    exact = reference.run_reference(folder.path, result.model_type, name, samples, double=True)
+    return replace(with_errors(exact), rounding=compare.rounding_errors(reference_run, exact))

@@ -3,4 +3,4 @@
 from dflop_jax.weights.adapter import AdapterForm, write_adapter
 from dflop_jax.weights.folder import Folder, read_config
 from dflop_jax.weights.read import read_params, read_segment
-from dflop_jax.weights.write import ModuleParams, as_in_file, segment_tensors, write_folder
+from dflop_jax.weights.write import ModuleParams, segment_tensors, to_file_layout, write_folder

@@ -16,9 +16,15 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.contract import Params, adapter_of
-from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
+from dflop_jax.weights.contract import Tensor, WeightMap, group_by_name, joined_shape
 from dflop_jax.weights.folder import DTYPES
-from dflop_jax.weights.write import WrittenTensor, on_host, whole_folder, write_file, write_json
+from dflop_jax.weights.write import (
+    WrittenTensor,
+    atomic_folder,
+    gather_to_host,
+    write_file,
+    write_json,
+)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_PREFIX = "base_model.model."  # how peft calls the model that it wraps
@@ -57,17 +63,17 @@ def write_adapter(
       ValueError: the folder exists, there are no adapters, or `peft` has no such adapter.
     """
     if form.dtype not in DTYPES.values():
-        known = ", ".join(DTYPES.values())
-        raise ValueError(f"unknown type of weights {form.dtype!r}; known: {known}")
+        known_dtypes = ", ".join(DTYPES.values())
+        raise ValueError(f"unknown type of weights {form.dtype!r}; known: {known_dtypes}")
     tensors, ranks = [], {}
     for tensor, parts, n_rows in adapted_tensors(map_, params):
         name = map_.module_name(tensor).removesuffix(".weight")
-        a, b = _joined(parts, n_rows)
+        a, b = _join_adapters(parts, n_rows)
         ranks[name] = a.shape[0]
         for side, array in (("A", a), ("B", b)):
-            place = f"{MODEL_PREFIX}{name}.lora_{side}.weight"
-            tensors.append(WrittenTensor.of(place, array.astype(form.dtype)))
-    with whole_folder(path) as folder:
+            full_name = f"{MODEL_PREFIX}{name}.lora_{side}.weight"
+            tensors.append(WrittenTensor.from_array(full_name, array.astype(form.dtype)))
+    with atomic_folder(path) as folder:
         write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
         write_json(folder / CONFIG, _config(form, ranks))
 
@@ -90,12 +96,14 @@ def _config(form: AdapterForm, ranks: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-_Part = tuple[Tensor, Mapping[str, Any]]  # what is a tensor, or some rows of it, and its adapter
+_AdaptedPart = tuple[
+    Tensor, Mapping[str, Any]
+]  # what is a tensor, or some rows of it, and its adapter
 
 
 def adapted_tensors(
     map_: WeightMap, params: Mapping[str, Params]
-) -> list[tuple[str, list[_Part], int]]:
+) -> list[tuple[str, list[_AdaptedPart], int]]:
     """(the tensor, its adapted parts, how many rows it has) of all that parameters, or their
     shapes, have adapters of.
 
@@ -103,46 +111,49 @@ def adapted_tensors(
       ValueError: there are no adapters, or one of a matrix that the folder has not.
     """
     adapted = []
-    for name, parts in by_name(map_.tensors).items():
-        found = []
+    for name, parts in group_by_name(map_.tensors).items():
+        adapted_parts = []
         for t in parts:
             adapters = params.get(t.module, {}).get(adapter_of(t.part), {})
             pair = adapters.get(".".join(t.path[:-1])) if t.path[-1] == "kernel" else None
             if pair is not None:
-                found.append((t, pair))
-        if found:
-            adapted.append((name, found, shape_of(parts)[0]))
+                adapted_parts.append((t, pair))
+        if adapted_parts:
+            adapted.append((name, adapted_parts, joined_shape(parts)[0]))
     _check_all_written(params, [part for _, parts, _ in adapted for part in parts])
     return adapted
 
 
-def _joined(parts: Sequence[_Part], n_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def _join_adapters(parts: Sequence[_AdaptedPart], n_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The A and B of a tensor; what they add is scaled by alpha / (all their ranks)."""
-    both = [as_matrices(t, *(on_host(pair[k], t.layer, t.name) for k in "ab")) for t, pair in parts]
-    whole_a = np.concatenate([a for a, _ in both])
-    whole_b = np.zeros((n_rows, len(whole_a), *both[0][1].shape[2:]), whole_a.dtype)
-    before = 0
-    for (t, _), (a, b) in zip(parts, both, strict=True):
-        share = len(whole_a) / len(a)
-        whole_b[t.offset : t.offset + len(b), before : before + len(a)] = share * b
-        before += len(a)
+    pairs = [
+        as_matrices(t, *(gather_to_host(pair[k], t.layer, t.name) for k in "ab"))
+        for t, pair in parts
+    ]
+    whole_a = np.concatenate([a for a, _ in pairs])
+    whole_b = np.zeros((n_rows, len(whole_a), *pairs[0][1].shape[2:]), whole_a.dtype)
+    rank_offset = 0
+    for (t, _), (a, b) in zip(parts, pairs, strict=True):
+        rank_scale = len(whole_a) / len(a)
+        whole_b[t.offset : t.offset + len(b), rank_offset : rank_offset + len(a)] = rank_scale * b
+        rank_offset += len(a)
     return whole_a, whole_b
 
 
-def _check_all_written(params: Mapping[str, Params], parts: Sequence[_Part]) -> None:
+def _check_all_written(params: Mapping[str, Params], parts: Sequence[_AdaptedPart]) -> None:
     """ValueError where there are no adapters, or one of a matrix that the folder has not."""
     written = {(t.module, adapter_of(t.part), ".".join(t.path[:-1])) for t, _ in parts}
-    every = {
+    adapters = {
         (module, part, name)
         for module, parts in params.items()
         for part, tree in parts.items()
         if part == "adapter" or part.endswith("_adapter")
         for name in tree
     }
-    if not every:
+    if not adapters:
         raise ValueError("there are no adapters to write; train with train.lora_rank")
-    if missing := sorted(every - written):
-        names = ", ".join(".".join(where) for where in missing)
+    if missing := sorted(adapters - written):
+        names = ", ".join(".".join(keys) for keys in missing)
         raise ValueError(
             f"a published checkpoint has no matrix for the adapters {names}; leave out --adapter, "
             "which folds them in"

@@ -64,7 +64,7 @@ class Tensor(Protocol):
         ...
 
 
-def by_name(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+def group_by_name(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     """The parameters that each tensor of a folder has, in their order there."""
     named: dict[str, list[Tensor]] = {}
     for t in tensors:
@@ -72,10 +72,12 @@ def by_name(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     return {name: sorted(parts, key=lambda t: t.offset) for name, parts in named.items()}
 
 
-def shape_of(parts: Sequence[Tensor]) -> tuple[int, ...]:
+def joined_shape(parts: Sequence[Tensor]) -> tuple[int, ...]:
     """The shape of a tensor that has these parameters."""
-    first, *others = (t.layout.file_shape for t in parts)
-    return (first[0] + sum(shape[0] for shape in others), *first[1:]) if others else first
+    first, *other_shapes = (t.layout.file_shape for t in parts)
+    return (
+        (first[0] + sum(shape[0] for shape in other_shapes), *first[1:]) if other_shapes else first
+    )
 
 
 class Unused(Protocol):

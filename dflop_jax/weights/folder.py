@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name from here on)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dflop_jax.weights.contract import WeightMap, by_name, shape_of
+from dflop_jax.weights.contract import WeightMap, group_by_name, joined_shape
 
 CONFIG = "config.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -52,7 +52,7 @@ class Folder:
         self._index = index_name(map_)
         self.entries: dict[str, TensorEntry] = {}
         for file, names in self._files().items():
-            for entry in _header(file, names, self._index):
+            for entry in _read_header(file, names, self._index):
                 key = map_.canonical(entry.name)
                 if key in self.entries:
                     raise ValueError(
@@ -85,13 +85,13 @@ class Folder:
             return files
         tensor_files = sorted(self.path.glob("*.safetensors"))
         if len(tensor_files) != 1:
-            what = (
+            problem = (
                 f"{len(tensor_files)} safetensors but no {self._index}"
                 if tensor_files
                 else "no safetensors"
             )
             raise ValueError(
-                f"{self.path}: {what}; save the model with transformers' save_pretrained, which "
+                f"{self.path}: {problem}; save the model with transformers' save_pretrained, which "
                 "writes safetensors and their index"
             )
         return {tensor_files[0]: None}
@@ -108,26 +108,26 @@ class Folder:
         """
         if differing := self.map.mismatches(self.config):
             key, theirs, ours = differing[0]
-            others = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
+            more_keys = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
             raise ValueError(
-                f"{self.path / CONFIG}: {key} is {theirs!r}, the model has {ours!r}{others}; "
+                f"{self.path / CONFIG}: {key} is {theirs!r}, the model has {ours!r}{more_keys}; "
                 "choose the size that this folder holds"
             )
-        wanted = by_name(self.map.tensors)
+        wanted = group_by_name(self.map.tensors)
         if missing := [n for n in wanted if n not in self.entries]:
             raise ValueError(
-                f"{self.path}: no tensor {_names(missing)}; the download is incomplete or the "
-                "folder holds another model; download it again, or name the folder of this one"
+                f"{self.path}: no tensor {_quote_names(missing)}; the download is incomplete or "
+                "the folder holds another model; download it again, or name the folder of this one"
             )
         if extra := [
             e for n, e in self.entries.items() if n not in wanted and not self.map.is_ignored(n)
         ]:
             raise ValueError(
-                f"{extra[0].file}: unexpected tensor {_names([e.name for e in extra])}; the folder "
-                "holds another model or an adapter: merge it first"
+                f"{extra[0].file}: unexpected tensor {_quote_names([e.name for e in extra])}; "
+                "the folder holds another model or an adapter: merge it first"
             )
         for name, parts in wanted.items():
-            entry, shape = self.entries[name], shape_of(parts)
+            entry, shape = self.entries[name], joined_shape(parts)
             if entry.dtype not in DTYPES:
                 raise ValueError(
                     f"{entry.file}: {entry.name!r} is {entry.dtype}; convert it to float32, "
@@ -140,14 +140,14 @@ class Folder:
                 )
 
         for copy, original in self.map.copies.items():
-            if copy in self.entries and not self._starts_alike(copy, original):
+            if copy in self.entries and not self._has_equal_corner(copy, original):
                 raise ValueError(
                     f"{self.entries[copy].file}: {self.entries[copy].name!r} is not "
                     f"{self.entries[original].name!r}, though {CONFIG} ties them; set "
                     "tie_word_embeddings to false there and choose a size that is not tied"
                 )
 
-    def _starts_alike(self, a: str, b: str) -> bool:
+    def _has_equal_corner(self, a: str, b: str) -> bool:
         if self.entries[a].shape != self.entries[b].shape:
             return False
         start = tuple(slice(0, min(n, COMPARED_SIDE)) for n in self.entries[a].shape)
@@ -189,15 +189,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _header(file: Path, names: Iterable[str] | None, index: str) -> list[TensorEntry]:
+def _read_header(file: Path, names: Iterable[str] | None, index: str) -> list[TensorEntry]:
     """Entries of a file, nothing of their values."""
     try:
         with safe_open(file, framework="numpy") as opened:
-            here = set(opened.keys())
-            chosen = sorted(here) if names is None else names
-            if gone := [n for n in chosen if n not in here]:
+            names_in_file = set(opened.keys())
+            chosen = sorted(names_in_file) if names is None else names
+            if gone := [n for n in chosen if n not in names_in_file]:
                 raise ValueError(
-                    f"{file}: no tensor {_names(gone)}, which {index} says is there; "
+                    f"{file}: no tensor {_quote_names(gone)}, which {index} says is there; "
                     "download both again"
                 )
             slices = [(name, opened.get_slice(name)) for name in chosen]
@@ -208,6 +208,6 @@ def _header(file: Path, names: Iterable[str] | None, index: str) -> list[TensorE
         raise ValueError(f"{file}: no safetensors file ({e}); download it again") from None
 
 
-def _names(names: list[str]) -> str:
+def _quote_names(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(map(repr, names[:SHOWN_NAMES])) + more

@@ -23,7 +23,7 @@ Tree = Any
 Range = tuple[int, int]
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
 WHOLE = ZeroSpec(P(), P())
-PIECE_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
+CHUNK_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
 
 
 def read_segment(
@@ -64,27 +64,27 @@ def read_params(
     for tensor in folder.map.tensors:
         if tensor.module == module:
             by_path.setdefault((tensor.part, tensor.path), []).append(tensor)
-    given: dict[Any, jax.Array] = {}
+    initial_leaves: dict[Any, jax.Array] = {}
 
     def one(path: Any, struct: jax.ShapeDtypeStruct, cut: ZeroSpec = WHOLE) -> jax.Array:
         part, *inner = (key.key for key in path)
         if tensors := by_path.get((part, tuple(inner))):
             stacked = tensors[0].layer is not None
             tensors = [tensors[i] for i in rows.get(part) or range(len(tensors))]
-            leaf = _Leaf(folder, tensors, np.dtype(struct.dtype), stacked)
+            leaf = _ParameterReader(folder, tensors, np.dtype(struct.dtype), stacked)
             assert struct.sharding is not None, "read_params needs to know where parameters go"
             shards = leaf.shards(cut, struct.shape, struct.sharding)
             return jax.make_array_from_single_device_arrays(
                 struct.shape, struct.sharding, shards, dtype=struct.dtype
             )
-        if initial is not None and not given:
-            given.update(jax.tree_util.tree_leaves_with_path(initial()))
-        if path not in given:
+        if initial is not None and not initial_leaves:
+            initial_leaves.update(jax.tree_util.tree_leaves_with_path(initial()))
+        if path not in initial_leaves:
             raise ValueError(
                 f"{folder.path}: nothing for {module}.{part}.{'.'.join(inner)}; give initial "
                 "values, or a folder of the whole model"
             )
-        return given[path]
+        return initial_leaves[path]
 
     params = jax.tree.map_with_path(one, structs, *([cuts] if cuts else []))
     folder.close()
@@ -92,7 +92,7 @@ def read_params(
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _ParameterReader:
     """A parameter that is read: the tensors of a folder that have it, one for each layer where it
     is `stacked`."""
 
@@ -110,36 +110,43 @@ class _Leaf:
             assert index is not None
             ranges = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             holders.setdefault(ranges, []).append(device)
-        read = partial(self._cut_shard, cut) if cut.local_shape else self._shard
+        read = partial(self._read_cut_box, cut) if cut.local_shape else self._read_box
         return [shard for ranges, devices in holders.items() for shard in read(ranges, devices)]
 
-    def _cut_shard(
+    def _read_cut_box(
         self, cut: ZeroSpec, ranges: Box, devices: Sequence[jax.Device]
     ) -> list[jax.Array]:
         """One shard of what data ranks share, on each of the devices that hold it."""
         shards = self._empty(ranges, devices)
-        for (_, there), box in cut.boxes(ranges):
-            place = np.asarray([*[0] * (len(ranges) - 1), there.start], np.int32)
-            sizes = (*shards[0].shape[:-1], there.stop - there.start)
-            parts = self._shard(box, devices)
-            shards = [_put(s, p.reshape(sizes), place) for s, p in zip(shards, parts, strict=True)]
+        for (_, target), box in cut.boxes(ranges):
+            offsets = np.asarray([*[0] * (len(ranges) - 1), target.start], np.int32)
+            sizes = (*shards[0].shape[:-1], target.stop - target.start)
+            parts = self._read_box(box, devices)
+            shards = [
+                _update_shard(s, p.reshape(sizes), offsets)
+                for s, p in zip(shards, parts, strict=True)
+            ]
         return shards
 
-    def _shard(self, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    def _read_box(self, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """A box of the parameter, on each of the devices that hold it."""
         layers, inner = (ranges[0], ranges[1:]) if self.stacked else ((0, 1), ranges)
-        todo = list(pieces(self.tensors[0].layout, inner, layers, PIECE_BYTES, self.dtype.itemsize))
-        if len(todo) == 1:
-            host = self._piece(*todo[0])
+        chunks = list(
+            split_chunks(self.tensors[0].layout, inner, layers, CHUNK_BYTES, self.dtype.itemsize)
+        )
+        if len(chunks) == 1:
+            host = self._read_chunk(*chunks[0])
             return [jax.device_put(host, device) for device in devices]
         shards = self._empty(ranges, devices)
-        for among, index in todo:
-            host = self._piece(among, index)
+        for among, index in chunks:
+            host = self._read_chunk(among, index)
             box = (among, *index) if self.stacked else index
-            place = np.asarray(
+            offsets = np.asarray(
                 [a - b for (a, _), (b, _) in zip(box, ranges, strict=True)], np.int32
             )
-            shards = [_put(s, jax.device_put(host, d), place) for s, d in zip(shards, devices)]
+            shards = [
+                _update_shard(s, jax.device_put(host, d), offsets) for s, d in zip(shards, devices)
+            ]
             # Otherwise the pieces would pile up on the host faster than they are taken.
             jax.block_until_ready(shards)
         return shards
@@ -148,12 +155,14 @@ class _Leaf:
         shape = tuple(stop - start for start, stop in ranges)
         return [jax.numpy.zeros(shape, self.dtype, device=device) for device in devices]
 
-    def _piece(self, layers: Range, index: tuple[Range, ...]) -> np.ndarray:
+    def _read_chunk(self, layers: Range, index: tuple[Range, ...]) -> np.ndarray:
         shape = tuple(stop - start for start, stop in index)
-        out = np.empty((layers[1] - layers[0], *shape), self.dtype)
+        host = np.empty((layers[1] - layers[0], *shape), self.dtype)
         for i, tensor in enumerate(self.tensors[slice(*layers)]):
-            out[i] = read_slice(tensor.layout, index, partial(_read_parameter, self.folder, tensor))
-        return out if self.stacked else out[0]
+            host[i] = read_slice(
+                tensor.layout, index, partial(_read_parameter, self.folder, tensor)
+            )
+        return host if self.stacked else host[0]
 
 
 def _read_parameter(folder: Folder, t: Tensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -164,11 +173,9 @@ def _read_parameter(folder: Folder, t: Tensor, index: tuple[slice, ...]) -> np.n
     return folder.read(t.name, index)
 
 
-def _update(shard: jax.Array, piece: jax.Array, place: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(shard, piece, tuple(place))
-
-
-_put = jax.jit(_update, donate_argnums=0)
+@partial(jax.jit, donate_argnums=0)
+def _update_shard(shard: jax.Array, update: jax.Array, offsets: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(shard, update, tuple(offsets))
 
 
 # ---- which slice of a file a slice of a parameter needs ----
@@ -185,8 +192,8 @@ def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.
     joined = len(layout.shape) != len(layout.order)
     wanted = [(0, size) for size in layout.split]
     if not joined:
-        for dim, place in enumerate(layout.order):
-            wanted[place] = index[dim]
+        for dim, split_dim in enumerate(layout.order):
+            wanted[split_dim] = index[dim]
     slices, sizes, cuts, first_dim = [], [], [], 0
     for dims in layout.splits:
         ranges = wanted[first_dim : first_dim + len(dims)]
@@ -204,7 +211,7 @@ def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.
     return array
 
 
-def pieces(
+def split_chunks(
     layout: Reshaping, index: tuple[Range, ...], layers: Range, limit_bytes: int, itemsize: int
 ) -> Iterator[tuple[Range, tuple[Range, ...]]]:
     """(layers, index) of pieces of at most about `limit_bytes` that together give the whole.

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dflop_jax.folders import make_folder
-from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
+from dflop_jax.weights.contract import Tensor, WeightMap, group_by_name, joined_shape
 from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 
 NAMES = {np.dtype(d): n for n, d in DTYPES.items()}
@@ -47,7 +47,7 @@ class WrittenTensor:
     values: Any  # () -> array of that shape and dtype
 
     @classmethod
-    def of(cls, name: str, array: np.ndarray) -> WrittenTensor:
+    def from_array(cls, name: str, array: np.ndarray) -> WrittenTensor:
         """A tensor whose values are here."""
         return cls(name, array.shape, array.dtype, lambda: array)
 
@@ -57,7 +57,7 @@ class WrittenTensor:
 
 
 @contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
+def atomic_folder(path: str | Path) -> Iterator[Path]:
     """A folder to write to, which gets its name `path` when all is written.
 
     Raises:
@@ -79,11 +79,11 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 def write_folder(
     path: str | Path,
     map_: WeightMap,
-    held: Sequence[ModuleParams],
+    modules: Sequence[ModuleParams],
     *,
     source: Folder | None = None,
     dtype: str | None = None,
-    beside: Sequence[Path] = (),
+    processor_folders: Sequence[Path] = (),
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write the weights as transformers names them, with config.json and, if large, an index.
@@ -93,34 +93,36 @@ def write_folder(
     Args:
       path: a folder that does not exist yet.
       map_: which parameter is which tensor.
-      held: all parameters, in as many pieces as there are segments.
+      modules: all parameters, in as many pieces as there are segments.
       source: the folder that the weights came from: names, types, tensors without use, the
         configuration and the tokenizer's files are taken from there.
       dtype: "float32", "bfloat16" or "float16" for all tensors but those that stay float32; None:
         as in `source`, else as in the parameters.
-      beside: folders that have a tokenizer and processors, before `source`, see `copy_beside`.
-      max_file_bytes: size of a file beyond which another one is begun.
+      processor_folders: folders that have a tokenizer and processors, before `source`, see
+      `copy_processor_files`. max_file_bytes: size of a file beyond which another one is begun.
 
     Raises:
       ValueError: the folder exists, a parameter is missing, or it is not all on this process.
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"unknown type of weights {dtype!r}; known: {', '.join(DTYPES.values())}")
-    tensors = sorted(_tensors(map_, held, source, dtype), key=lambda t: t.name)
-    with whole_folder(path) as folder:
-        _write_files(folder, _by_file(tensors, max_file_bytes), map_)
+    tensors = sorted(_tensors(map_, modules, source, dtype), key=lambda t: t.name)
+    with atomic_folder(path) as folder:
+        _write_files(folder, _split_files(tensors, max_file_bytes), map_)
         _write_config(folder, map_, source, dtype)
-        copy_beside(folder, [*beside, *([source.path] if source else [])])
+        copy_processor_files(folder, [*processor_folders, *([source.path] if source else [])])
 
 
-def segment_tensors(held: ModuleParams, source: Folder) -> dict[str, WrittenTensor]:
+def segment_tensors(modules: ModuleParams, source: Folder) -> dict[str, WrittenTensor]:
     """By canonical name the tensors that one piece of the parameters has, as they would be written
     beside those of the folder that they came from."""
-    places = [(t, where) for t in source.map.tensors if (where := _find(t, (held,)))]
-    here = {id(t): where for t, where in places}
+    located = [
+        (t, location) for t in source.map.tensors if (location := _find_parameter(t, (modules,)))
+    ]
+    location_by_id = {id(t): location for t, location in located}
     return {
-        name: _of_parameters(parts, [here[id(t)] for t in parts], source, None)
-        for name, parts in by_name([t for t, _ in places]).items()
+        name: _parameter_tensor(parts, [location_by_id[id(t)] for t in parts], source, None)
+        for name, parts in group_by_name([t for t, _ in located]).items()
     }
 
 
@@ -128,23 +130,23 @@ def segment_tensors(held: ModuleParams, source: Folder) -> dict[str, WrittenTens
 
 
 def _tensors(
-    map_: WeightMap, held: Sequence[ModuleParams], source: Folder | None, dtype: str | None
+    map_: WeightMap, modules: Sequence[ModuleParams], source: Folder | None, dtype: str | None
 ) -> Iterator[WrittenTensor]:
     entries = source.entries if source else {}
     names = {name: entry.name for name, entry in entries.items()}
     ignored = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
-    for parts in by_name(map_.tensors).values():
+    for parts in group_by_name(map_.tensors).values():
         parameters = []
         for t in parts:
-            parameter = _find(t, held)
+            parameter = _find_parameter(t, modules)
             if parameter is None:
-                where = ".".join((t.module, t.part, *t.path))
+                location = ".".join((t.module, t.part, *t.path))
                 raise ValueError(
-                    f"no parameter {where} for the tensor {t.name!r}; give the parameters of every "
-                    "segment"
+                    f"no parameter {location} for the tensor {t.name!r}; "
+                    "give the parameters of every segment"
                 )
             parameters.append(parameter)
-        yield _of_parameters(parts, parameters, source, dtype)
+        yield _parameter_tensor(parts, parameters, source, dtype)
     for name in ignored:
         assert source is not None
         shape = entries[name].shape
@@ -164,7 +166,7 @@ def _tensors(
             )
 
 
-def _of_parameters(
+def _parameter_tensor(
     parts: Sequence[Tensor],
     parameters: Sequence[tuple[Any, int | None]],
     source: Folder | None,
@@ -174,19 +176,22 @@ def _of_parameters(
     source, if any."""
     t, (leaf, _) = parts[0], parameters[0]
     entry = source.entries.get(t.name) if source else None
-    asked = "float32" if dtype and t.float32 else dtype
-    kind = np.dtype(asked or (DTYPES[entry.dtype] if entry else leaf.dtype))
+    requested = "float32" if dtype and t.float32 else dtype
+    kind = np.dtype(requested or (DTYPES[entry.dtype] if entry else leaf.dtype))
 
     def values() -> np.ndarray:
-        arrays = [as_in_file(t, *where, kind) for t, where in zip(parts, parameters, strict=True)]
+        arrays = [
+            to_file_layout(t, *location, kind)
+            for t, location in zip(parts, parameters, strict=True)
+        ]
         return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
-    return WrittenTensor(entry.name if entry else t.name, shape_of(parts), kind, values)
+    return WrittenTensor(entry.name if entry else t.name, joined_shape(parts), kind, values)
 
 
-def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | None:
+def _find_parameter(t: Tensor, modules: Sequence[ModuleParams]) -> tuple[Any, int | None] | None:
     """The parameter that has a tensor, and which of its layers it is; None if none does."""
-    for h in held:
+    for h in modules:
         leaf: Any = h.params.get(t.part) if h.module == t.module else None
         for key in t.path:
             leaf = leaf.get(key) if isinstance(leaf, Mapping) else None
@@ -199,10 +204,10 @@ def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | N
     return None
 
 
-def as_in_file(t: Tensor, leaf: Any, layer: int | None, dtype: np.dtype) -> np.ndarray:
+def to_file_layout(t: Tensor, leaf: Any, layer: int | None, dtype: np.dtype) -> np.ndarray:
     """A parameter, or one layer of a stack, as the array of its tensor in a file."""
     layout = t.layout
-    value = on_host(leaf, layer, t.name)
+    value = gather_to_host(leaf, layer, t.name)
     transposed = value.reshape([layout.split[i] for i in layout.order])
     return transposed.transpose(np.argsort(layout.order)).reshape(layout.file_shape).astype(dtype)
 
@@ -212,7 +217,7 @@ def _layer_of(stack: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
-def on_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
+def gather_to_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
     """A parameter, or one layer of a stack, put together from the shards that have it."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
@@ -221,23 +226,25 @@ def on_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
             f"{name!r} is spread over several processes; write the folder from a run of one "
             "process that resumes the checkpoint"
         )
-    out = np.empty(leaf.shape if layer is None else leaf.shape[1:], leaf.dtype)
+    array = np.empty(leaf.shape if layer is None else leaf.shape[1:], leaf.dtype)
     for shard in leaf.addressable_shards:
         if shard.replica_id:
             continue
         if layer is None:
-            out[shard.index] = np.asarray(shard.data)
+            array[shard.index] = np.asarray(shard.data)
             continue
         start, stop, _ = shard.index[0].indices(leaf.shape[0])
         if start <= layer < stop:
-            out[shard.index[1:]] = np.asarray(_layer_of(shard.data, np.int32(layer - start)))
-    return out
+            array[shard.index[1:]] = np.asarray(_layer_of(shard.data, np.int32(layer - start)))
+    return array
 
 
 # ---- files ----
 
 
-def _by_file(tensors: Sequence[WrittenTensor], max_file_bytes: int) -> list[list[WrittenTensor]]:
+def _split_files(
+    tensors: Sequence[WrittenTensor], max_file_bytes: int
+) -> list[list[WrittenTensor]]:
     files: list[list[WrittenTensor]] = [[]]
     size = 0
     for t in tensors:
@@ -277,13 +284,13 @@ def write_file(file: Path, tensors: Sequence[WrittenTensor]) -> None:
         offset += t.n_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values are aligned
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
+    with file.open("wb") as array:
+        array.write(len(text).to_bytes(8, "little"))
+        array.write(text)
         for t in tensors:
-            out.write(np.ascontiguousarray(t.values()).view(np.uint8).reshape(-1).data)
-        out.flush()
-        os.fsync(out.fileno())
+            array.write(np.ascontiguousarray(t.values()).view(np.uint8).reshape(-1).data)
+        array.flush()
+        os.fsync(array.fileno())
 
 
 def _write_config(folder: Path, map_: WeightMap, source: Folder | None, dtype: str | None) -> None:
@@ -297,16 +304,16 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def copy_beside(target: Path, folders: Iterable[Path]) -> None:
+def copy_processor_files(target: Path, folders: Iterable[Path]) -> None:
     """Copy what tells how to prepare a model's inputs from the folders that its parts came from:
     each processor's file from the first that has it, all else from the first with a tokenizer."""
-    there = [folder for folder in folders if folder.is_dir()]
-    text = next((f for f in there if any(any(f.glob(t)) for t in _TOKENIZERS)), None)
-    for folder in there[:1] if text is None else [text]:
-        for found in (f for pattern in _TEXT for f in folder.glob(pattern)):
-            ours = found.name == CONFIG or found.name.endswith(".index.json")
-            if not ours and found.name not in _PROCESSORS:
-                shutil.copyfile(found, target / found.name)
+    existing = [folder for folder in folders if folder.is_dir()]
+    text = next((f for f in existing if any(any(f.glob(t)) for t in _TOKENIZERS)), None)
+    for folder in existing[:1] if text is None else [text]:
+        for file in (f for pattern in _TEXT for f in folder.glob(pattern)):
+            ours = file.name == CONFIG or file.name.endswith(".index.json")
+            if not ours and file.name not in _PROCESSORS:
+                shutil.copyfile(file, target / file.name)
     for name in _PROCESSORS:
-        if file := next((f / name for f in there if (f / name).is_file()), None):
-            shutil.copyfile(file, target / name)
+        if found := next((f / name for f in existing if (f / name).is_file()), None):
+            shutil.copyfile(found, target / name)

@@ -11,11 +11,12 @@ rule is the one this runtime has (dflop_jax/schedule/correction.py).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Plan, Prices, Schedule, Shape
+from dflop_jax.records import Bucket, Load, Plan, Prices, Schedule, Shape, Trace
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
     Correction,
@@ -76,62 +77,71 @@ def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
     return replace(predicted, programs=programs)
 
 
+@dataclass
+class _Loop:
+    """The corrected loop: what is learnt of measured stage times, and when these are sampled."""
+
+    plan: Plan
+    predicted: Prices
+    names: list[str]
+    state: Correction = field(default_factory=Correction)
+    monitor: Monitor = field(default_factory=lambda: Monitor(window=4))
+    n_sampled: int = 0
+
+    def observe(self, step: int, batch: Sequence[Load], trace: Trace, schedule: Schedule) -> float:
+        """Learn of a step, if its stage times are sampled; seconds that this took."""
+        if not is_sampling(self.monitor, step):
+            return 0.0
+        overhead_s = OVERHEAD * trace.makespan_s
+        expected = {k: p.static_s for k, p in self.predicted.programs.items()}
+        ratios = log_ratios(self.plan.layout, task_times(trace, schedule), expected)
+        self.state = add_ratios(self.state, ratios)
+        self.monitor = count_sampled_step(self.monitor)
+        self.n_sampled += 1
+        if is_full(self.monitor):
+            corrected = correct_prices(self.predicted, self.state)
+            gain_s = predicted_gain_s(batch, self.plan, self.predicted, corrected, self.names)
+            self.monitor = decide_sampling(
+                self.monitor, step, self.state, gain_s=gain_s, overhead_s=overhead_s
+            )
+        return overhead_s
+
+
 def run(case: Case = SETUP, steps: int = STEPS) -> Result:
+    """Steps scheduled by predicted prices, by corrected ones, and by the true ones."""
     chosen = answer(case, "dflop")
     assert chosen.plan is not None, chosen.words
     plan = several_buckets(chosen.plan)
-    names = [s.name for s in plan.layout.segments]
-    predicted = prices_of(case, plan)
+    names, predicted = [s.name for s in plan.layout.segments], prices_of(case, plan)
     batches = [case.loads(case.global_batch, _FIRST_SEED + i) for i in range(BATCHES)]
 
     def scheduled(step: int, prices: Prices) -> Schedule:
         batch = batches[step % len(batches)]
         return schedule_batch(batch, plan, prices, names, step=step, work=WORK)
 
-    used = [
-        g.shape
-        for step in range(BATCHES)
-        for g in scheduled(step, predicted).groups
-        if g.module == plan.layout.modules[-1]
-    ]
+    last = plan.layout.modules[-1]
+    groups = (g for step in range(BATCHES) for g in scheduled(step, predicted).groups)
+    used = [g.shape for g in groups if g.module == last]
     slow = max(sorted(set(used)), key=used.count)
-    true = hardware(predicted, plan, slow)
-    expected = {k: p.static_s for k, p in predicted.programs.items()}
-    state, monitor, learnt = Correction(), Monitor(window=4), 0
+    true, loop = hardware(predicted, plan, slow), _Loop(plan, predicted, names)
     spent: dict[str, list[float]] = {"as predicted": [], "corrected": [], "all known": []}
-    sampled: list[bool] = []
     for step in range(steps):
         say(f"correction: step {step + 1} of {steps}")
-        known = {
-            "as predicted": predicted,
-            "corrected": correct_prices(predicted, state),
-            "all known": true,
-        }
-        for name, prices in known.items():
+        for name, prices in zip(
+            spent, (predicted, correct_prices(predicted, loop.state), true), strict=True
+        ):
             schedule = scheduled(step, prices)
             trace = simulate_step(plan, schedule, true, names)
-            took = trace.makespan_s
-            if name == "corrected":
-                sampled.append(is_sampling(monitor, step))
-                if sampled[-1]:
-                    ratios = log_ratios(plan.layout, task_times(trace, schedule), expected)
-                    state = add_ratios(state, ratios)
-                    overhead_s = OVERHEAD * took
-                    took += overhead_s
-                    monitor = count_sampled_step(monitor)
-                    if is_full(monitor):
-                        gain_s = predicted_gain_s(
-                            batches[step % len(batches)],
-                            plan,
-                            predicted,
-                            correct_prices(predicted, state),
-                            names,
-                        )
-                        monitor = decide_sampling(
-                            monitor, step, state, gain_s=gain_s, overhead_s=overhead_s
-                        )
-                    learnt += 1
-            spent[name].append(took)
+            batch = batches[step % len(batches)]
+            more_s = loop.observe(step, batch, trace, schedule) if name == "corrected" else 0.0
+            spent[name].append(trace.makespan_s + more_s)
+    return _result(case, plan, slow, spent, loop.n_sampled)
+
+
+def _result(
+    case: Case, plan: Plan, slow: Shape, spent: Mapping[str, list[float]], n_sampled: int
+) -> Result:
+    steps = len(spent["corrected"])
     mean = {name: float(np.mean(each)) for name, each in spent.items()}
     late = {name: float(np.mean(each[steps // 2 :])) for name, each in spent.items()}
     result = Result(
@@ -141,15 +151,15 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
         ("schedules", f"all {steps} steps", "second half", "less than without"),
         unit="seconds a step",
         labels=[str(i + 1) for i in range(steps)],
-        bars=spent,
+        bars=dict(spent),
     )
     for name in spent:
         less = 1 - late[name] / late["as predicted"]
         result.rows.append([name, f"{mean[name]:.2f}", f"{late[name]:.2f}", percent(less)])
+    shapes = plan.layout.shapes(plan.layout.modules[-1])
     result.notes = [
-        f"stage times were sampled in {learnt} of {steps} steps, at {percent(OVERHEAD)} of a step",
-        f"shape {slow.name} was slowed, one of "
-        f"{', '.join(s.name for s in plan.layout.shapes(plan.layout.modules[-1]))}",
+        f"stage times were sampled in {n_sampled} of {steps} steps, at {percent(OVERHEAD)} of one",
+        f"shape {slow.name} was slowed, one of {', '.join(s.name for s in shapes)}",
     ]
     result.why = [
         "the paper's rule and its deviating shapes are not known in detail; what a correction can "

@@ -18,7 +18,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.records import Hardware, Load
 from experiments.paper.cases import H100, Case
 from experiments.paper.costs import DTYPE
-from models.composed import Composed
+from models.composed import Composition
 from models.sizes import DECODERS, ModelSize, VisionSize
 from models.wan import TextToVideo
 from models.wan_layers import TIME_TOKENS
@@ -64,7 +64,7 @@ class Vlm:
 
     def __call__(self) -> MultimodalModel:
         size = ModelSize(DECODERS[self.decoder], VITS[self.tower])
-        return Composed(size, jnp.dtype(DTYPE), attention_kernel="pallas")
+        return Composition(size, jnp.dtype(DTYPE), attention_kernel="pallas")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from experiments.paper.cases import Case, reported
 from experiments.paper.costs import DTYPE
 from experiments.paper.dispatching import exchange, features, home_nodes
 from experiments.paper.results import Result, ratio
-from models.composed import Composed
+from models.composed import Composition
 from models.sizes import AUDIO, DECODERS, VISION, AudioSize, ModelSize, VisionSize
 
 MIXTURE, LAYOUT = "three modalities", "anyres"
@@ -48,7 +48,7 @@ class Omni:
 
     def __call__(self) -> MultimodalModel:
         size = ModelSize(DECODERS[self.decoder], self.vision, self.audio, LAYOUT)
-        return Composed(size, jnp.dtype(DTYPE), attention_kernel="pallas")
+        return Composition(size, jnp.dtype(DTYPE), attention_kernel="pallas")
 
 
 @dataclass(frozen=True)

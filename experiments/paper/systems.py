@@ -12,7 +12,7 @@ from experiments.paper import data
 from experiments.paper.cases import Case
 from experiments.paper.costs import DTYPE
 from models import qwen2_audio
-from models.composed import Published
+from models.composed import PublishedComposition
 from models.sizes import DECODERS, VISION, ModelSize
 
 # 8 nodes of 8 A100 with NVLink, 800 Gb/s a node: an eighth of that for each device.
@@ -38,7 +38,7 @@ class PublishedModel:
         else:
             tower = replace(VISION[self.tower], merge=1, post_norm=False)
         size = ModelSize(DECODERS[self.decoder], tower, layout=self.layout)
-        return Published(size, DTYPE, attention_kernel="pallas")
+        return PublishedComposition(size, DTYPE, attention_kernel="pallas")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 
 import pytest
@@ -45,15 +44,3 @@ def test_a_child_that_dies_is_a_finding(tmp_path):
     assert [(f.case, f.what) for f in findings] == [(7, "death or hang")]
     assert "IndexError" in findings[0].detail
     assert counts == {"death or hang finding": 1}
-
-
-def test_a_case_is_drawn_from_its_number(media, tmp_path):
-    bench = fuzz_cases.Bench(fuzz_cases.seeds_of(media), tmp_path / "outside", 1)
-    for number in range(5):
-        made = []
-        for again in ("a", "b"):
-            folder = tmp_path / f"{number}{again}"
-            folder.mkdir()
-            bench.medium(folder, random.Random(f"0 {number}"))
-            made.append({f.name: f.read_bytes() for f in folder.iterdir()})
-        assert made[0] == made[1]

@@ -1,6 +1,5 @@
 """`benchmarks/gpu_compile.py`: its plans, what it complains of, and what it refuses."""
 
-import importlib.util
 import json
 from dataclasses import replace
 
@@ -32,40 +31,6 @@ def test_every_case_is_a_plan_of_its_degrees(model):
         assert apart == (case.policy == "dflop")
 
 
-def test_cases_have_names_of_their_own():
-    assert len({c.name for c in script.CASES}) == len(script.CASES) == 252
-    assert {script.Case(*c) for c in script.QUICK} <= set(script.CASES)
-
-
-def test_a_process_compiles_all_of_a_model_for_a_chip(monkeypatch):
-    batches = []
-
-    class Compiler:
-        def __init__(self):
-            batches.append([])
-
-        def close(self):
-            pass
-
-    def refuse(job, compiler):
-        batches[-1].append(job.config.plan.hardware)
-        raise ValueError(f"{job.config.model.size} {job.config.plan.hardware}")
-
-    monkeypatch.setattr(script, "Compiler", Compiler)
-    monkeypatch.setattr(script, "compile_plan", refuse)
-    monkeypatch.setattr(script, "costs_of", lambda job, degrees: degrees)
-    monkeypatch.setattr(script, "with_peaks", lambda job, costs: job)
-    small, audio = "LLaVA-OneVision-0.5B", "Qwen2-Audio-7B"
-    cases = [script.Case(m, "blind", t, 1, a) for t in (1, 2)
-             for m, a in ((small, "sm_90"), (audio, "sm_80"))]  # fmt: skip
-    told = dict(script.compile_cases(cases))
-    assert batches == [["h100"] * 2, ["a100-80"] * 2]
-    assert [told[c]["refused"] for c in cases] == [
-        "llava-ov-0.5b h100",
-        "qwen2-audio-7b a100-80",
-    ] * 2
-
-
 @pytest.mark.parametrize(
     "change, complaint",
     [
@@ -77,24 +42,6 @@ def test_a_process_compiles_all_of_a_model_for_a_chip(monkeypatch):
 def test_what_is_wrong_is_told(change, complaint):
     found = script.problems({"case": {"rows": [GOOD | change]}})
     assert found == ([f"case: p: {complaint}"] if complaint else [])
-
-
-def test_how_far_predictions_are_off_is_told():
-    """Equal programs count once, programs without a prediction not at all."""
-
-    def program(name, predicted, same_as=""):
-        return {"program": name, "predicted_bytes": predicted, "actual_bytes": 100.0,
-                "same_as": same_as}  # fmt: skip
-
-    rows = [program("a", 104.0), program("b", 97.0), program("c", None), program("d", 50.0, "a")]
-    peaks = [{"submesh": "m", "predicted_bytes": 90.0, "actual_bytes": 100.0}]
-    told = dict(script.accuracy({"case": {"rows": rows, "peaks": peaks}, "none": {"rows": []}}))
-    (programs, good), (peak, bad) = told.items()
-    assert "2 of shapes" in programs
-    assert "3.5% (median), +4.0% (worst: case: a)" in programs
-    assert "-10.0% (worst: case: m)" in peak
-    assert good
-    assert not bad
 
 
 def test_a_row_has_what_is_predicted():
@@ -130,12 +77,6 @@ def test_a_row_has_what_is_predicted():
 
 def test_an_unknown_case_is_refused():
     assert "is in no name" in scripts.refusal("gpu_compile", "--only", "gpt")
-
-
-def test_without_the_compiler_a_line_says_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "gpu-compile" in scripts.refusal("gpu_compile", "--quick")
 
 
 def test_a_file_of_all_cases_is_not_compiled_again(tmp_path, monkeypatch, capsys):

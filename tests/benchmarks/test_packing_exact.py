@@ -61,25 +61,12 @@ def test_a_row_that_is_one_piece_leaks(monkeypatch, tmp_path):
     assert said["families"]["small"]["over"] > 0
 
 
-@pytest.mark.parametrize("resets, leaks, over, right", [
-    (True, 0, 0, True), (True, 1, 0, False), (True, 0, 1, False), (True, 1, 1, False),
-    (False, 0, 1, False), (False, 1, 0, True),
-])  # fmt: skip
-def test_what_is_expected(resets, leaks, over, right):
-    assert script.as_expected({"leaks": leaks, "over": over}, resets=resets) == right
-
-
 @pytest.mark.parametrize("error, rounding, over", [
     (1e-5, 0.0, False), (2e-5, 1e-6, True), (2e-5, 1e-5, False), (4e-5, 1e-5, True),
     (float("nan"), 1.0, True), (1e-6, float("nan"), False), (2e-5, float("nan"), True),
 ])  # fmt: skip
 def test_rounding_excuses_three_times_itself(error, rounding, over):
     assert script.is_over(error, rounding, "float32") == over
-
-
-def test_cases_are_dealt_out():
-    assert script.shares(100, ["a", "b", "c"]) == {"a": 34, "b": 33, "c": 33}
-    assert script.shares(1, ["a", "b"]) == {"a": 20, "b": 20}
 
 
 def seen(*values):

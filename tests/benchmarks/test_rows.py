@@ -245,11 +245,6 @@ def test_a_row_that_cannot_be_written_leaves_those_before_it(tmp_path):
     assert json.loads(file.read_text()) == [{"n": 1}]
 
 
-def test_without_a_file_rows_are_only_printed(capsys):
-    json_rows.Rows(None).append({"text": "x" * 1000})
-    assert len(capsys.readouterr().err) < 210
-
-
 def test_a_folder_that_is_not_there_is_refused_before_anything_runs(capsys):
     parser = json_rows.argparse.ArgumentParser()
     json_rows.add_json(parser)

@@ -6,11 +6,6 @@ from .scripts import module, refusal
 
 
 @pytest.fixture(scope="module")
-def simulator():
-    return module("simulator")
-
-
-@pytest.fixture(scope="module")
 def report():
     return module("simulator_steps")
 
@@ -32,24 +27,6 @@ def test_errors_of_all_and_of_each_set_up(report):
         assert pinned[source] == {"median_abs_error": 0.5, "worst_abs_error": 0.5}
     assert found["rows"] == both
     assert set(report.result(rows("pretended", [0.0]))["set_ups"]) == {"pretended"}
-
-
-def test_runs_are_shown_apart(report):
-    both = rows("pinned", [0.02, -0.08]) + rows("pinned", [0.04], run=1)
-    found = report.result(both)
-    assert found["chosen_by"]["worst_abs_error"] == 0.5
-    medians = [r["median_abs_error"] for r in found["calibrated"]["runs"]]
-    assert medians == pytest.approx([0.05, 0.04])
-
-
-def test_schedules_of_each_set_up(simulator):
-    counts = {"pinned": 20, "swinging": 16, "pretended": 20}
-    assert set(simulator.SET_UPS) == set(counts)
-    for key, set_up in simulator.SET_UPS.items():
-        assert len(set_up.kinds) * len(set_up.batches) == counts[key]
-        policies = {kind.policy for kind in set_up.kinds.values()}
-        assert policies - {"dip"} == {"dflop", "orch", "blind"}
-        assert ("dip" in policies) == (key == "swinging")
 
 
 def test_only_undisturbed_steps_count():

@@ -17,7 +17,7 @@ from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.media_keys import with_keys
 from dflop_jax.data.media.tiling import IMAGE, read_scaled
 from dflop_jax.data.media.video import Clip, clip_header
-from models.processors import MEAN, STD
+from models.processors import IMAGENET_MEAN, IMAGENET_STD
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -53,7 +53,7 @@ def upright(path: Path) -> Image.Image:
 def normalized(pixels: np.ndarray) -> np.ndarray:
     """uint8 [..., 3] as InternViT takes them, float32."""
     scaled = pixels.astype(np.float32) / np.float32(255)
-    return (scaled - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
+    return (scaled - np.array(IMAGENET_MEAN, np.float32)) / np.array(IMAGENET_STD, np.float32)
 
 
 def noise(height: int, width: int, channels: int = 3) -> np.ndarray:

@@ -24,7 +24,7 @@ def sees(heads, is_visual):
     at, changes = np.arange(len(is_visual)), np.diff(is_visual, prepend=False) != 0
     run = np.where(is_visual, changes.cumsum(), -1 - at)
     back = at[:, None] - at
-    seen = (back >= 0) | (heads.pictures & (run[:, None] == run))
+    seen = (back >= 0) | (heads.bidirectional_images & (run[:, None] == run))
     return seen & (back < heads.window) if heads.window else seen
 
 
@@ -45,7 +45,7 @@ def told(module, kind, content):
 )
 @pytest.mark.parametrize("size", [GEMMA3["gemma3-nano"].decoder, GEMMA4["gemma4-nano"].decoder])
 def test_pairs_are_those_of_the_mask(window, size, pictures):
-    size = dataclasses.replace(size, sliding=dataclasses.replace(size.sliding, window=window))
+    size = dataclasses.replace(size, sliding=dataclasses.replace(size.sliding_heads, window=window))
     module = GemmaModule(size, jnp.float32)
     for before, after in ((0, 0), (0, 1), (7, 41)):
         runs = [run for n in pictures for run in (np.ones(n, bool), np.zeros(1, bool))]

@@ -18,7 +18,7 @@ from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.tiles import between_frames
 from dflop_jax.data.text.chat import ChatTokenizer
-from models.processors import MEAN, STD
+from models.processors import IMAGENET_MEAN, IMAGENET_STD
 from tests.data.media_cases import made_dataset, normalized, upright
 from tests.data.text.test_chat import CHATML, PARTS, SPECIAL, write
 from tests.data.views import from_pictures, mel, mel_frames, prepared, tiles, tokens
@@ -70,8 +70,8 @@ def published(monkeypatch):
         def internvl(self, folder):
             images = image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
                 size={"height": 448, "width": 448},
-                image_mean=list(MEAN),
-                image_std=list(STD),
+                image_mean=list(IMAGENET_MEAN),
+                image_std=list(IMAGENET_STD),
             )
             return processing_internvl.InternVLProcessor(images, self.tokenizer(folder), None)
 

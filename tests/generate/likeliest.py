@@ -8,7 +8,7 @@ import numpy as np
 
 from dflop_jax.contract import chip_of
 from dflop_jax.data.sample import FeatureGather
-from dflop_jax.generate.row import row_of
+from dflop_jax.generate.row import pack_row
 from dflop_jax.records import Load
 from dflop_jax.verify import compare
 
@@ -34,7 +34,7 @@ def with_answer(sample, tokens):
 
 def assert_likeliest(model, params, sample, tokens, penalty=1.0):
     """Each token of an answer is the likeliest after the sample and those before it."""
-    row = row_of([with_answer(sample, tokens)], model, 8)
+    row = pack_row([with_answer(sample, tokens)], model, 8)
     logits = _run(model, chip_of(jax.devices()[0]), params, row)[1]
     whole, start = row.fields["tokens"][0], sample.load.tokens("llm")
     for at in range(start, start + len(tokens)):
@@ -47,4 +47,4 @@ def assert_likeliest(model, params, sample, tokens, penalty=1.0):
 
 def n_compiled(programs):
     """Shapes of the programs that answer that have been compiled."""
-    return sum(p._cache_size() for p in (programs.begin, programs.go_on, programs.grow))
+    return sum(p._cache_size() for p in (programs.start, programs.step, programs.grow))

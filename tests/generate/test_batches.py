@@ -11,7 +11,7 @@ from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.generate import programs as programs_module
 from dflop_jax.generate.generate import Generator
-from dflop_jax.generate.mesh import PARAMS_SHARE, min_tp, spec_of
+from dflop_jax.generate.mesh import PARAMS_SHARE, min_tp
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import LoadedParams
@@ -97,14 +97,6 @@ def test_a_cache_grows_as_the_answer_does(samples, monkeypatch):
     assert growing.programs.grow._cache_size() >= 1
 
 
-def test_parameters_are_kept_in_the_dtype_that_is_asked(samples):
-    config = Config(model=ModelConfig(size="nano", dtype="bfloat16"), data=CONFIG.data)
-    some = generator(1, 2, config=config)
-    assert {str(a.dtype) for a in jax.tree.leaves(some.loaded.params)} == {"bfloat16"}
-    (said,) = some.answers(samples[:1], Sampling(3))
-    assert len(said.tokens) == 3
-
-
 class Full:
     """A device here that has so many bytes."""
 
@@ -136,9 +128,3 @@ def test_no_device_holds_all_where_one_cannot():
         assert len(held) == tp
         assert set(held.values()) == {(total - whole) / tp + whole}
         assert whole < 0.2 * total  # vectors, and what the devices do not divide
-
-
-def test_what_does_not_divide_is_whole():
-    assert spec_of((6, 4), ("embed", "heads"), 4) == (None, "model")
-    assert spec_of((6, 6), ("embed", "heads"), 4) == (None, None)
-    assert min_tp(build_model(CONFIG.model), jax.devices()) == 1

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.generate.generate import _Answer
-from dflop_jax.generate.published import end_ids
-from dflop_jax.generate.sampling import Draw, Sampling, next_tokens
+from dflop_jax.generate.generate import _AnswerStream
+from dflop_jax.generate.published import end_token_ids
+from dflop_jax.generate.sampling import Sampling, SamplingArgs, sample_tokens
 
 
 def shares(logits, temperature, top_k, top_p):
@@ -32,9 +32,9 @@ def shares(logits, temperature, top_k, top_p):
 def test_tokens_are_drawn_as_their_shares_say(temperature, top_k, top_p):
     logits = np.log(np.float32([0.1, 0.4, 0.05, 0.3, 0.15]))
     n = 4000
-    draw = Draw.of(Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    draw = SamplingArgs.from_sampling(Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
     rows = np.broadcast_to(logits, (n, 5))
-    tokens = jax.jit(next_tokens)(
+    tokens = jax.jit(sample_tokens)(
         draw, rows, np.zeros((n, 5), bool), np.arange(n, dtype=np.uint32), np.zeros(n, np.int32)
     )
     drawn = np.bincount(np.asarray(tokens), minlength=5) / n
@@ -45,10 +45,10 @@ def test_tokens_are_drawn_as_their_shares_say(temperature, top_k, top_p):
 
 def test_a_draw_depends_on_its_answer_and_not_on_others():
     logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
-    draw = Draw.of(Sampling(temperature=1.0, seed=5))
+    draw = SamplingArgs.from_sampling(Sampling(temperature=1.0, seed=5))
     said, nth = np.zeros((3, 50), bool), np.array([0, 7, 7], np.int32)
     number = np.array([2, 0, 1], np.uint32)
-    run = jax.jit(next_tokens)
+    run = jax.jit(sample_tokens)
     together = run(draw, logits, said, number, nth)
     for k in range(3):
         one = slice(k, k + 1)
@@ -66,12 +66,12 @@ def test_a_draw_depends_on_its_answer_and_not_on_others():
 def test_what_was_said_is_said_less():
     logits = np.float32([[2.0, 1.8, -1.0, -1.1]] * 3)
     said = np.array([[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 0, 0]], bool)
-    draw = Draw.of(Sampling(repetition_penalty=1.5))
+    draw = SamplingArgs.from_sampling(Sampling(repetition_penalty=1.5))
     args = said, np.zeros(3, np.uint32), np.zeros(3, np.int32)
-    assert next_tokens(draw, logits, *args).tolist() == [0, 1, 0]
+    assert sample_tokens(draw, logits, *args).tolist() == [0, 1, 0]
     below = logits - 2.0  # 0, -0.2, -3, -3.1
     below[:, 0] = -0.15
-    assert next_tokens(draw, below, *args).tolist() == [0, 1, 0]
+    assert sample_tokens(draw, below, *args).tolist() == [0, 1, 0]
 
 
 ENDS = frozenset({ByteTokenizer.im_end_id})
@@ -80,10 +80,10 @@ ENDS = frozenset({ByteTokenizer.im_end_id})
 def answer(text, how=None, end=False, step=1):
     """(what was said, what was shown) of an answer of these bytes, then the end token."""
     shown = []
-    said = _Answer(ByteTokenizer(), ENDS, how or Sampling(99), shown.append)
+    said = _AnswerStream(ByteTokenizer(), ENDS, how or Sampling(99), shown.append)
     for token in [*text.encode(), *[ByteTokenizer.im_end_id] * end]:
         said.add(token)
-    return said.said, shown
+    return said.answer, shown
 
 
 def test_half_a_character_is_not_shown():
@@ -108,14 +108,14 @@ def test_half_a_character_is_not_shown():
 def test_an_answer_ends_before_a_stop_text(text, stop, says, why):
     said, shown = answer(text, Sampling(99, stop=stop), end=True)
     assert (said.text, said.stopped, "".join(shown)) == (says, why, says)
-    silent = _Answer(ByteTokenizer(), ENDS, Sampling(99, stop=stop))
+    silent = _AnswerStream(ByteTokenizer(), ENDS, Sampling(99, stop=stop))
     for token in [*text.encode(), ByteTokenizer.im_end_id]:
         silent.add(token)
-    assert silent.said == said
+    assert silent.answer == said
 
 
 @pytest.mark.parametrize("named, ends", [([7, 9], {7, 9}), (7, {7}), (None, set())])
 def test_generation_config_names_ends(tmp_path, named, ends):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    assert end_ids(ByteTokenizer(), tmp_path) == ENDS | ends
-    assert end_ids(ByteTokenizer(), tmp_path / "other") == ENDS
+    assert end_token_ids(ByteTokenizer(), tmp_path) == ENDS | ends
+    assert end_token_ids(ByteTokenizer(), tmp_path / "other") == ENDS

@@ -6,7 +6,7 @@ import pytest
 
 from models import attention_choice, attention_cudnn
 from models.attention import attention
-from models.attention_choice import choose, skips
+from models.attention_choice import choose_kernel, skips
 
 BF16, F16, F32 = (jnp.dtype(n) for n in ("bfloat16", "float16", "float32"))
 TEXT, TILES, HEAD_72 = (1, 8192, 28, 128), (64, 729, 16, 64), (64, 729, 16, 72)
@@ -50,15 +50,15 @@ def test_choice(chip, dtype, shape, packed, auto, cudnn):
     want = {"auto": auto, "cudnn": cudnn, "pallas": "pallas", "xla": "xla"}
     assert set(want) == set(attention_choice.KERNELS)
     for asked, chosen in want.items():
-        assert choose(asked, chip, dtype, shape, is_packed=packed) == chosen
+        assert choose_kernel(asked, chip, dtype, shape, is_packed=packed) == chosen
         _, tokens, _, dim = shape
         assert skips(asked, chip, dtype, dim, tokens) == (chosen != "xla")
 
 
 def test_a_jax_that_binds_cudnn_otherwise(monkeypatch):
     monkeypatch.setattr(attention_cudnn, "AVAILABLE", False)
-    assert choose("cudnn", "sm_90", BF16, TEXT, is_packed=True) == "pallas"
-    assert choose("auto", "sm_80", BF16, TILES, is_packed=False) == "pallas"
+    assert choose_kernel("cudnn", "sm_90", BF16, TEXT, is_packed=True) == "pallas"
+    assert choose_kernel("auto", "sm_80", BF16, TILES, is_packed=False) == "pallas"
 
 
 @pytest.mark.parametrize(

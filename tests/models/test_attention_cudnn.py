@@ -14,7 +14,7 @@ from test_attention import make_qkv
 
 from models import attention_cudnn
 from models.attention import attention
-from models.attention_split import AttentionKernel, attend
+from models.attention_split import AttentionKernel, run_split
 
 F32 = np.float32
 
@@ -50,7 +50,9 @@ ROWS = {
 def test_pieces(name, slots):
     rows = np.array(ROWS[name], np.int32)
     want = numbered(rows.tolist())
-    starts, lengths, has_slot = jax.jit(attention_cudnn.pieces, static_argnums=1)(rows, slots)
+    starts, lengths, has_slot = jax.jit(attention_cudnn.list_segments, static_argnums=1)(
+        rows, slots
+    )
     n = min(slots, len(want))
     assert list(zip(starts[:n].tolist(), lengths[:n].tolist())) == want[:n]
     assert np.all(starts[n:] == rows.size)
@@ -162,10 +164,10 @@ def check(qkv, ids, causal):
     )
 
     def by_callback(*qkv):
-        return both(lambda *a: attend(kernel, *a, ids), qkv)
+        return both(lambda *a: run_split(kernel, *a, ids), qkv)
 
     found = jax.jit(by_callback)(*qkv)
-    plain = partial(attention, marks=ids, causal=causal, kernel="xla")
+    plain = partial(attention, token_mask=ids, causal=causal, kernel="xla")
     want = jax.jit(lambda *qkv: both(plain, qkv))(*qkv)
     for x, y in zip(found, want, strict=True):
         y = y if ids is None else np.where(np.asarray(ids)[:, :, None, None] > 0, y, 0)
@@ -177,7 +179,7 @@ def check(qkv, ids, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_rows(library, monkeypatch, causal, slots):
     """Also with more pieces than slots, which the project's kernels take over."""
-    monkeypatch.setattr(attention_cudnn, "SLOTS", slots)
+    monkeypatch.setattr(attention_cudnn, "SEGMENTS_PER_ROW", slots)
     ids, _ = packed_segments(2, 130, np.random.default_rng(3))
     ids[1, 30:50] = 0
     ids[1, 50:] += 20 * (ids[1, 50:] > 0)  # another piece after the gap
@@ -189,10 +191,6 @@ def test_packed_rows(library, monkeypatch, causal, slots):
 def test_rows_of_one_piece(library, tokens):
     check(make_qkv(2, tokens, 4, 4, 8), None, causal=False)
     check(make_qkv(1, tokens, 4, 2, 8), None, causal=True)
-
-
-def test_rows_of_padding(library):
-    check(make_qkv(2, 20, 2, 1, 8), np.zeros((2, 20), np.int32), causal=True)
 
 
 def test_jax_binds_cudnn_as_is_known():

@@ -17,9 +17,9 @@ from test_attention import mask_of, pictures_in
 
 from dflop_jax.contract import MODEL_SHARDED
 from models import attention_gpu
-from models.attention import attention, reach_of
-from models.attention_choice import known_kernel
-from models.attention_kernels import Marks, Sight
+from models.attention import attention, last_visible_tokens
+from models.attention_choice import check_kernel
+from models.attention_kernels import MaskRule, TokenMask
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DECODERS, VISION
@@ -42,10 +42,12 @@ def test_visited_blocks_are_those_that_are_seen(causal, window, packed, pictures
     ids[:, 380:] = 0
     ids = ids if packed else np.ones((2, T), np.int32)
     shown = pictures_in(ids, 2, at_most=90) if pictures else None
-    reach = np.asarray(reach_of(shown, jnp.asarray(ids))) if pictures else None
-    marks = Marks(ids if packed else None, reach)
-    sees = Sight(causal, window)
-    start, stop = attention_gpu._spans(marks, T, held, visited, sees=sees, keys=keys)
+    reach = np.asarray(last_visible_tokens(shown, jnp.asarray(ids))) if pictures else None
+    marks = TokenMask(ids if packed else None, reach)
+    sees = MaskRule(causal, window)
+    start, stop = attention_gpu._block_spans(
+        marks, T, held, visited, mask_rule=sees, held_are_keys=keys
+    )
     seen = mask_of(ids, causal, window, shown) & (ids[:, :, None] > 0)
     seen = seen.swapaxes(1, 2) if keys else seen  # [row, held token, visited token]
     meet = seen.reshape(2, T // held, held, T // visited, visited).any(axis=(2, 4))
@@ -78,7 +80,7 @@ def test_the_kernel_is_a_choice_of_the_model():
     modules = build("nano", attention_kernel="xla").modules.values()
     assert {m.attention_kernel for m in modules} == {"xla"}
     with pytest.raises(ValueError, match="unknown attention kernel 'fast'; known: auto, cudnn"):
-        known_kernel("fast")
+        check_kernel("fast")
 
 
 # ---- what the interpreter takes, Triton need not: compiled for a GPU, without one ----

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from models.delta import NORM_EPS, delta_rule, short_convolution, unit_inverse
-from models.delta_states import GPU, INTERPRETED, XLA, states_by
+from models.delta_states import GPU_SCAN, INTERPRETED_SCAN, XLA_SCAN, choose_state_scan
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 
@@ -74,7 +74,7 @@ def ids_of(lengths, tokens):
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def with_gradients(chunk, fields, ids, dout, states=XLA):
+def with_gradients(chunk, fields, ids, dout, states=XLA_SCAN):
     out, pull = jax.vjp(lambda *a: delta_rule(*a, ids, chunk=chunk, states=states), *fields)
     return out, pull(dout)
 
@@ -152,10 +152,13 @@ def test_a_gpus_kernels_equal_the_loop():
     ids = np.stack([ids_of(lengths, tokens) for lengths in rows])
     dout = rng.normal(size=fields[2].shape).astype(np.float32)
     by_kernels = jax.shard_map(
-        lambda *a: with_gradients(chunk, *a, INTERPRETED),
+        lambda *a: with_gradients(chunk, *a, INTERPRETED_SCAN),
         mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"},
     )  # fmt: skip
-    both = [jax.jit(by_kernels)(fields, ids, dout), with_gradients(chunk, fields, ids, dout, XLA)]
+    both = [
+        jax.jit(by_kernels)(fields, ids, dout),
+        with_gradients(chunk, fields, ids, dout, XLA_SCAN),
+    ]
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         assert_close(got, want)
 
@@ -165,7 +168,7 @@ def test_the_kernels_lower_for_a_gpu():
     """Heads split over "model", as the engine runs a layer."""
     device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
     mesh = AbstractMesh((2,), ("model",), (AxisType.Auto,), abstract_device=device)
-    states = states_by("auto", "sm_90", 16, 32)
+    states = choose_state_scan("auto", "sm_90", 16, 32)
 
     def struct(*shape):
         heads = NamedSharding(mesh, P(None, None, "model"))
@@ -182,13 +185,13 @@ def test_the_kernels_lower_for_a_gpu():
 
 @pytest.mark.parametrize(
     ("kernel", "chip", "sizes", "by"),
-    [("auto", "sm_90", (128, 128), GPU), ("auto", "cpu", (128, 128), XLA),
-     ("xla", "sm_90", (128, 128), XLA), ("auto", "sm_90", (96, 128), XLA),
-     ("auto", "sm_75", (128, 128), XLA), ("pallas", "cpu", (128, 128), INTERPRETED),
-     ("pallas", "cpu", (96, 128), XLA)],
+    [("auto", "sm_90", (128, 128), GPU_SCAN), ("auto", "cpu", (128, 128), XLA_SCAN),
+     ("xla", "sm_90", (128, 128), XLA_SCAN), ("auto", "sm_90", (96, 128), XLA_SCAN),
+     ("auto", "sm_75", (128, 128), XLA_SCAN), ("pallas", "cpu", (128, 128), INTERPRETED_SCAN),
+     ("pallas", "cpu", (96, 128), XLA_SCAN)],
 )  # fmt: skip
 def test_what_runs_where(kernel, chip, sizes, by):
-    assert states_by(kernel, chip, *sizes) is by
+    assert choose_state_scan(kernel, chip, *sizes) is by
 
 
 def test_no_rows():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.dropout import Drawn
+from models.dropout import InputDropout
 
 MASK = 2**32 - 1
 
@@ -34,14 +34,14 @@ def by_hand(seed: int, name: str, layer: int | None, place: int, rate: float) ->
 
 def drawn(seeds, layer=3, rate=0.25, part="layers"):
     number = None if layer is None else jnp.int32(layer)
-    return Drawn(rate, part, jnp.asarray(seeds, jnp.uint32), number)
+    return InputDropout(rate, part, jnp.asarray(seeds, jnp.uint32), number)
 
 
 @pytest.mark.parametrize("layer", [None, 0, 3])
 def test_every_value_by_hand(layer):
     seeds = np.array([[1, 77, 0], [2**32 - 1, 5, 6]])
     x = np.arange(1.0, 2 * 3 * 2 * 4 + 1, dtype=np.float32).reshape(2, 3, 2, 4)
-    got = np.asarray(drawn(seeds, layer).seen(jnp.asarray(x), "out"))
+    got = np.asarray(drawn(seeds, layer).drop(jnp.asarray(x), "out"))
     for row, token, i, j in np.ndindex(x.shape):
         seed = int(seeds[row, token])
         seen = by_hand(seed, "layers.out", layer, i * 4 + j, 0.25)
@@ -51,9 +51,9 @@ def test_every_value_by_hand(layer):
 
 def test_joined_tokens_and_pieces_have_numbers():
     x = jnp.ones((2, 3, 32))
-    joined = drawn([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14]]).seen(x, "up")
-    np.testing.assert_array_equal(joined, drawn([[1, 3, 5], [8, 10, 12]]).seen(x, "up"))
-    pieces = np.asarray(drawn([9, 0]).seen(x, "up"))
+    joined = drawn([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14]]).drop(x, "up")
+    np.testing.assert_array_equal(joined, drawn([[1, 3, 5], [8, 10, 12]]).drop(x, "up"))
+    pieces = np.asarray(drawn([9, 0]).drop(x, "up"))
     assert (pieces[1] == 1).all()
     assert 0 < (pieces[0] == 0).mean() < 0.5
     assert len({tuple(token > 0) for token in pieces[0]}) == 3

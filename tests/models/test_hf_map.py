@@ -103,7 +103,7 @@ def test_released_qwen2_audio_configuration():
 
 def test_scaled_positions_are_a_mismatch():
     """Llama 3.1's: not in the table, and not computed."""
-    map_ = hf.decoder(llava.build("llava-ov-llama3-8b").modules["llm"])
+    map_ = hf.decoder_weights(llava.build("llava-ov-llama3-8b").modules["llm"])
     config = {**map_.config, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"}}
     del config["rope_parameters"]
     key = "rope_parameters.rope_type"

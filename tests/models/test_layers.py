@@ -18,6 +18,8 @@ from models.vit import VisionModule
 
 BF16 = jnp.dtype("bfloat16")
 
+# Pixels beyond the last whole patch, no merging, no final norm.
+ODD = dataclasses.replace(VISION["nano"], tile_px=29, merge=1, post_norm=False)
 X = np.concatenate([np.linspace(-12, 12, 4801), [0.0, -1e-6, 1e-6, 100.0, -100.0]])
 
 
@@ -32,15 +34,29 @@ def test_exact_gelu_and_its_slope(dtype, tolerance):
     np.testing.assert_allclose(np.asarray(slope, float), share + x64 * density, tolerance, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        DecoderModule(DECODERS["nano"], BF16),
-        VisionModule(VISION["nano"], 24, BF16),
-        AudioModule(AUDIO["whisper-nano"], 24, BF16),
-    ],
-    ids=["llm", "vision", "audio"],
-)
+MODULES = {
+    "llm": DecoderModule(DECODERS["nano"], BF16),
+    "vision": VisionModule(VISION["nano"], 24, BF16),
+    "odd vision": VisionModule(ODD, 24, BF16),
+    "audio": AudioModule(AUDIO["whisper-nano"], 24, BF16),
+}
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("items", [0, 1])
+def test_modules_take_no_rows_and_rows_of_one_token(module, items):
+    params, batch = full_params(module), fields(module, items, 1)
+    found = jax.jit(partial(outputs, module))(params, batch)
+    if isinstance(found, dict):
+        assert np.isfinite(found["loss_sum"])
+        assert items or found["loss_sum"] == 0
+    else:
+        assert found.shape[0] == items
+        assert found.shape[2] == 24
+        assert jnp.isfinite(found.astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 def test_modules_in_bfloat16_stay_near_float32(module):
     exact = dataclasses.replace(module, dtype=jnp.dtype(jnp.float32))
     params, batch = full_params(exact), fields(exact, 2, 11)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from model_fields import fields, full_params
 
-from dflop_jax.generate.decoding import decode, grown, prefill
+from dflop_jax.generate.decoding import decode, grow_cache, prefill
 from dflop_jax.generate.row import run_layers
 from models.decoder import DecoderModule
 from models.gemma_decoder import GemmaModule
@@ -33,7 +33,10 @@ WINDOW = 4
 HYBRID = dataclasses.replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
 GEMMA = GEMMA3["gemma3-nano"].decoder
 GEMMA = dataclasses.replace(
-    GEMMA, sliding=dataclasses.replace(GEMMA.sliding, window=WINDOW, pictures=False)
+    GEMMA,
+    sliding_heads=dataclasses.replace(
+        GEMMA.sliding_heads, window=WINDOW, bidirectional_images=False
+    ),
 )
 
 
@@ -123,7 +126,7 @@ def test_logits_equal_those_of_the_whole_row_at_every_position(made, prompt):
     found, step = [logits], steps_of(module)
     for t in range(prompt, 19):
         if t == 10:  # there is no room for more
-            cache = grown(module, cache, 24)
+            cache = grow_cache(module, cache, 24)
         at = jnp.full(2, t, jnp.int32)
         logits, cache = step(params, cache, batch["tokens"][:, t], at)
         found.append(logits)
@@ -138,9 +141,9 @@ def test_a_window_keeps_no_more_than_its_tokens():
     module, params = of_kinds("wgw")
     batch = one_sample_rows(module, 2, 8)
     _, cache = started(module, params, batch, [7, 3], 64)
-    slots = {kind: kept.keys_LBSKH.shape[:3] for kind, kept in cache.kept.items()}
+    slots = {kind: kept.keys_LBSKH.shape[:3] for kind, kept in cache.by_kind.items()}
     assert slots == {SLIDING: (2, 2, WINDOW), GLOBAL: (1, 2, 64)}
-    slots = {k: a.keys_LBSKH.shape[2] for k, a in grown(module, cache, 99).kept.items()}
+    slots = {k: a.keys_LBSKH.shape[2] for k, a in grow_cache(module, cache, 99).by_kind.items()}
     assert slots == {SLIDING: WINDOW, GLOBAL: 99}
 
 

@@ -2,42 +2,23 @@
 folders of published configurations."""
 
 import json
-from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from dflop_jax.data.packing import pack_groups
 from dflop_jax.generate.mesh import answer_mesh, param_structs
 from dflop_jax.generate.programs import AnswerPrograms
-from dflop_jax.generate.row import rows_of as samples_in_rows
+from dflop_jax.generate.row import pack_rows as samples_in_rows
 from dflop_jax.generate.sampling import Sampling
-from dflop_jax.records import Bucket, Layout, Schedule, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.verify.samples import mixed_samples
 from models import qwen3_vl
 from models.hf_sizes import folder_size
 from tests.generate.likeliest import assert_likeliest
-from tests.rows import group_of_rows
 from tests.verify.folders import random_params
 
 MODEL = qwen3_vl.build("qwen3-vl-nano")
 SAMPLES = [m.sample for m in mixed_samples(MODEL)[:3]]  # a picture and a clip, two pictures, text
-
-
-def test_text_without_positions_counts_alike_in_time_row_and_column():
-    llm, shape = SAMPLES[2].fields["llm"], Shape(2, 64)
-    bare = replace(SAMPLES[2], fields={"llm": {k: a for k, a in llm.items() if k != "positions"}})
-    schedule = Schedule(0, (group_of_rows("llm", shape, ((((0,), ()),),)),))
-    layout = Layout(
-        (SubmeshPlan("llm", 0),),
-        (SegmentPlan("llm", "llm", 0, 2, "llm", True, True),),
-        (Bucket.from_shapes({"llm": shape}),),
-    )
-    (found,) = pack_groups(layout, schedule, [bare], [bare.load], model=MODEL)
-    n = bare.load.tokens("llm")
-    np.testing.assert_array_equal(found.fields["positions"][0, 0, :n], llm["positions"])
-    assert llm["positions"].tolist() == [[i] * 3 for i in range(n)]
 
 
 @pytest.mark.slow(first=1)

@@ -74,11 +74,11 @@ def test_long_rows_read_their_text_in_blocks(monkeypatch):
     ids = jnp.asarray(np.repeat([[1, 2], [1, 1]], 16, axis=1))
 
     def total(q, k, v):
-        heard = wan_layers.read_text(q, k, v, role, ids)
+        heard = wan_layers.attend_to_text(q, k, v, role, ids)
         return jnp.sum(jnp.where((role == wan_layers.CLIP)[..., None, None], heard, 0.0) ** 2)
 
     whole = jax.value_and_grad(total, (0, 1, 2))(q, k, v)
-    monkeypatch.setattr(wan_layers, "QUERIES", 8)
+    monkeypatch.setattr(wan_layers, "QUERY_BLOCK", 8)
     blocks = jax.value_and_grad(total, (0, 1, 2))(q, k, v)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), whole, blocks)
 

@@ -22,7 +22,7 @@ from dflop_jax.runtime import segment
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.parameter_layout import param_zero_specs, state_zero_specs
 from dflop_jax.simulate.steps import simulate_step, with_list_order
-from models.composed import Composed
+from models.composed import Composition
 from models.llava import build
 from models.qwen3_5_decoder import HybridModule
 from models.qwen3_5_sizes import QWEN3_5
@@ -38,13 +38,13 @@ NANO = build("nano")
 
 
 @dataclasses.dataclass(frozen=True)
-class Hybrid(Composed):
+class Hybrid(Composition):
     """LLaVA's tower before the decoder of Qwen3.5: gated delta nets and gated attention."""
 
     @property
-    def _plain(self):
+    def plain(self):
         size = dataclasses.replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
-        return {**super()._plain, "llm": HybridModule(size, self.dtype)}
+        return {**super().plain, "llm": HybridModule(size, self.dtype)}
 
 
 HYBRID = Hybrid(NANO.size, NANO.dtype)

@@ -14,7 +14,7 @@ from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs, param_structs
 from dflop_jax.runtime.update import SegmentUpdate
 from dflop_jax.train.optimizer import make_optimizer
-from models.composed import Composed
+from models.composed import Composition
 from models.llava import build
 
 from ..small import Small, Text
@@ -26,7 +26,7 @@ CONFIG = TrainConfig(
     weight_decays=("connector=0.3",),
 )  # fmt: skip
 SIZE = build("nano").size
-HEADS = Composed(
+HEADS = Composition(
     dataclasses.replace(
         SIZE,
         decoder=dataclasses.replace(SIZE.decoder, n_layers=2),

@@ -74,7 +74,7 @@ def test_a_run_is_exported_as_it_was_saved(capsys):
     assert max(moved) < 0.05  # two steps from there, not from somewhere else
 
     assert main(["export", "runs/run", "--out", "exact", "--dtype", "fp32"]) == 0
-    if not reference.missing():
+    if not reference.missing_packages():
         check_answers("exact", capsys)
     assert main(["export", "runs/run", "--out", "mean", "--ema", "--dtype", "float32"]) == 0
     first = load_params("runs/run/checkpoints/00000001", MODEL, jax.devices()[0]).params
@@ -112,7 +112,7 @@ def check_answers(folder, capsys):
     """Greedy answers of a folder in batches, by the library and the commands, are those that
     transformers generates from it, token by token."""
     n, mixed = 12, mixed_samples(MODEL)
-    theirs = reference._loaded(Path(folder), "LlavaOnevisionForConditionalGeneration")
+    theirs = reference._load_model(Path(folder), "LlavaOnevisionForConditionalGeneration")
     family = reference.FAMILIES["llava_onevision"]
     theirs.config.image_token_id, theirs.config.video_token_id = 0, family.video
     family.prepare(theirs.config)

@@ -53,8 +53,8 @@ def test_parts_with_a_fresh_connector(tmp_path):
     model = omni.build("omni-nano")
     params = random_params(model, 2)
     for module, map_ in (
-        ("vision", hf.tower(model.modules["vision"])),
-        ("llm", hf.decoder(model.modules["llm"])),
+        ("vision", hf.tower_weights(model.modules["vision"])),
+        ("llm", hf.decoder_weights(model.modules["llm"])),
     ):
         write_folder(tmp_path / module, map_, held({module: params[module]}))
     shapes = {**{m: Shape(8, n) for m, n in model.piece_tokens.items()}, "llm": Shape(2, 96)}

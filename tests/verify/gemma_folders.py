@@ -1,16 +1,13 @@
 """Random folders of Gemma as transformers writes them: every tensor and buffer off its start."""
 
-import logging
-import warnings
-
 import numpy as np
-import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers", minversion="5.24")
+from .folders import load
+
+
+def transformers_():
+    return load("transformers", "5.24")
+
 
 ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e5},
@@ -65,6 +62,7 @@ def value_of(name, shape, rng, scale_one):
 
 def randomise(model, seed):
     """See above; what is no part of a folder stays."""
+    torch = load("torch")
     rng = np.random.default_rng(seed)
     saved = set(model.state_dict())
     scale_one = "gemma4" in model.config.model_type  # of products of queries and keys
@@ -78,20 +76,27 @@ def randomise(model, seed):
 
 def write(path, model, *, seed=0, dtype="float32", shard="100KB"):
     """A folder of the model, in several files."""
-    randomise(model, seed).to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard)
+    randomise(model, seed).to(getattr(load("torch"), dtype)).save_pretrained(
+        path, max_shard_size=shard
+    )
     return path
 
 
 def gemma3_text(path, seed=0, dtype="float32", **more):
-    config = transformers.Gemma3TextConfig(**text3(**more))
-    return write(path, transformers.Gemma3ForCausalLM(config), seed=seed, dtype=dtype)
+    config = transformers_().Gemma3TextConfig(**text3(**more))
+    return write(path, transformers_().Gemma3ForCausalLM(config), seed=seed, dtype=dtype)
 
 
 def gemma3(path, seed=0, dtype="float32", vision=(), tokens=16, **more):
-    config = transformers.Gemma3Config(
+    config = transformers_().Gemma3Config(
         text_config=text3(**more), vision_config=SIGLIP | dict(vision), mm_tokens_per_image=tokens
     )
-    return write(path, transformers.Gemma3ForConditionalGeneration(config), seed=seed, dtype=dtype)
+    return write(
+        path,
+        transformers_().Gemma3ForConditionalGeneration(config),
+        seed=seed,
+        dtype=dtype,
+    )
 
 
 ROPE4 = {
@@ -142,12 +147,17 @@ def text4(**more):
 
 
 def gemma4_text(path, seed=0, dtype="float32", **more):
-    config = transformers.Gemma4TextConfig(**text4(**more))
-    return write(path, transformers.Gemma4ForCausalLM(config), seed=seed, dtype=dtype)
+    config = transformers_().Gemma4TextConfig(**text4(**more))
+    return write(path, transformers_().Gemma4ForCausalLM(config), seed=seed, dtype=dtype)
 
 
 def gemma4(path, seed=0, dtype="float32", vision=(), **more):
-    config = transformers.Gemma4Config(
+    config = transformers_().Gemma4Config(
         text_config=text4(**more), vision_config=TOWER4 | dict(vision), audio_config=None
     )
-    return write(path, transformers.Gemma4ForConditionalGeneration(config), seed=seed, dtype=dtype)
+    return write(
+        path,
+        transformers_().Gemma4ForConditionalGeneration(config),
+        seed=seed,
+        dtype=dtype,
+    )

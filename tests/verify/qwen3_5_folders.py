@@ -2,18 +2,16 @@
 tensors that predict further tokens, which transformers leaves out."""
 
 import json
-import logging
-import warnings
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers", minversion="5.24")
+from .folders import load
+
+
+def transformers_():
+    return load("transformers", "5.24")
+
 
 INDEX, MORE = "model.safetensors.index.json", "model-mtp.safetensors"
 TOWER = {
@@ -67,6 +65,7 @@ def value_of(name, shape, rng):
 
 def write(path, model, seed=0, dtype="float32"):
     """A folder of the model in several files, with `mtp.*` in one of its own."""
+    torch = load("torch")
     rng = np.random.default_rng(seed)
     saved = set(model.state_dict())
     with torch.no_grad():
@@ -85,12 +84,12 @@ def write(path, model, seed=0, dtype="float32"):
 
 def qwen3_5(path, seed=0, dtype="float32", tied=False, vision=(), **more):
     tower = TOWER | dict(vision) | {"out_hidden_size": text(**more)["hidden_size"]}
-    config = transformers.Qwen3_5Config(
+    config = transformers_().Qwen3_5Config(
         text_config=text(**more), vision_config=tower, tie_word_embeddings=tied
     )
-    return write(path, transformers.Qwen3_5ForConditionalGeneration(config), seed, dtype)
+    return write(path, transformers_().Qwen3_5ForConditionalGeneration(config), seed, dtype)
 
 
 def qwen3_5_text(path, seed=0, dtype="float32", tied=False, **more):
-    config = transformers.Qwen3_5TextConfig(**text(**more), tie_word_embeddings=tied)
-    return write(path, transformers.Qwen3_5ForCausalLM(config), seed, dtype)
+    config = transformers_().Qwen3_5TextConfig(**text(**more), tie_word_embeddings=tied)
+    return write(path, transformers_().Qwen3_5ForCausalLM(config), seed, dtype)

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflop_jax.runtime.layout import make_segments
-from dflop_jax.verify.round_trip import spread
+from dflop_jax.verify.round_trip import split_layout
 from dflop_jax.verify.verify import verify
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import gemma, gemma4, gemma4_hf, gemma_hf, qwen3_5, qwen3_5_hf
@@ -17,7 +17,7 @@ from tests.verify.folders import check_equal
 CAPPED = {"tie_word_embeddings": False, "final_logit_softcapping": 10.0}
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "write, more",
     [
@@ -34,13 +34,14 @@ def test_parity(tmp_path, write, more):
     check_equal(verify(folder))
 
 
+@pytest.mark.slow
 def test_a_folder_comes_back_from_segments(tmp_path):
     """What is not read, too; decays stay float32 where all else is not."""
     folder = qwen3_5_folders.qwen3_5(tmp_path / "it")
     model = qwen3_5.build(str(folder), dtype="bfloat16")
     source = Folder(folder, model.weights)
     source.check()
-    segments = make_segments(model, spread(model, 4, model.weights.tensors), jax.devices())
+    segments = make_segments(model, split_layout(model, 4, model.weights.tensors), jax.devices())
     held = [ModuleParams(s.plan.module, read_segment(source, s), s.layer_rows)
             for s in segments.values()]  # fmt: skip
     write_folder(tmp_path / "same", model.weights, held, source=source)
@@ -66,8 +67,12 @@ def test_older_spellings_of_a_configuration():
     old = text | OLD | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     size = gemma_hf.read_gemma3_text(old).decoder
     assert size.kinds == ("sliding", "sliding", "global") * 2 + ("sliding",)
-    assert (size.whole.theta, size.whole.factor) == (5e5, 8.0)
-    assert (size.sliding.theta, size.sliding.factor, size.sliding.window) == (2e3, 1.0, 9)
+    assert (size.global_heads.theta, size.global_heads.position_factor) == (5e5, 8.0)
+    assert (
+        size.sliding_heads.theta,
+        size.sliding_heads.position_factor,
+        size.sliding_heads.window,
+    ) == (2e3, 1.0, 9)
 
 
 @pytest.mark.parametrize(
@@ -82,38 +87,42 @@ def test_older_spellings_of_a_configuration():
 )
 def test_a_size_comes_back_from_its_configuration(build, names):
     readers = {"gemma3": gemma_hf.read_gemma3, "gemma3_text": gemma_hf.read_gemma3_text,
-               "gemma4": gemma4_hf.read, **qwen3_5_hf.READERS}  # fmt: skip
+               "gemma4": gemma4_hf.read_gemma4, "qwen3_5": qwen3_5_hf.read_qwen3_5,
+               "qwen3_5_text": qwen3_5_hf.read_qwen3_5_text}  # fmt: skip
     for model in map(build, names.split()):
         config = model.weights.config
         assert readers[config["model_type"]](config) == model.size
         assert model.weights.mismatches(config) == []
 
 
+@pytest.mark.slow
 def test_both_forms_of_gemma_4s_configuration():
     """As published, and as transformers writes it again."""
     published = gemma_folders.text4()
-    written = gemma_folders.transformers.Gemma4TextConfig(**published).to_dict()
+    written = gemma_folders.transformers_().Gemma4TextConfig(**published).to_dict()
     assert "per_layer_config" in written
     assert "global_head_dim" not in written
-    sizes = [gemma4_hf.read_text(config) for config in (published, written)]
+    sizes = [gemma4_hf.read_gemma4_text(config) for config in (published, written)]
     assert sizes[0] == sizes[1]
-    whole = sizes[0].decoder.whole
-    assert (whole.head_dim, whole.n_kv_heads, whole.turned, whole.window) == (32, 1, 4, 0)
+    whole = sizes[0].decoder.global_heads
+    assert (whole.head_dim, whole.n_kv_heads, whole.rotated_pairs, whole.window) == (32, 1, 4, 0)
     assert whole.values_are_keys
 
 
 def test_what_a_configuration_may_leave_out():
-    size = qwen3_5_hf.read_text({"model_type": "qwen3_5_text"}).decoder
+    size = qwen3_5_hf.read_qwen3_5_text({"model_type": "qwen3_5_text"}).decoder
     assert size.mrope_sections == (11, 11, 10)
     assert size.rotary_size == 64
     assert size.kinds == ("linear", "linear", "linear", "full") * 8
     assert not size.tied
-    other = qwen3_5_hf.read_text({"full_attention_interval": 3, "num_hidden_layers": 4}).decoder
+    other = qwen3_5_hf.read_qwen3_5_text(
+        {"full_attention_interval": 3, "num_hidden_layers": 4}
+    ).decoder
     assert other.kinds == ("linear", "linear", "full", "linear")
 
 
 REFUSED = {
-    (gemma4_hf.read_text, gemma_folders.text4): [
+    (gemma4_hf.read_gemma4_text, gemma_folders.text4): [
         ({"hidden_size_per_layer_input": 256}, "per-layer embeddings .*E-forms"),
         ({"num_kv_shared_layers": 2}, "share keys and values .*E-forms"),
         ({"enable_moe_block": True}, "experts"),
@@ -127,9 +136,9 @@ REFUSED = {
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types must be 7"),
         ({"layer_types": ["chunked"] * 7}, "layer_types must be 7"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn' is not built"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn' is not supported"),
     ],
-    (qwen3_5_hf.read_text, qwen3_5_folders.text): [
+    (qwen3_5_hf.read_qwen3_5_text, qwen3_5_folders.text): [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"layer_types": ["linear_attention"]}, "each of the 3 layers"),
@@ -154,4 +163,6 @@ def test_what_is_not_built_is_refused_by_name(read, config, said):
 
 def test_sound_of_gemma_4_is_refused_by_name():
     with pytest.raises(ValueError, match="audio_config: sound is not built"):
-        gemma4_hf.read({"text_config": gemma_folders.text4(), "audio_config": {"hidden_size": 8}})
+        gemma4_hf.read_gemma4(
+            {"text_config": gemma_folders.text4(), "audio_config": {"hidden_size": 8}}
+        )

@@ -8,13 +8,13 @@ import pytest
 from dflop_jax.contract import edges_of
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import ModuleParams, write_folder
-from models.composed import Published
+from models.composed import PublishedComposition
 from models.sizes import DECODERS, VISION, ModelSize
 from tests.verify.folders import random_params
 
 DECODER = dataclasses.replace(DECODERS["nano"], tied=False, vocab=96, n_layers=6)
 TOWER = dataclasses.replace(VISION["internvit-nano"], qk_norm=True, rms_norm=True, qkv_bias=False)
-MODEL = Published(ModelSize(DECODER, TOWER, layout="dynamic"), jnp.dtype("float32"))
+MODEL = PublishedComposition(ModelSize(DECODER, TOWER, layout="dynamic"), jnp.dtype("float32"))
 
 # The tower over stages and heads; the LLM in two segments, of which one is replicated over data, a
 # loop of two rounds.

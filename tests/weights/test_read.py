@@ -12,24 +12,24 @@ from dflop_jax.records import SubmeshPlan
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import owned_param_structs, param_zero_specs
 from dflop_jax.weights import Folder, read, read_params, read_segment, write_folder
-from dflop_jax.weights.read import pieces, read_slice
+from dflop_jax.weights.read import read_slice, split_chunks
 from models import hf
-from models.hf_tensors import conv, linear, patch, same, vector
+from models.hf_tensors import conv_layout, linear_layout, patch_layout, unchanged, vector_layout
 
 from ..runtime.plain import in_order, whole_of
 from .conftest import MODEL, PLAN, held, random_params
 
 LAYOUTS = [
-    linear((6, 4, 3)),
-    linear((4, 3, 6), n_in=2),
-    linear((6, 8)),
-    vector((4, 3)),
-    vector((8,)),
-    same((8, 6)),
-    same((5, 6), leading=1),
-    same((6,), leading=2),
-    patch((2 * 2 * 3, 8), 2),
-    conv((3, 4, 8)),
+    linear_layout((6, 4, 3)),
+    linear_layout((4, 3, 6), n_in=2),
+    linear_layout((6, 8)),
+    vector_layout((4, 3)),
+    vector_layout((8,)),
+    unchanged((8, 6)),
+    unchanged((5, 6), leading=1),
+    unchanged((6,), leading=2),
+    patch_layout((2 * 2 * 3, 8), 2),
+    conv_layout((3, 4, 8)),
 ]
 
 
@@ -55,7 +55,7 @@ def test_any_slice(layout):
 def test_pieces_are_the_whole(layout, limit, layers):
     index = tuple((0, n) for n in layout.shape)
     seen = np.zeros((5, *layout.shape), int)
-    for (first, last), part in pieces(layout, index, layers, limit, 4):
+    for (first, last), part in split_chunks(layout, index, layers, limit, 4):
         seen[first:last][(slice(None), *(slice(*r) for r in part))] += 1
         if len(layout.shape) == len(layout.order):
             rows = part[layout.order.index(0)]
@@ -79,7 +79,7 @@ IN_PIECES = PLAN.with_layout(
     "plan, piece_bytes", [(PLAN, 4096), (PLAN, 32 * 2**20), (IN_PIECES, 32 * 2**20)]
 )
 def test_segments_hold_their_slices(folder, params, monkeypatch, plan, piece_bytes):
-    monkeypatch.setattr(read, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(read, "CHUNK_BYTES", piece_bytes)
     source = Folder(folder, MODEL.weights)
     source.check()
     read_bytes = 0
@@ -115,7 +115,10 @@ def one_device(params, dtype=np.float32):
 
 def test_parts_of_a_model_from_folders_of_their_own(tmp_path):
     """A tower and an LLM published apart; the connector stays as it was."""
-    maps = {"vision": hf.tower(MODEL.modules["vision"]), "llm": hf.decoder(MODEL.modules["llm"])}
+    maps = {
+        "vision": hf.tower_weights(MODEL.modules["vision"]),
+        "llm": hf.decoder_weights(MODEL.modules["llm"]),
+    }
     published, ours = random_params(MODEL, 1), random_params(MODEL, 2)
     for key, map_ in maps.items():
         write_folder(tmp_path / key, map_, held(published))

@@ -1,6 +1,7 @@
 """Writing a folder: files by size, from segments, whole or not at all."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,15 +10,20 @@ from safetensors.numpy import load_file, save_file
 
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.weights import (
+    AdapterForm,
     Folder,
     ModuleParams,
     read_segment,
+    to_file_layout,
     write,
+    write_adapter,
     write_folder,
 )
-from dflop_jax.weights.write import copy_beside
+from dflop_jax.weights.adapter import as_matrices
+from dflop_jax.weights.write import copy_processor_files
 from models import hf, llava
-from models.composed import Published
+from models.composed import PublishedComposition
+from models.hf_tensors import conv_layout, linear_layout, patch_layout
 from models.sizes import ModelSize, VisionSize
 
 from .conftest import DECODER, MODEL, PLAN, held, random_params
@@ -56,7 +62,7 @@ def test_segments_are_written_as_the_model(folder, tmp_path):
 def test_what_the_source_has_beside_the_model_is_kept(tmp_path):
     """Tensors without use here, in the spelling and with the values of the source."""
     vision = VisionSize(8, 4, 8, 1, 2, 8, post_norm=False)
-    model = Published(ModelSize(DECODER, vision, layout="anyres"), MODEL.dtype)
+    model = PublishedComposition(ModelSize(DECODER, vision, layout="anyres"), MODEL.dtype)
     params = random_params(model, 4)
     write_folder(tmp_path / "a", model.weights, held(params))
     file = tmp_path / "a" / "model.safetensors"
@@ -89,7 +95,7 @@ def test_nothing_is_left_of_a_failure(params, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(write, "copy_beside", full)
+    monkeypatch.setattr(write, "copy_processor_files", full)
     with pytest.raises(OSError, match="no space"):
         write_folder(tmp_path / "out", MODEL.weights, held(params))
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +116,7 @@ def test_unknown_type(params, tmp_path):
 def test_no_head_of_its_own_when_tied(tmp_path):
     """A copy in the source is left out: it would be stale after training."""
     module = llava.build("nano").modules["llm"]
-    map_ = hf.decoder(module)
+    map_ = hf.decoder_weights(module)
     both = random_params(llava.build("nano"), 3)
     write_folder(tmp_path / "a", map_, held(both))
     file = tmp_path / "a" / "model.safetensors"
@@ -126,6 +132,39 @@ def test_no_head_of_its_own_when_tied(tmp_path):
     save_file(arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"] + 1}, file)
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         Folder(tmp_path / "a", map_).check()
+
+
+# ---- adapters ----
+
+LAYOUTS = [linear_layout((6, 4, 3)), linear_layout((4, 3, 6), n_in=2), linear_layout((6, 8)),
+           patch_layout((2 * 2 * 3, 8), 2), conv_layout((3, 4, 8))]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_are_products_in_the_layout_of_the_file(layout):
+    """B times A, as peft adds it, is what the adapter adds to the kernel, as the kernel is written;
+    of a file's dims the first are the outputs."""
+    n_in = len(layout.shape) - len(layout.splits[0])
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(*layout.shape[:n_in], 3))
+    b = rng.normal(size=(3, *layout.shape[n_in:]))
+    t = SimpleNamespace(layout=layout, name="kernel", layer=None)
+    file_a, file_b = as_matrices(t, a, b)
+    product = file_b.reshape(len(file_b), 3) @ file_a.reshape(3, -1)
+    want = to_file_layout(t, np.tensordot(a, b, axes=1), None, np.dtype(float))
+    np.testing.assert_allclose(product.reshape(want.shape), want, atol=1e-12)
+
+
+def test_adapters_that_cannot_be_written_are_refused(tmp_path):
+    model = MODEL
+    with pytest.raises(ValueError, match=r"no adapters to write; train with train\.lora_rank"):
+        write_adapter(tmp_path / "a", model.weights, {"llm": {}}, AdapterForm(2, 1.0))
+    odd = {"llm": {"adapter": {"gait": {}}}}
+    with pytest.raises(ValueError, match=r"no matrix for the adapters llm\.adapter\.gait"):
+        write_adapter(tmp_path / "a", model.weights, odd, AdapterForm(2, 1.0))
+    with pytest.raises(ValueError, match=r"unknown type of weights 'int4'"):
+        write_adapter(tmp_path / "a", model.weights, odd, AdapterForm(2, 1.0, dtype="int4"))
+    assert not list(tmp_path.iterdir())
 
 
 # ---- which tokenizer, template and processors lie beside the tensors ----
@@ -156,7 +195,7 @@ def tower(tmp_path):
 def copied(tmp_path, *folders):
     target = tmp_path / "out"
     target.mkdir()
-    copy_beside(target, folders)
+    copy_processor_files(target, folders)
     return {f.name: f.read_text() for f in target.iterdir()}
 
 
@@ -175,4 +214,4 @@ def test_the_first_with_a_tokenizer_counts(tmp_path, llm, tower):
 def test_without_a_tokenizer_what_is_there_is_copied(tmp_path, tower):
     plain = made(tmp_path / "plain", {"scheduler_config.json": "d", "config.json": "x"})
     assert copied(tmp_path, plain) == {"scheduler_config.json": "plain d"}
-    copy_beside(tmp_path / "gone", [])
+    copy_processor_files(tmp_path / "gone", [])

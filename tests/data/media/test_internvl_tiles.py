@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
-from models.processors import MEAN, STD
+from models.processors import IMAGENET_MEAN, IMAGENET_STD
 
 SIZES = [(1, 1), (448, 448), (449, 448), (896, 448), (20000, 1), (1, 20000), (1250, 1000),
          (634, 634), (633, 633), (700, 350), (3000, 1000), (20000, 20000)]  # fmt: skip
@@ -23,8 +23,8 @@ def processor():
     return pil.GotOcr2ImageProcessorPil(
         size={"height": 448, "width": 448},
         crop_to_patches=True,
-        image_mean=list(MEAN),
-        image_std=list(STD),
+        image_mean=list(IMAGENET_MEAN),
+        image_std=list(IMAGENET_STD),
     )
 
 

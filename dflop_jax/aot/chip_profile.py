@@ -45,7 +45,7 @@ _SHAPES_RATIO = 4
 # twice or so apart.
 _DEPTHS = (10, 20)
 # Of a program's `_Cost`.
-_FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK = range(4)
+_FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK, _HIDDEN = range(5)
 
 
 def predict_profile(
@@ -110,31 +110,21 @@ def compile_profile(
     traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
     remat = config.train.remat
     policies = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
-    compiled_policies = tuple(r for r in policies if r != "segment")  # which follows from none
+    compiled = tuple(r for r in policies if r != "segment")  # which follows from none
     modules = {m: on_chip(module, hardware.chip) for m, module in model.modules.items()}
     probe_sets = [
-        ProbeSet(
-            module, tp, (small, large), compiled_policies, has_loss(modules[module], small), kind
-        )
-        for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in traced.timings)
-        for small, large in [shapes[module]]
+        ProbeSet(m, tp, tuple(shapes[m]), compiled, has_loss(modules[m], shapes[m][0]), kind)
+        for m, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in traced.timings)
     ]
     probes = [p for probe_set in probe_sets for p in probe_set.probes]
     results = compile_probes(config, model, probes, on_progress)
     compilable = _compilable(probe_sets, results, hardware)
-    costs = {
-        p: _probe_cost(p, result, hardware) for p, result in results.items() if not result.error
-    }
-    hidden_bytes = {(k, p.shape): results[p].hidden_bytes for k in compilable for p in k.probes}
+    costs = {p: _probe_cost(p, r, hardware) for p, r in results.items() if not r.error}
     by_key = {(t.module, t.kind, t.model, t.shape): t for t in traced.timings}
     timings = [
-        probe_set.timing(
-            by_key[probe_set.module, probe_set.kind, probe_set.tp, shape],
-            costs,
-            hidden_bytes[probe_set, shape],
-        )
-        for probe_set in compilable
-        for shape in probe_set.shapes
+        s.timing(by_key[s.module, s.kind, s.tp, shape], costs)
+        for s in compilable
+        for shape in s.shapes
     ]
     facts = [traced.key, *(sorted(map(repr, costs.items())))]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -163,7 +153,8 @@ def _compilable(
     return compilable
 
 
-_Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
+# Seconds of forward and backward, bytes of residuals, of backward's work and of hidden states.
+_Cost = np.ndarray
 
 
 def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
@@ -173,7 +164,8 @@ def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
         program_s(program.kernels if program else (), probe.tp, hardware)
         for program in (result.forward, result.backward)
     )
-    return np.array([*seconds, result.residual_bytes, result.backward.work_bytes])
+    n_bytes = result.residual_bytes, result.backward.work_bytes, result.hidden_bytes
+    return np.array([*seconds, *n_bytes])
 
 
 @dataclass(frozen=True)
@@ -187,7 +179,7 @@ class ProbeSet:
 
     module: str
     tp: int
-    shapes: tuple[Shape, Shape]
+    shapes: tuple[Shape, ...]
     remats: tuple[Remat, ...]
     has_loss: bool
     kind: str
@@ -214,11 +206,10 @@ class ProbeSet:
         layer = np.maximum(0.0, deep - shallow) / (_DEPTHS[1] - _DEPTHS[0])
         return layer, deep - _DEPTHS[1] * layer
 
-    def timing(
-        self, traced: LayerTiming, costs: Mapping[Probe, _Cost], hidden_bytes: float
-    ) -> LayerTiming:
+    def timing(self, traced: LayerTiming, costs: Mapping[Probe, _Cost]) -> LayerTiming:
         """A timing of the compiled programs at the shape of one that was traced."""
         shape = traced.shape
+        hidden_bytes = float(costs[self._probe(shape, "none", _DEPTHS[0], True)][_HIDDEN])
         layer, ends = self._split_layer(costs, shape, "none")
         forward_s, backward_s = layer[:2].tolist()
         ends_s = np.maximum(0.0, ends[:2]).tolist()

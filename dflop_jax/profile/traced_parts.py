@@ -30,8 +30,6 @@ from dflop_jax.runtime.token_split import rows_and_tokens, run_module_part, tens
 
 Tree = Any
 ENDS = ("entry", "exit")
-# Jaxprs held: those of a shape are asked for together, so that more would spare no tracing.
-_MAX_TRACES = 64
 
 Names = tuple[str, ...]
 Dims = tuple[int | None, ...]
@@ -84,7 +82,7 @@ def _at_traced_degree(spec: TraceSpec) -> TraceSpec:
     return replace(spec, tp=2) if is_alike else spec
 
 
-@lru_cache(maxsize=_MAX_TRACES)
+@lru_cache
 def _record_gradient(spec: TraceSpec) -> tuple[SplitVjp, Tree, core.ClosedJaxpr, Tree]:
     """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
     hidden states or None, what edges place, fields), the first half's jaxpr and what it gives:
@@ -106,14 +104,14 @@ def has_loss(module: Module, shape: Shape) -> bool:
     return isinstance(exit_struct(module, shape), dict)
 
 
-@lru_cache(maxsize=_MAX_TRACES)
+@lru_cache
 def _traced_forward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
     """Jaxpr of a part, and its arguments (parameters, what gets a gradient, fields)."""
     args = _argument_structs(spec)
     return jax.make_jaxpr(partial(_forward, spec))(*args), args
 
 
-@lru_cache(maxsize=_MAX_TRACES)
+@lru_cache
 def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
     """Jaxpr of a part's gradient and of its sum into the accumulators, and its arguments
     (parameters, what was kept, what edges place, fields, the output's gradient, accumulators)."""
@@ -158,7 +156,7 @@ def _split_dims(args: Tree, spec: TraceSpec) -> Dims:
     return tuple(dim if a.shape in hidden else None for a in jax.tree.leaves(args))
 
 
-@lru_cache(maxsize=_MAX_TRACES)
+@lru_cache
 def _trace_residuals(spec: TraceSpec) -> Region:
     """What one device runs of a part's forward; its outputs are what is kept."""
     _, args, closed, (output, _) = _record_gradient(_at_traced_degree(spec))
@@ -194,7 +192,7 @@ def _forward(spec: TraceSpec, params: Tree, x: Tree, fields: Tree) -> Tree:
     )
 
 
-@lru_cache(maxsize=_MAX_TRACES)
+@lru_cache
 def trace_forward_parts(spec: TraceSpec) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
     """Jaxpr of a part's forward, with its adapter, and of each input what it is of:
     ("params", part), ("x", "hidden" or a field of `edge_fields`) or ("fields", field)."""

@@ -85,7 +85,7 @@ def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", AGAIN)
 @pytest.mark.parametrize("ways", [1, 2])
-def test_other_depths_and_shapes_are_met(tmp_path, monkeypatch, remat, ways):
+def test_prices_of_other_depths_and_shapes_match_their_programs(tmp_path, monkeypatch, remat, ways):
     """Encoders hand over, so every figure of theirs is the compiler's own."""
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     whole = SegmentPlan("vision", "vision", 0, 27, "m", True, True, remat)
@@ -102,7 +102,7 @@ def test_other_depths_and_shapes_are_met(tmp_path, monkeypatch, remat, ways):
 
 
 @pytest.mark.parametrize("remat", AGAIN)
-def test_a_task_of_both_directions_takes_what_its_program_takes(tmp_path, monkeypatch, remat):
+def test_task_with_loss_costs_what_its_program_takes(tmp_path, monkeypatch, remat):
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     whole = SegmentPlan("llm", "llm", 0, 28, "m", True, True, remat)
     probe = Probe("llm", 1, Shape(1, 640), 28, remat)
@@ -114,7 +114,7 @@ def test_a_task_of_both_directions_takes_what_its_program_takes(tmp_path, monkey
     assert needs.residuals == pytest.approx(64.0 * 640)
 
 
-def test_only_what_is_asked_for_is_compiled(tmp_path, monkeypatch):
+def test_only_requested_policies_are_compiled(tmp_path, monkeypatch):
     every = profile(tmp_path, monkeypatch)[1]
     assert len(every) == len(set(every)) == 2 * 2 * 4 * (2 + 3)
     assert {p.remat for p in profile(tmp_path, monkeypatch, remat="dots")[1]} == {"none", "dots"}
@@ -123,7 +123,7 @@ def test_only_what_is_asked_for_is_compiled(tmp_path, monkeypatch):
     assert CostModel(known[0]).fits.priced_policies("llm") == ("none", "segment")
 
 
-def test_a_degree_that_does_not_compile_is_left_out(tmp_path, monkeypatch):
+def test_degrees_that_do_not_compile_are_left_out(tmp_path, monkeypatch):
     def answer(probe):
         return ProbeResult(error="no tile fits") if probe.tp == 2 else made_up(probe)
 
@@ -145,7 +145,7 @@ def test_shapes_are_powers_of_two_around_the_data():
 # ---- one probe, by the compiler of this machine ----
 
 
-def test_a_probe_is_compiled_and_read():
+def test_compiled_probe_has_kernels_and_residual_bytes():
     probe = Probe("vision", 1, Shape(2, 16), 2, "none", forward=True)
     found = compile_probe(MODEL, probe, jax.devices())
     assert not found.error
@@ -172,7 +172,7 @@ for line in sys.stdin.buffer:
 
 
 @pytest.mark.slow
-def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, monkeypatch):
+def test_probe_results_are_cached_unless_the_compiler_died(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
     monkeypatch.setattr(child_processes, "child_source", running(FAKE))
     probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]

@@ -75,7 +75,7 @@ def test_loops_count_as_often_as_they_run():
     assert not cost.unknown_loops
 
 
-def test_shards_count_what_one_device_computes_and_sends():
+def test_cost_is_of_one_device():
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     x = array(64, 128, sharding=NamedSharding(mesh, P()))
     up = array(128, 256, sharding=NamedSharding(mesh, P(None, "model")))
@@ -162,15 +162,15 @@ def test_cudnn_attention_counts_its_products(back, mask, products):
     assert not cost.unknown_kernels
 
 
-@pytest.mark.parametrize(
-    "name, products",
-    [
-        ("packed_attention_forward", 2),
-        ("packed_attention_kv_gradient", 4),
-        ("packed_attention_q_gradient", 3),
-    ],
-)
-def test_our_attention_kernels_count_the_pairs_that_are_seen(name, products):
+ATTENTION_KERNELS = {
+    "packed_attention_forward": 2,
+    "packed_attention_kv_gradient": 4,
+    "packed_attention_q_gradient": 3,
+}
+
+
+@pytest.mark.parametrize("name, products", ATTENTION_KERNELS.items())
+def test_our_attention_kernels_count_visible_pairs(name, products):
     call = (
         "%y = bf16[2,64,8,32]{3,2,1,0} custom-call(%q, %k, %k), custom_call_target="
         f'"__gpu$xla.gpu.triton", backend_config={{name = "{name}", ir = "(("}}'
@@ -180,7 +180,7 @@ def test_our_attention_kernels_count_the_pairs_that_are_seen(name, products):
 
 
 @pytest.mark.parametrize("name", ["delta_states", "delta_states_gradient"])
-def test_kernels_of_states_count_two_products_a_chunk(name):
+def test_delta_state_kernels_count_two_products_a_chunk(name):
     call = (
         "%y = (f32[5,8,16,32]{3,2,1,0}, f32[5,8,64,32]{3,2,1,0}) custom-call(%w, %r), "
         f'custom_call_target="__gpu$xla.gpu.triton", backend_config={{name = "{name}", ir = "(("}}'
@@ -190,7 +190,7 @@ def test_kernels_of_states_count_two_products_a_chunk(name):
     assert cost.flops == cost.float32_flops == 5 * 8 * 2 * (2 * 64 * 16 * 32)
 
 
-def test_a_kernel_that_nobody_knows_is_named():
+def test_unknown_kernels_are_named():
     call = '%y = f32[4]{0} custom-call(%q), custom_call_target="mystery"'
     assert cost_of(entry(*QK, call)).unknown_kernels == {"mystery"}
     call = '%y = f32[4]{0} custom-call(%q), custom_call_target="__cub$DeviceRadixSort"'
@@ -207,7 +207,7 @@ def test_an_asynchronous_call_counts_once():
     assert cost_of(text).flops == cost_of(LOOPS).flops
 
 
-def test_a_condition_counts_its_dearer_branch():
+def test_conditional_counts_its_longest_branch():
     text = (
         LOOPS.replace("ENTRY %main", "%main").replace("ROOT %loop", "%loop")
         + """
@@ -295,7 +295,7 @@ SCORES = f"f32[{N_HEADS},{TOKENS},{TOKENS}]"
     ("function", "found"),
     [(dense, SCORES), (in_a_loop, SCORES), (by_block, ""), (jnp.tanh, "")],
 )
-def test_scores_are_found_where_they_are_kept(function, found):
+def test_attention_scores_are_found_if_stored(function, found):
     x = array(N_HEADS, TOKENS, SIZE)
     text = compiled(function, x)
     arrays = pair_arrays(parse_hlo(text), TOKENS)

@@ -103,7 +103,7 @@ def test_each_kernel_by_hand():
     ]
 
 
-def test_what_runs_in_loops_counts_as_often():
+def test_kernels_in_loops_count_every_run():
     fused, product = cost_of(LOOPS).kernels
     assert product == Kernel(
         MATMUL, 2.0 * 8 * 16 * 16, 2 * (3 * 128 + 128), 8, 16, 16, "bfloat16", repeats=35
@@ -113,6 +113,6 @@ def test_what_runs_in_loops_counts_as_often():
     )
 
 
-def test_a_text_that_is_none_is_refused():
+def test_text_without_entry_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         cost_of("nothing")

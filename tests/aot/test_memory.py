@@ -54,7 +54,7 @@ def test_the_peak_is_state_inputs_and_the_largest_program():
 
 
 @pytest.mark.parametrize("kind, work", [("update", 2.0 + 2.0), ("reduce", 2.0 + 2.0)])
-def test_reduced_gradients_of_all_segments_are_there_at_the_end(kind, work):
+def test_step_end_has_reduced_gradients_of_all_segments(kind, work):
     states = [state("a", 0), state("b", 0)]
     # What a reduction gives are its gradients' shards and the zeroed gradients.
     out = 1.0 + 3.0 if kind == "reduce" else 3.0
@@ -62,7 +62,7 @@ def test_reduced_gradients_of_all_segments_are_there_at_the_end(kind, work):
     assert both.work_bytes == work * GIB
 
 
-def test_what_fits_says_how_much_is_spare():
+def test_verdict_of_a_fitting_plan_has_spare_bytes():
     states, programs = [state("a", 0)], [program("a", "backward", 3.0)]
     memory = device_memory(states, programs)
     fits, words = describe_fit("h100", 10 * GIB, memory, programs, states)
@@ -75,20 +75,12 @@ def test_what_fits_says_how_much_is_spare():
     assert "3.0 a backward; planned 7.0" in words
 
 
-@pytest.mark.parametrize(
-    "sizes, remat, temp, helps",
-    [
-        ({}, "none", 30.0, "train.remat layers, smaller rows"),
-        ({}, "layers", 30.0, "GiB too much; smaller rows"),
-        (
-            {"state": 40.0},
-            "none",
-            3.0,
-            "plan.zero 3, a larger tensor degree (plan.max_model), more devices",
-        ),
-    ],
-)
-def test_what_does_not_fit_names_the_program_and_what_helps(sizes, remat, temp, helps):
+@pytest.mark.parametrize("sizes, remat, temp, helps", [
+    ({}, "none", 30.0, "train.remat layers, smaller rows"),
+    ({}, "layers", 30.0, "GiB too much; smaller rows"),
+    ({"state": 40.0}, "none", 3.0, "plan.zero 3, a larger tensor degree (plan.max_model), more"),
+])  # fmt: skip
+def test_verdict_of_a_too_large_plan_has_program_and_remedy(sizes, remat, temp, helps):
     states = [state("b", 1), replace(state("a", 0, **sizes), remat=remat)]
     programs = [program("a", "backward", temp), program("b", "backward", 1.0)]
     memory = device_memory(states, programs)
@@ -100,7 +92,7 @@ def test_what_does_not_fit_names_the_program_and_what_helps(sizes, remat, temp, 
     assert helps in words
 
 
-def test_a_program_that_does_not_compile_comes_first():
+def test_verdict_reports_compile_errors_first():
     states = [state("a", 0)]
     bad = replace(program("a", "backward", 0.0), error="sm_80 has no such kernel")
     programs = [bad, replace(bad, name="a forward"), program("a", "update", 99.0)]

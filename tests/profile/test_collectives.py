@@ -51,7 +51,7 @@ def test_inside_a_node_a_reduction_is_a_ring(n, n_bytes):
         (2, 64, 1, 2),
     ],
 )
-def test_groups_lie_on_nodes_as_their_stride_says(n, stride, inside, nodes):
+def test_group_nodes_follow_the_stride(n, stride, inside, nodes):
     assert group_nodes(n, A100, stride) == (inside, nodes)
 
 
@@ -67,7 +67,7 @@ def test_across_nodes_each_device_reduces_its_share():
     assert all_reduce_s(8e9, 8, slower) == all_reduce_s(8e9, 8, A100)
 
 
-def test_what_was_measured_goes_before_the_data_sheet():
+def test_measured_links_replace_the_data_sheet():
     reduced, sent = Link("all_reduce", True, 1e9, 1e-3), Link("send", False, 2e9, 5e-4)
     here = dataclasses.replace(A100, measured=(reduced, sent))
     assert send_s(4e6, here) == pytest.approx(5e-4 + 2e-3)

@@ -134,7 +134,7 @@ def module_shape(model, name):
 @pytest.mark.parametrize(
     "family, name", [(f, n) for f, model in MODELS.items() for n in model.modules]
 )
-def test_a_gradient_repeats_its_forward_and_devices_share_products(family, name):
+def test_gradient_has_two_products_for_each_of_forward(family, name):
     module = MODELS[family].modules[name]
     shape = module_shape(MODELS[family], name)
 
@@ -156,7 +156,7 @@ def test_a_gradient_repeats_its_forward_and_devices_share_products(family, name)
 @pytest.mark.parametrize(
     "family, name", [("llava", "vision"), ("llava", "llm"), ("audio", "audio")]
 )
-def test_a_layer_gathers_tokens_before_its_products_and_scatters_sums_after(family, name):
+def test_layer_gathers_and_scatters_tokens_around_products(family, name):
     """Attention and the MLP each. Backward does so with gradients and gathers what both read again;
     if the layer is computed again, it scatters attention's sum, too. What is left to reduce are
     gradients of norms and biases, of which each rank's tokens have a part."""
@@ -172,7 +172,7 @@ def test_a_layer_gathers_tokens_before_its_products_and_scatters_sums_after(fami
             assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
 
 
-def test_attention_kernels_know_a_pair_of_each_token():
+def test_attention_kernels_have_flops_of_a_pair():
     """Two products forward and seven backward; what they compute of pairs a trace does not show."""
     llm, shape = build_llava("nano", attention_kernel="pallas").modules["llm"], Shape(2, 64)
     for direction, kind, products in ((FORWARD, ATTENTION, 2), (BACKWARD, ATTENTION_BACKWARD, 7)):
@@ -183,7 +183,7 @@ def test_attention_kernels_know_a_pair_of_each_token():
             assert sum(k.pair_flops * k.repeats for k in kernels) == want
 
 
-def test_working_bytes_by_hand():
+def test_peak_temporary_bytes_by_hand():
     def function(x, w):
         a = x @ w  # T x F
         b = jnp.tanh(a)  # over a
@@ -196,7 +196,7 @@ def test_working_bytes_by_hand():
     assert peak_temporary_bytes(empty, lambda v: v.n_bytes) == 0
 
 
-def test_a_part_keeps_what_its_policy_says():
+def test_residual_bytes_follow_the_recompute_policy():
     """Of a layer its input at least, and never what follows from parameters or fields alone."""
     llm, shape = MODELS["llava"].modules["llm"], Shape(1, 96)
     hidden = hidden_bytes(llm, shape)

@@ -59,7 +59,7 @@ def one_kind(profile, kind):
 @pytest.mark.parametrize("start, stop, stages", [(0, 6, 1), (1, 4, 1), (0, 5, 1), (1, 5, 2)])
 @pytest.mark.parametrize("remat", ["none", "layers", "segment"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_segment_takes_what_its_layers_take(costs, start, stop, stages, remat, zero):
+def test_segment_of_two_kinds_costs_the_mean_of_both(costs, start, stop, stages, remat, zero):
     """As the mean of modules of one kind, by the number of its layers of each."""
     mixed, mesh = segment(start, stop, remat=remat, zero=zero), MeshShape(stage=stages, data=2)
     kinds = layer_kinds_of(MIXED.modules["llm"])[start:stop]
@@ -121,7 +121,7 @@ def test_programs_of_every_kind_are_timed():
     assert len(keys) == 3
 
 
-def test_what_layers_cost_is_said_by_kind(costs):
+def test_layer_costs_are_reported_by_kind(costs):
     """Of the largest shape; attention of whole rows is in it, or of samples as they are."""
     profile, full = costs.profile, DataProfile("full", 1, (Load({"llm": (96,)}),))
     told = {(c.module, c.kind): c for c in kind_costs(Profile(profile, full))}

@@ -30,7 +30,7 @@ def timings(ranks, *, across, start_s, byte_s):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("across", [False, True])
-def test_prices_are_those_that_were_timed(ranks, across):
+def test_collective_prices_match_their_timings(ranks, across):
     """At both sizes, and between them, for as many devices as were timed."""
     seen = timings(ranks, across=across, start_s=3e-3, byte_s=2e-8)
     hardware = hardware_with_links("cpu", 1 if across else ranks, seen)
@@ -55,11 +55,11 @@ def devices(platform, *processes):
         ("gpu", [0, 1, 2], ["a", "a", "b"], 1),  # uneven hosts
     ],
 )
-def test_devices_of_a_node(platform, processes, hosts, size):
+def test_node_size_of_processes_and_hosts(platform, processes, hosts, size):
     assert node_size(devices(platform, *processes), hosts) == size
 
 
-def test_the_slowest_process_counts():
+def test_longest_timing_over_processes_is_taken():
     one, other = (
         [LinkTiming("send", True, 2, n, seconds) for n in (1, 2)] for seconds in (0.0, 1.0)
     )

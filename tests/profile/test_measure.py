@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflop_jax.profile import measure
-from dflop_jax.profile.measure import measure_concurrent_rate, model_profile, profile_key
+from dflop_jax.profile.measure import model_profile, profile_key
 from dflop_jax.profile.timed_programs import TimedPrograms
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import Edge, Shape
@@ -49,24 +49,8 @@ def test_timings_and_the_models_facts_make_a_profile():
     assert all(t.content_forward_s == t.content_backward_s == {} for t in profile.timings)
 
 
-def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
-    timed = []
-
-    def fake(lowering, backward, shape, below, pieces):
-        segment = lowering.segment
-        timed.append((segment.name, segment.mesh.shape["data"], shape))
-        return None, None, [("fields", "backward")]
-
-    monkeypatch.setattr(measure, "prepare_backward", fake)
-    monkeypatch.setattr(
-        measure, "median_seconds", lambda runs: [0.5] if runs == ["backward"] else []
-    )
-    assert measure_concurrent_rate(MODEL, Shape(1, 32), jax.devices()[:2]) == 4.0
-    assert timed == [("llm", 2, Shape(1, 32))]
-
-
 @pytest.mark.parametrize("took_s, n_runs", [((0.01, 0.02), 25), ((0.04, 0.01), 13), ((3, 2), 3)])
-def test_programs_are_timed_by_turns_until_they_have_had_their_time(took_s, n_runs):
+def test_programs_are_timed_in_turns_for_a_bounded_time(took_s, n_runs):
     """A clock played by hand; one run in the middle is disturbed."""
     now, calls = [0.0], []
 
@@ -154,7 +138,7 @@ def two(**fields):
     return SimpleNamespace(modules={"a": a, "b": b}, edges=edges, piece_tokens={}, vocab_size=16)
 
 
-def test_content_is_told_from_as_many_fillings_as_it_has_features():
+def test_content_seconds_are_split_by_feature():
     """A layer of 2 s, 1e-2 s a pair and 0.5 s a piece of a made-up feature; of another there is
     nothing in any filling, so that it costs for its FLOPs what these two do."""
     module = SimpleNamespace(
@@ -173,7 +157,7 @@ def test_content_is_told_from_as_many_fillings_as_it_has_features():
     assert measure._split_content([2.0], contents[:1], {}) == (2.0, {})
 
 
-def test_pairs_are_told_from_two_fillings(monkeypatch):
+def test_pair_seconds_come_from_two_piece_counts(monkeypatch):
     """A clock played by hand: a layer of 2 s and 3 s, 1e-2 s and 3e-2 s a pair, ends of 7 s."""
     calls = []
 
@@ -211,7 +195,7 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     assert {len(pieces) for pieces in calls} == {1}  # whole rows are timed once
 
 
-def test_a_profile_is_named_by_the_programs_it_timed():
+def test_profile_key_depends_on_programs_and_shapes():
     devices, shapes = jax.devices()[:1], {m: [Shape(1, 32)] for m in "ab"}
     key = profile_key(two(), devices, shapes, "more")
     assert key == profile_key(two(), devices, shapes, "more")

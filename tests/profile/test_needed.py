@@ -94,7 +94,7 @@ def test_a_stem_of_two_products_and_a_constant():
     )
 
 
-def test_a_graph_that_says_nothing_of_its_flops():
+def test_needed_flops_of_a_graph_without_attention_flops():
     model = MadeUp()
     rows = {"sights": 32, "smells": GRAINS, "words": 64, "echoes": 32}
     square = 2 * WIDTH**2
@@ -145,7 +145,7 @@ class Untold:
         return {"loss_sum": jnp.sum((x @ params["w"]).sum(-1) * batch["weights"])}
 
 
-def test_loops_constants_and_attention_that_is_not_told():
+def test_needed_flops_of_loops_and_undeclared_attention():
     model = SimpleNamespace(modules={"m": Untold()}, edges=())
     flops = {f: needed_flops(model, {"m": 32}, f)["m"](20) for f in ((), ("table",), ("stack",))}
     square, pairs = 20 * 2 * 8 * 8, 20**2 * 2 * 2 * 8
@@ -212,7 +212,7 @@ def test_forward_needs_every_product_once(kind):
     assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS, rel=1e-12)
 
 
-def test_backward_needs_two_for_each_and_its_own_forward_where_there_is_no_other():
+def test_backward_needs_two_products_and_its_own_forward():
     forward = DENSE + ATTENTION + HEAD_FLOPS
     flops = segment_flops(segment(), SHAPE, BACKWARD, with_forward=False)
     assert flops == pytest.approx(2 * forward, rel=1e-12)
@@ -236,14 +236,14 @@ def test_frozen_parts_need_no_gradient_of_their_own(trainable, brought, dense, a
     assert segment_flops(s, SHAPE, BACKWARD, with_forward=False) == pytest.approx(wanted)
 
 
-def test_a_device_needs_its_share():
+def test_needed_flops_are_of_one_device():
     one = segment_flops(segment(), SHAPE, BACKWARD, with_forward=True)
     s = segment(mesh=(2, 2, 2), microbatches=4)
     # Data ranks have rows of their own.
     assert segment_flops(s, SHAPE, BACKWARD, with_forward=True) == one * 4 / (2 * 2)
 
 
-def test_the_share_of_pairs_that_attention_sees():
+def test_visible_pair_share():
     encoder = VisionModule(VisionSize(32, 8, 48, 3, 4, 96), 64, jnp.dtype("float32"))
     assert visible_pair_share(encoder, 16) == 1.0
     assert visible_pair_share(DECODER, 1) == 1.0

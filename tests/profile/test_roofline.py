@@ -135,7 +135,7 @@ def timing(profile, module, model, shape):
     )
 
 
-def test_small_encoder_batches_and_high_degrees_cost_what_they_cost(profile):
+def test_small_batches_and_high_degrees_cost_more_per_tile(profile):
     per_tile = [timing(profile, "vision", 1, s).layer_forward_s / s.rows for s in SHAPES["vision"]]
     assert per_tile == sorted(per_tile, reverse=True)
     assert per_tile[0] > 4 * per_tile[-1]
@@ -148,7 +148,7 @@ def test_small_encoder_batches_and_high_degrees_cost_what_they_cost(profile):
     assert timing(slower, "llm", 2, shape).layer_forward_s > two
 
 
-def test_what_cannot_be_predicted_is_refused():
+def test_unusable_degrees_are_refused():
     def predict(degrees, hardware=A100):
         return roofline_profile(NANO, hardware, SHAPES, degrees, n_devices=4)
 
@@ -191,7 +191,7 @@ def test_attention_that_skips_costs_by_pairs():
     assert halved.content_forward_s["pair"] == pytest.approx(want / 2)
 
 
-def test_few_shapes_tell_what_policies_cost_at_others():
+def test_policy_costs_follow_from_three_traced_shapes():
     """The second is none of the three that are traced."""
     predictor = Predictor(NANO.modules["llm"], ("visual",), 1, A100)
     shapes = [Shape(1, 32), Shape(2, 96), Shape(4, 96), Shape(2, 384)]
@@ -202,7 +202,7 @@ def test_few_shapes_tell_what_policies_cost_at_others():
     assert got.layer_s == pytest.approx(want.layer_s, rel=0.1)
 
 
-def test_what_edges_place_gets_a_gradient():
+def test_edge_fields_get_a_gradient():
     """The entry's backward adds up the features' gradients only where an edge brings them."""
     llm, shape = NANO.modules["llm"], Shape(2, 96)
     placed, own = (Predictor(llm, names, 1, A100) for names in (("visual",), ()))
@@ -214,7 +214,7 @@ DEEP = DecoderModule(dataclasses.replace(DECODERS["nano"], n_layers=12, tied=Fal
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.4])
-def test_policies_keep_their_share_of_what_compiled_programs_keep(factor):
+def test_policy_residuals_scale_with_compiled_residuals(factor):
     """Beside the input of a layer, which all keep; where temporaries tell, no less than traced."""
     tower = build("nano").modules["vision"]
     for module, shape in ((tower, Shape(2, tower.size.tokens_in_tower)), (DEEP, Shape(2, 128))):

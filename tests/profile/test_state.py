@@ -57,7 +57,7 @@ def test_ranks_of_a_block(devices, model, wanted):
     assert [plan.shard_ranks(int(n), model) for n in degrees] == wanted
 
 
-def test_a_ranks_share_by_hand():
+def test_rank_bytes_by_hand():
     many = (ParamDims((6, 10), split=1), ParamDims((7,)), ParamDims((4, 4), split=0))
     dims = {"layer_dims": {"m": many}, "ends_dims": {"m": ()}}
     profile = profile_of([TIMINGS[0]], {"m": 1}, **dims)
@@ -70,7 +70,7 @@ def test_a_ranks_share_by_hand():
     assert split.n_bytes(working_bytes, 4, exact=True) / 4 == 8 + 2 + 2
 
 
-def test_only_gathered_parameters_are_whole_at_the_end():
+def test_step_end_bytes_by_hand():
     plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
     one, three = (
         {n: ShardedState(of, MeshShape(data=n), PROFILE) for n in (1, 4)}
@@ -85,7 +85,7 @@ def test_only_gathered_parameters_are_whole_at_the_end():
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("data", [1, 4])
 @pytest.mark.parametrize("half", [False, True])
-def test_what_is_whole_while_a_task_runs(zero, data, half):
+def test_gathered_bytes_by_hand(zero, data, half):
     """By hand: a layer's parameters (3) and gradients (2 and 3), the ends' gradients or, in a task
     that ends in the loss, the parameters that the loss reads."""
     plan = SegmentPlan(
@@ -124,7 +124,7 @@ def device_bytes(structs) -> int:
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_optimizer_state_is_what_shardings_say(name, dtype):
+def test_optimizer_bytes_match_the_shardings(name, dtype):
     """To the byte: of degrees that divide dims or none, and of tensor ranks."""
     ema = 0.9 if name == "lion" else 0.0
     tx = make_optimizer(TrainConfig(optimizer=name, moments_dtype=dtype, ema=ema))
@@ -140,7 +140,7 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("data, shard_devices", [(1, 0), (3, 0), (4, 0), (6, 3)])
 @pytest.mark.parametrize("dtype, lora", [("float32", False), ("float32", True), ("bfloat16", True)])
-def test_state_is_what_shardings_say(zero, data, shard_devices, dtype, lora):
+def test_state_bytes_match_the_shardings(zero, data, shard_devices, dtype, lora):
     """To the byte: parameters, gradients, masters and optimizer state, also of ranks that divide
     few dims, of blocks of ranks, and where only adapters of layers and connector train."""
     tx, frozen, model = make_optimizer(TrainConfig()), (), build("nano", dtype)

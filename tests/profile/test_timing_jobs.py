@@ -21,7 +21,7 @@ def devices(*processes):
     return [SimpleNamespace(process_index=p) for p in processes]
 
 
-def test_each_group_of_devices_times_a_part_once():
+def test_every_job_is_timed_by_one_device_group():
     a, b, c = devices(0, 1, 2)
     jobs = timing_jobs(MODEL, SHAPES, [[(a,), (b,), (c,)], [(a, b)]])
     whole = [(m, s) for m in SHAPES for s in SHAPES[m]]
@@ -33,7 +33,7 @@ def test_each_group_of_devices_times_a_part_once():
 
 
 @pytest.mark.parametrize("here, timed, told", [(0, 6, 6), (1, 6, 2), (2, 0, 0)])
-def test_the_first_process_of_several_tells(monkeypatch, here, timed, told):
+def test_first_process_of_a_job_returns_its_timing(monkeypatch, here, timed, told):
     """Jobs of process 0, of process 1, and of both together."""
     calls = []
     monkeypatch.setattr(jax, "process_index", lambda: here)
@@ -52,7 +52,7 @@ def test_the_first_process_of_several_tells(monkeypatch, here, timed, told):
     assert time_layers(MODEL, [], sync=lambda: 1 / 0) == []
 
 
-def test_a_degree_that_divides_nothing_is_left_out():
+def test_degrees_that_divide_no_sizes_are_left_out():
     """Sizes of 8 and 12 split in 2 and not in 5."""
     every = jax.devices()
     jobs = timing_jobs(MODEL, SHAPES, [[tuple(every[:d])] for d in (1, 2, 5)])
@@ -61,7 +61,7 @@ def test_a_degree_that_divides_nothing_is_left_out():
         param_specs(shallow_segment(MODEL, "llm", 1, every[:5], MeshShape(model=5)))
 
 
-def test_a_shape_that_memory_does_not_hold_is_left_out(monkeypatch):
+def test_shapes_beyond_memory_are_left_out(monkeypatch):
     def fake(model, module, shape, devices, **_):
         if shape.rows > limit:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

@@ -302,7 +302,7 @@ def main() -> int:
     if args.worker:
         measure(SET_UPS[args.only], args.quick, args.worker)
         return 0
-    from dflop_jax.distributed.launch import launch
+    from dflop_jax.cli.launch import launch
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ from two_process_runs import (
 )
 
 from dflop_jax import ModelConfig
-from dflop_jax.distributed.launch import launch
+from dflop_jax.cli.launch import launch
 from dflop_jax.report.compare import compare
 from dflop_jax.report.reader import read_runs
 from dflop_jax.train.run_context import build_model

@@ -100,7 +100,7 @@ def choice(folders: list[Path]) -> str:
 def main() -> int:
     from rich.console import Console
 
-    from dflop_jax.distributed.launch import launch
+    from dflop_jax.cli.launch import launch
     from dflop_jax.report.compare import compare
     from dflop_jax.report.reader import read_runs
 

@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Started as processes of their own, by file or by name.
 STARTED = (
-    "dflop_jax.distributed.launch_keeper",
     "dflop_jax.data.pool.fork_server_main",
     "dflop_jax.data.build",
     "dflop_jax.aot.worker",

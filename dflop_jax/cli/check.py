@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from dflop_jax.config import Config
     from dflop_jax.contract import MultimodalModel
     from dflop_jax.preflight.data_check import DataReport
+    from dflop_jax.preflight.derived_fields import Setting
     from dflop_jax.preflight.environment_check import Fact
 
-MAX_SECONDS = 14.0  # for all, of which the data have what the rest leaves
-MIN_DATA_S = 4.0  # for the data
-# Of a `DataReport`, what `--json` prints as it is.
-_JSON_FIELDS = ("listed", "decoded", "bad_by_reason", "unread", "compared", "left_out", "cut_text",
-         "cut_media", "too_long")  # fmt: skip
+MAX_SECONDS = 14.0  # of a whole check; the data get what the rest leaves
+MIN_DATA_S = 4.0  # that the data get at least
+# Fields of a `DataReport` that `--json` prints unchanged.
+_JSON_FIELDS = (
+    "listed", "decoded", "bad_by_reason", "unread", "compared", "left_out", "cut_text",
+    "cut_media", "too_long",
+)  # fmt: skip
 MAX_EXAMPLES = 3  # of what is wrong with records
 SAMPLE_TIMEOUT_S = 4.0  # for a sample that hurts its decoder
-DEFAULT_MODEL = (
-    "models.omni:build",
-    "omni-tiny",
-)  # takes every kind of media, where no model is named
+# Factory and size of the model that is checked where none is named; it takes every kind of media.
+DEFAULT_MODEL = ("models.omni:build", "omni-tiny")
+OTHER_PAGE = "choose another --page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,90 +52,132 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass
+class _Check:
+    """What a check found: facts, and of the data either a report or why nothing was read."""
+
+    config: Config
+    file: Path
+    facts: list[Fact]
+    settings: tuple[Setting, ...] = ()
+    model: MultimodalModel | None = None
+    data: DataReport | None = None
+    reason: str = ""
+
+    @property
+    def data_lines(self) -> list[str]:
+        """What the page says of the data; none where no data are named."""
+        if self.data:
+            return _data_lines(self.data)
+        return [self.reason] if self.reason else []
+
+    @property
+    def report(self) -> DataReport:
+        """The report, or an empty one that counts the reason why nothing was read."""
+        from dflop_jax.preflight.data_check import DataReport
+
+        reasons = {self.reason: 1} if self.reason else {}
+        return self.data or DataReport(self.config.data.path, bad_by_reason=reasons)
+
+    @property
+    def refusal(self) -> str:
+        """Why training would refuse the data; "" where it would not."""
+        report = self.report
+        n_bad = sum(report.bad_by_reason.values())
+        if self.reason or (self.data is not None and report.read == n_bad):
+            return self.reason or f"no record of {report.source} can be used; {self.file} says why"
+        max_fraction = self.config.data.max_bad_fraction
+        if n_bad <= max_fraction * report.read:
+            return ""
+        return (
+            f"{n_bad} of {report.read} records are unusable, which training refuses; repair them, "
+            f"or raise data.max_bad_fraction={max_fraction}"
+        )
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print what there is and what is wrong with it, and write it with samples to a file.
 
     Returns what `--json` prints: facts and, of these, what a run would fail by; of the data what
     `DataReport` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
     """
-    from dflop_jax.preflight.data_check import DataReport
+    started_s = time.monotonic()
+    if args.records < 1:
+        raise ValueError(f"--records {args.records} must be at least 1")
+    check = _run_checks(args, started_s)
+    _write_page(check)
+    if not args.json:
+        _show(check)
+    if check.refusal:
+        print_note(f"dflop check: {check.refusal}")
+    report = check.report
+    return {
+        "records": report.read,
+        **{name: getattr(report, name) for name in _JSON_FIELDS},
+        "tokens": _count_ranges(report.tokens),
+        "pieces": _count_ranges(report.pieces),
+        "facts": {f.name: f.value for f in check.facts},
+        "wrong": {f.name: f.value for f in check.facts if f.wrong},
+        "page": str(check.file),
+        "seconds": round(time.monotonic() - started_s, 2),
+        "exit_code": BAD_INPUT if check.refusal or check.model is None else 0,
+    }
+
+
+def _run_checks(args: argparse.Namespace, started_s: float) -> _Check:
+    """Look at the machine, the model and the data; `started_s` is the monotonic clock's time from
+    which `MAX_SECONDS` count."""
     from dflop_jax.preflight.environment_check import Fact, environment_facts, model_facts
     from dflop_jax.preflight.huggingface import fetch_datasets
     from dflop_jax.preflight.model_folder import file_name
     from dflop_jax.report.run_folder import check_answer_file
 
-    begun_s = time.monotonic()
-    if args.records < 1:
-        raise ValueError(f"--records {args.records} must be at least 1")
-    ask = derive_config(args, needs_data=False)
-    config = ask.config
+    derived = derive_config(args, needs_data=False)
+    config = derived.config
     fetch_datasets(config.data, print_note)
-    names_model = any(s.name == "model.size" for s in ask.settings) or any(
+    is_model_named = any(s.name == "model.size" for s in derived.settings) or any(
         vars(args)[name] for name in MODEL_FIELDS
     )
-    is_named = bool(args.experiment or names_model)
-    if not is_named:
+    has_model = bool(args.experiment or is_model_named)
+    if not has_model:
         factory, size = DEFAULT_MODEL
         config = replace(config, model=replace(config.model, factory=factory, size=size))
-    size = config.model.size if names_model else args.experiment or ""
+    size = config.model.size if is_model_named else args.experiment or ""
     file = Path(args.page or f"runs/{file_name(size, config.data.path, 'check')}.txt")
     check_answer_file(file)
-    another = "choose another --page"
-    make_folder(file.parent, another)
-    facts = environment_facts(config)
-    model, of_model = model_facts(config)
-    facts += of_model if is_named or model is None else [_no_model_fact(config)]
-    data, why = None, ""
-    if config.data.path and model is not None:
-        left_s = max(MIN_DATA_S, MAX_SECONDS - (time.monotonic() - begun_s))
-        data, why = _check_data(config, model, args.records, left_s)
-    if (
-        data
-        and model is not None
-        and is_named
-        and (too_large := _why_too_large(model, data, config))
-    ):
-        facts.append(Fact("largest sample", too_large, wrong=True))
-    lines = _data_lines(data) if data else [why] if why else []
-    written = [
-        *(f"{f.name}: {f.value}" for f in facts),
-        *lines,
-        *(_sample_lines(data) if data else ()),
+    make_folder(file.parent, OTHER_PAGE)
+    check = _Check(config, file, environment_facts(config), derived.settings)
+    check.model, facts = model_facts(config)
+    check.facts += facts if has_model or check.model is None else [_no_model_fact(config)]
+    if config.data.path and check.model is not None:
+        left_s = max(MIN_DATA_S, MAX_SECONDS - (time.monotonic() - started_s))
+        check.data, check.reason = _check_data(config, check.model, args.records, left_s)
+        data = check.data if has_model else None
+        if reason := _why_too_large(check.model, data, config) if data else "":
+            check.facts.append(Fact("largest sample", reason, wrong=True))
+    return check
+
+
+def _write_page(check: _Check) -> None:
+    """Write facts, data and samples, a line each."""
+    lines = [f"{f.name}: {f.value}" for f in check.facts] + check.data_lines
+    lines += _sample_lines(check.data) if check.data else ()
+    with writable_path(check.file, OTHER_PAGE):
+        check.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _show(check: _Check) -> None:
+    """Print a table of facts and settings, and what was found of the data."""
+    rows = [
+        (f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
+        for f in check.facts
     ]
-    with writable_path(file, another):
-        file.write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
-    seen = data or DataReport(config.data.path, bad_by_reason={why: 1} if why else {})
-    n_bad = sum(seen.bad_by_reason.values())
-    unreadable = why or (data is not None and seen.read == n_bad)
-    too_many = n_bad > config.data.max_bad_fraction * seen.read
-    if not args.json:
-        shown = [(f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
-                 for f in facts]  # fmt: skip
-        shown += [(s.name, escape(f"{s.text} ({s.origin})")) for s in ask.settings]
-        show(make_table("", ("here", ""), shown, show_header=False))
-        for line in lines if data else ():
-            show(escape(line))
-        show(f"wrote {file}, with samples as the model is given them" if data else f"wrote {file}")
-    if unreadable:
-        print_note(
-            f"dflop check: {why or f'no record of {seen.source} can be used; {file} says why'}"
-        )
-    elif too_many:
-        print_note(
-            f"dflop check: {n_bad} of {seen.read} records are unusable, which training refuses; "
-            f"repair them, or raise data.max_bad_fraction={config.data.max_bad_fraction}"
-        )
-    return {
-        "records": seen.read,
-        **{name: getattr(seen, name) for name in _JSON_FIELDS},
-        "tokens": _count_ranges(seen.tokens),
-        "pieces": _count_ranges(seen.pieces),
-        "facts": {f.name: f.value for f in facts},
-        "wrong": {f.name: f.value for f in facts if f.wrong},
-        "page": str(file),
-        "seconds": round(time.monotonic() - begun_s, 2),
-        "exit_code": BAD_INPUT if unreadable or too_many or model is None else 0,
-    }
+    rows += [(s.name, escape(f"{s.text} ({s.origin})")) for s in check.settings]
+    show(make_table("", ("here", ""), rows, show_header=False))
+    for line in check.data_lines if check.data else ():
+        show(escape(line))
+    samples = ", with samples as the model is given them" if check.data else ""
+    show(f"wrote {check.file}{samples}")
 
 
 def _no_model_fact(config: Config) -> Fact:

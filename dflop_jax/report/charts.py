@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST
+from dflop_jax.report.metrics import COLUMNS, DEVICE, DEVICE_PEAK, HOST
 from dflop_jax.report.panels import LINE_COLOURS, PHASE_COLOURS, palette
 from dflop_jax.report.reader import MAX_CHART_POINTS, Columns, RunRecord, stretch_means
 
@@ -22,13 +22,6 @@ Values = Sequence[float | None]
 _MAX_OWN_CHARTS = 12  # charts of the user's own metrics
 # Of lines that are of no module.
 _COLOURS = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239", **PHASE_COLOURS}
-_KEYED_CHARTS = (
-    ("mfu_by_module", "MFU", "%"),
-    ("flops_per_s_by_module", "model FLOP a second", "FLOP/s"),
-    ("padding_fraction", "padding", "%"),
-    ("imbalance", "imbalance: fullest over mean data rank", "%"),
-    ("memory_bytes", "memory in use", "bytes"),
-)
 
 
 class _Drawing:
@@ -87,9 +80,9 @@ def make_charts(runs: Sequence[RunRecord]) -> dict[str, Any]:
         title = "step time by phase" + f", {run.name}" * d.several
         d.chart(title, "s", d.by_key("phase_s", [i]), stacked=True)
     has_mfu = any(run.rows.keys("mfu_by_module") for run in runs)
-    for name, title, unit in _KEYED_CHARTS:
-        if name != "flops_per_s_by_module" or not has_mfu:
-            d.chart(title, unit, d.by_key(name, range(len(runs))))
+    for name, schema in COLUMNS.items():
+        if schema.chart and (name != "flops_per_s_by_module" or not has_mfu):
+            d.chart(schema.chart, schema.unit, d.by_key(name, range(len(runs))))
     replaced_lines = d.by_run(
         "samples", lambda rows: stretch_means(np.nancumsum(rows.column("n_bad")))
     )

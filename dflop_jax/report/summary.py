@@ -6,13 +6,14 @@ Steady figures (times, rates, fractions) are medians that leave the first `WARMU
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
-from dflop_jax.report.metrics import WARMUP_STEPS, percentiles
+from dflop_jax.report.metrics import COLUMNS, KEYED_FIELDS, WARMUP_STEPS, percentiles
 from dflop_jax.report.number_format import duration, flops_text, number, percent
 from dflop_jax.report.reader import RunRecord, read_run
 from dflop_jax.report.run_folder import (
@@ -28,6 +29,8 @@ from dflop_jax.report.wall_time import TRAINING, WallTime
 
 # How numbers of units are written that are no suffix: shares, FLOPs and seconds of a whole run.
 _UNIT_FORMATS = {"%": percent, "FLOP": flops_text, "s": duration}
+# Unit of a column of metrics -> the unit of its figure, and the factor between them.
+_DISPLAY_UNITS = {"s": ("ms", 1e3), "bytes": ("GiB", 2.0**-30), "FLOP/s": ("FLOP", 1.0)}
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,17 @@ def figures(run: RunRecord) -> list[Figure]:
     def one(label: str, *values: float | str, unit: str = "", between: str = " / ") -> Figure:
         return Figure(label, unit, values, between)
 
-    def median(label: str, name: str, unit: str = "", scale: float = 1.0) -> Figure:
-        return one(label, scale * rows.median(name), unit=unit)
+    def medians(*names: str) -> Iterator[Figure]:
+        for name in names:
+            label, unit = COLUMNS[name].label, COLUMNS[name].unit
+            unit, scale = _DISPLAY_UNITS.get(unit, (unit, 1.0))
+            is_keyed = name in KEYED_FIELDS
+            values = rows.medians(name) if is_keyed else {"": rows.median(name)}
+            for key, value in values.items():
+                yield one(label.format(key), scale * value, unit=unit)
 
-    def medians(label: str, name: str, unit: str, scale: float = 1.0) -> list[Figure]:
-        values = rows.medians(name).items()
-        return [one(label.format(key), scale * value, unit=unit) for key, value in values]
-
-    steps, losses, step_s = (
-        rows.column("step"),
-        rows.column("loss"),
-        percentiles(rows.after_warmup("step_s")),
-    )
+    steps, losses = rows.column("step"), rows.column("loss")
+    step_s = percentiles(rows.after_warmup("step_s"))
     n_lost = max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps)
     waited_ms = 1e3 * float(np.nansum(rows.after_warmup("schedule_wait_s")))
     across = rows.medians("moved_across_nodes")
@@ -94,16 +96,9 @@ def figures(run: RunRecord) -> list[Figure]:
         *([one("steps without a row", n_lost)] if n_lost else []),
         one("step time, median", 1e3 * step_s.median, unit="ms"),
         one("step time, p10 - p90", 1e3 * step_s.p10, 1e3 * step_s.p90, unit="ms", between=" - "),
-        median("tokens / s", "tokens_per_s"),
-        median("model FLOP a step", "model_flops", "FLOP"),
-        median("model FLOP / s", "flops_per_s", "FLOP"),
-        *medians("model FLOP / s, {}", "flops_per_s_by_module", "FLOP"),
-        median("MFU", "mfu", "%"),
-        *medians("MFU, {}", "mfu_by_module", "%"),
-        *medians("padding, {}", "padding_fraction", "%"),
-        *medians("imbalance, {}", "imbalance", "%"),
-        *medians("{}, of a step", "phase_s", "ms", 1e3),
-        *medians("memory, {}", "memory_bytes", "GiB", 2.0**-30),
+        *medians("tokens_per_s", "model_flops", "flops_per_s", "flops_per_s_by_module"),
+        *medians("mfu", "mfu_by_module", "padding_fraction", "imbalance", "phase_s"),
+        *medians("memory_bytes"),
         *(
             one(f"features moved {k}, in nodes / across", v / 1e6, across[k] / 1e6, unit="MB")
             for k, v in rows.medians("moved_in_node").items()
@@ -114,18 +109,17 @@ def figures(run: RunRecord) -> list[Figure]:
         ),
         one("step predicted, chosen by", 1e3 * (predicted.chosen_by_s or math.nan), unit="ms"),
         one("step predicted, own programs", 1e3 * (predicted.makespan_s or math.nan), unit="ms"),
-        median("makespan, scheduled", "makespan_s", "ms", 1e3),
-        median("schedule over its proved bound", "schedule_gap", "%"),
+        *medians("makespan_s", "schedule_gap"),
         one("schedules found by", ", ".join(f"{k} {n}" for k, n in rows.made_by.most_common())),
         one(
             "steps with an integer program's bound", int((rows.column("integer_bound_s") > 0).sum())
         ),
         one("compiles after warm-up", int(np.nansum(rows.column("compiles")[WARMUP_STEPS:]))),
-        median("schedule solved in", "schedule_s", "ms", 1e3),
+        *medians("schedule_s"),
         one("schedule waited for, total", waited_ms, unit="ms"),
         one("loss, first -> last", *losses[[0, -1]].tolist(), between=" -> "),
         *(figure for row in run.evaluations[-1:] for figure in _evaluation_figures(row)),
-        *medians("own metric {}, median", "own", ""),
+        *medians("own"),
         one("samples replaced", int(np.nansum(rows.column("n_bad")))),
         one("steps that changed no parameter", rows.n_skipped),
         *(_wall_time_figures(run.wall_time) if run.wall_time else []),

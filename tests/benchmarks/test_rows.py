@@ -104,7 +104,7 @@ def launched(rows: Callable[[list[str]], object]) -> Callable[..., None]:
             json_rows.write_json(out, rows(command))
             return SimpleNamespace(exit_code=0)
 
-        patch.setattr("dflop_jax.distributed.launch.launch", launch)
+        patch.setattr("dflop_jax.cli.launch.launch", launch)
 
     return prepare
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.cli import main
+from dflop_jax.cli.launch import core_shares, resolve
 from dflop_jax.distributed import processes as module
-from dflop_jax.distributed.launch import core_shares, resolve
 from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from tests.processes import descendants, runs
 
@@ -117,7 +117,8 @@ def test_a_killed_process_may_succeed_when_retried(program):
 def test_a_process_that_does_not_end_is_killed(program, what, code):
     """With a grace of half a second instead of ten; a stopped process takes no SIGTERM."""
     script = (
-        "from dflop_jax.distributed import supervisor as s, launch as l; s.STOP_GRACE_S = 0.5; "
+        "from dflop_jax.distributed import supervisor as s; from dflop_jax.cli import launch as l; "
+        "s.STOP_GRACE_S = 0.5; "
         f"print(l.launch({program(what)!r}, 2))"
     )
     done = run_code(script)

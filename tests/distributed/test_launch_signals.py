@@ -98,7 +98,7 @@ def test_a_launch_does_not_wait_for_who_reads_its_errors(program, tmp_path):
 def test_a_process_that_cannot_be_killed_is_left_behind(program):
     """As one is whose disk hangs; here SIGKILL does nothing until the launcher has ended."""
     code = (
-        "from dflop_jax.distributed import supervisor as s, launch as l; "
+        "from dflop_jax.distributed import supervisor as s; from dflop_jax.cli import launch as l; "
         "s.STOP_GRACE_S = s.KILL_TIMEOUT_S = 0.5; s._Attempt._kill = lambda self: None; "
         f"print(l.launch({program('stubborn')!r}, 2))"
     )

@@ -127,7 +127,7 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
     result = SimpleNamespace(sums={}, grad_norm=1.0, applied=True, ended_s=1.0, started_s=0.0)
     order = SimpleNamespace(tasks=())
     handle = SimpleNamespace(
-        local=lambda offset_s: LocalResult({}, {}, {}, None), order=order,
+        local_result=lambda offset_s: LocalResult({}, {}, {}, None), order=order,
         result=lambda parts: result, process_seconds=lambda result: {},
     )  # fmt: skip
     loss = SimpleNamespace(total=lambda sums: 2.0, means=lambda sums: {})

@@ -52,7 +52,7 @@ def test_all_processes_start_again_under_a_new_port(program, tmp_path):
 def test_what_is_retried(program, codes, restarts, code, says):
     launch = f"l.launch({program('starts', codes)!r}, 2, max_restarts={restarts})"
     script = (
-        "from dflop_jax.distributed import supervisor as s, launch as l; "
+        "from dflop_jax.distributed import supervisor as s; from dflop_jax.cli import launch as l; "
         f"s.MIN_BACKOFF_S = 0.01; s.STOP_GRACE_S = 1.0; print({launch}.exit_code)"
     )
     done = run_code(script)
@@ -69,7 +69,8 @@ def test_the_wait_before_a_restart_doubles_until_a_step_is_done(program):
     for more, waits in ((), doubled), (("step",), [""] * 4):
         launch = f"l.launch({program('starts', '4,4,4,4,0', *more)!r}, 2, max_restarts=9)"
         script = (
-            "from dflop_jax.distributed import supervisor as s, launch as l; "
+            "from dflop_jax.distributed import supervisor as s; from dflop_jax.cli import launch "
+            "as l; "
             f"s.MIN_BACKOFF_S, s.MAX_BACKOFF_S, s.STOP_GRACE_S = 0.1, 0.3, 0.5; "
             f"print({launch}.exit_code)"
         )
@@ -81,7 +82,8 @@ def test_the_wait_before_a_restart_doubles_until_a_step_is_done(program):
 def test_a_signal_ends_the_wait_for_a_restart(program):
     launch = f"l.launch({program('starts', '4,4,0')!r}, 2, max_restarts=9)"
     script = (
-        "from dflop_jax.distributed import supervisor as s, launch as l; import sys; "
+        "from dflop_jax.distributed import supervisor as s; from dflop_jax.cli import launch as l; "
+        "import sys; "
         f"s.MIN_BACKOFF_S, s.STOP_GRACE_S = 60.0, 0.5; sys.exit({launch}.exit_code)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)

@@ -15,7 +15,7 @@ SAID = ("ValueError", "TransientError", "RunFailed", "FolderInUse")
 # Rooms whose messages are reasons within another one, which says what to do: why a record, a
 # picture or a file of an index is no good.
 REASONS = ("data/datasets/", "data/media/", "data/text/", "data/pool/", "data/bounds.py",
-           "data/joins.py", "data/packing.py", "data/sample.py")  # fmt: skip
+           "data/gathers.py", "data/packing.py", "data/sample.py")  # fmt: skip
 # Functions that are called from Python: what they ask for is the remedy.
 LIBRARY = ("checkpoint/format.py", "checkpoint/reader.py", "contract.py",
            "profile/collectives.py", "profile/roofline.py", "records/", "report/metrics.py",

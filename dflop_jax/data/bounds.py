@@ -21,7 +21,7 @@ MiB = 1 << 20  # bytes
 
 # pictures and frames
 MAX_PIXELS = 80_000_000  # of a picture or a frame; below Pillow's own warning
-MAX_SQUARE = 20_000  # pixels of a side of the square that a picture is padded to
+MAX_SQUARE_PX = 20_000  # pixels of a side of the square that a picture is padded to
 # clips and sounds
 MAX_DURATION_S = 7 * 24 * 3600  # a week
 MAX_CLIP_FRAMES = 1 << 30  # such as a week of 1,775 frames a second
@@ -33,22 +33,22 @@ MAX_RECORD_BYTES = 64 * MiB  # of one record's JSON, or a caption
 MAX_LIST_BYTES = 8192 * MiB  # of a .json list, which is read as a whole
 MAX_MEDIA = 1000  # of one record
 MAX_TURNS = 1000  # a chat template is rendered once for each
-MAX_ID = 200  # characters of a record's id
-MAX_NAME = 200  # characters of a file's or a member's name in messages
+MAX_ID_CHARS = 200  # characters of a record's id
+MAX_NAME_CHARS = 200  # characters of a file's or a member's name in messages
 # files beside the records
 MAX_YAML_BYTES = 4 * MiB
 MAX_SHARDS = 1_000_000  # of one data set
-MAX_TAR_HEADER = MiB  # bytes of one header of a tar: long names, extended attributes
+MAX_TAR_HEADER_BYTES = MiB  # bytes of one header of a tar: long names, extended attributes
 MAX_MEMBERS = 2_000_000  # of one shard
 MAX_FOOTER_BYTES = 64 * MiB  # of what a table says of itself
 MAX_ROWS = 200_000_000  # of one table
-MAX_SHOWN = 200_000_000  # samples of a mixture's epoch
+MAX_EPOCH_SAMPLES = 200_000_000  # samples of a mixture's epoch
 MAX_TOKENIZER_BYTES = 256 * MiB  # of a file of a tokenizer
 _FILE_OBJECT = re.compile(r" <_io\.[^>]*>")  # what Pillow calls a file
 
 
 @contextmanager
-def named(failure: str, remedy: str = "") -> Iterator[None]:
+def errors_as(failure: str, remedy: str = "") -> Iterator[None]:
     """Turn whatever goes wrong inside into a ValueError of one line, "FAILURE (REASON)REMEDY"."""
     try:
         yield
@@ -67,7 +67,7 @@ def one_line(error: BaseException) -> str:
 
 def read_bounded(file: Path, limit: int) -> bytes:
     """All bytes of a file; ValueError, naming it, when it cannot be read or has more of them."""
-    with named(f"{file}: cannot be read"), file.open("rb") as opened:
+    with errors_as(f"{file}: cannot be read"), file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size  # `read(limit)` would allocate the limit
         data = opened.read(size) if size <= limit else b""
     if size > limit:
@@ -75,7 +75,7 @@ def read_bounded(file: Path, limit: int) -> bytes:
     return data
 
 
-def without_mark(text: bytes) -> bytes:
+def strip_byte_order_mark(text: bytes) -> bytes:
     """UTF-8 without its byte order mark; ValueError where it is another encoding."""
     if b"\0" in text[:4] or text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("UTF-16 or UTF-32; save it as UTF-8")
@@ -84,7 +84,7 @@ def without_mark(text: bytes) -> bytes:
 
 def parse_json(data: bytes, kind: Any = Any) -> Any:
     """What JSON holds. ValueError when it is not JSON, not of `kind`, or nested too deeply."""
-    data = without_mark(data)
+    data = strip_byte_order_mark(data)
     if not data or data.isspace():
         raise ValueError("empty")
     try:

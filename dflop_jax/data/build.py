@@ -58,13 +58,17 @@ def make_source(
     in_processes: bool = True,
     check_media: bool = True,
 ) -> Source:
-    """Return the embedded scenes when `config.path` is empty, else what is there.
+    """Return the dataset of `config.path`, or the embedded scenes where it is empty.
 
-    What is on disk (a LLaVA-format file or its folder, tar shards, a YAML mixture of them) goes by
-    an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
-    here unless `apart`. So many records of it (a float: such a share of them) are held out for the
-    eval split; scenes have an eval split of their own, of as many (of the same size, for 0).
-    `check_media`: see `update_index`; one process of a run does.
+    A dataset on disk (a LLaVA-format file or its folder, tar shards, tables, a YAML mixture) is
+    read through an index of headers, kept in `index_dir`.
+
+    Args:
+      n_held_out: records that the eval split has and the train split lacks; a float: their
+        fraction.
+        The embedded scenes have other scenes in their eval split: as many, or `n_samples` for 0.
+      in_processes: make the index in processes that can be killed (see `pool`).
+      check_media: see `update_index`; one process of a run does.
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
@@ -81,10 +85,8 @@ def make_source(
         )
     tokenizer = open_tokenizer(config.tokenizer, vocab_size)
     assert not isinstance(tokenizer, ChatTokenizer)
-    is_fraction = isinstance(n_held_out, float)
-    n_eval_samples = (
-        math.ceil(n_held_out * (config.n_samples if is_fraction else 1)) or config.n_samples
-    )
+    n_all = config.n_samples if isinstance(n_held_out, float) else 1
+    n_eval_samples = math.ceil(n_held_out * n_all) or config.n_samples
     return SceneSource(
         n_eval_samples if split == "eval" else config.n_samples,
         config.seed,
@@ -140,18 +142,18 @@ class RecordDataset:
         return encode_chatml(turns, self.tokenizer, tag_of(self.spec.kinds))
 
     def local_row_reader(self, *, decoded: bool = False) -> LocalRowReader:
-        """Return what reads rows in this process; `decoded`: a record whose media cannot be decoded
-        as the model takes them is unusable, too."""
+        """Return a reader of index rows in this process. `decoded`: a record is also unusable when
+        its media cannot be decoded as the model takes them."""
         shows = getattr(self.tokenizer, "shows", lambda _: False)
         preparation = self.preparation if decoded else None
         return LocalRowReader(self.readers, self.encode_turns, self.spec.kinds, preparation, shows)
 
     def process_row_reader(self, *, decoded: bool = False) -> ProcessRowReader:
-        """Return what does so in other processes."""
-        opens = "open_decoding_row_reader" if decoded else "open_row_reader"
-        opened_by = SourceFactory(f"{__name__}:{opens}", self._to_builtins())
+        """Return a reader of index rows in other processes, see `local_row_reader`."""
+        arguments = {"dataset": self._to_builtins(), "decoded": decoded}
+        factory = SourceFactory(f"{__name__}:open_row_reader", arguments)
         memory_bytes = int(self.config.sample_memory_bytes)
-        return ProcessRowReader(opened_by, self.config.sample_timeout_s, memory_bytes)
+        return ProcessRowReader(factory, self.config.sample_timeout_s, memory_bytes)
 
     def source(self, *, in_processes: bool, check_media: bool) -> MixtureSource:
         """Return the samples of the split; arguments as for `make_source`."""
@@ -192,13 +194,9 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
 
 
 def open_row_reader(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
-    """Return what answers for the index of that source, in another process."""
-    return msgspec.convert(arguments, RecordDataset).local_row_reader().answer
-
-
-def open_decoding_row_reader(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
-    """As `open_row_reader`, with the media decoded."""
-    return msgspec.convert(arguments, RecordDataset).local_row_reader(decoded=True).answer
+    """Return what answers requests for index rows of a dataset, in another process."""
+    dataset = msgspec.convert(arguments["dataset"], RecordDataset)
+    return dataset.local_row_reader(decoded=arguments["decoded"]).answer
 
 
 def open_tokenizer(

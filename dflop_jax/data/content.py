@@ -1,9 +1,7 @@
-"""The features that a module gives, and what the pieces of samples ask of a model's modules beside
-tokens: the one place where content is made of loads, by the module that counts it and the edges
-that it reads.
+"""Feature shapes of modules, and the content of pieces: costs that do not follow from token counts.
 
-What a medium places is counted by itself, though another may stand right beside it where no text
-marks their ends."""
+A module that has `content` counts its own pieces, from their tokens and from the features that its
+edges bring. The features of each medium are counted apart, also where two media are adjacent."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
 
     from dflop_jax.contract import Module, MultimodalModel
 
-# Tokens of a row of which is read how many outputs a module gives for each, where a row holds
-# pieces of any length: squares of blocks up to 7 a side divide it.
+# Tokens of the row that shows how many outputs a module gives for a token, where pieces have any
+# length: divisible by squares of blocks of up to 7 a side.
 _ROW_TOKENS = 420**2
 
 
 def content_counter(model: MultimodalModel) -> Callable[[Load], Load]:
-    """What gives a load the content of the modules that name its features."""
+    """Return a function that adds content to a load, for the modules of a model that define it."""
     from dflop_jax.contract import content_of, edges_of
 
     modules, piece_tokens = model.modules, model.piece_tokens
@@ -60,20 +58,18 @@ def content_counter(model: MultimodalModel) -> Callable[[Load], Load]:
 
 
 def _outputs_per_run(source: Module, edge: Edge, tokens: int, load: Load) -> list[int]:
-    """How many outputs of an edge's source stand together, run by run; of a row of so many
-    tokens is read how many it gives."""
+    """Return the outputs of an edge's source in each run of adjacent pieces.
+
+    Args:
+      tokens: of a row whose number of outputs is known from the module.
+    """
     lengths = load.lengths(edge.source)
     if not lengths:
         return []
-    outputs_per_row = _per_row(source, edge, tokens)
+    outputs_per_row = features_per_row(source, edge, Shape(1, tokens))
     outputs = iter([n * outputs_per_row // tokens for n in lengths])
     runs = load.runs.get(edge.source, (1,) * len(lengths))
     return [sum(islice(outputs, n)) for n in runs]
-
-
-@lru_cache(maxsize=256)
-def _per_row(module: Module, edge: Edge, tokens: int) -> int:
-    return features_per_row(module, edge, Shape(1, tokens))
 
 
 def features_per_row(module: Module, edge: Edge, shape: Shape) -> int:

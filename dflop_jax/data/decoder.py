@@ -116,7 +116,7 @@ class Replacements:
         decode_again: Callable[[int], DecodeResult],
     ) -> Sample:
         """Return what was decoded of a sample of a step's batch, or what replaces it, decoded by
-        `again`.
+        `decode_again`.
 
         Args:
           decoded: None of a sample that is known to be bad.

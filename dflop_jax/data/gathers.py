@@ -60,15 +60,16 @@ class PieceNumbers:
 class DecodedPiece(NamedTuple):
     """The `order`-th piece of `sample`, which stands at `place` in the batch.
 
-    Its `tokens` among all of the sample's go to `room` of `row` (microbatch, row of all ranks).
+    Its `tokens`, a slice of the sample's tokens, go to the columns `room` of `row` (microbatch, row
+    over all ranks).
     """
 
     sample: Sample
-    place: int
-    order: int
+    batch_index: int
+    piece_index: int
     tokens: slice
     row: tuple[int, int]
-    room: slice
+    columns: slice
     segment: int
     rank: int
 
@@ -179,7 +180,7 @@ def _write_gathers(
     feature = np.where(feature >= 0, feature + np.repeat(starts, n_tokens)[:, None], -1)
     # Each piece's tokens stand side by side in the flattened rows.
     _, rows, length, _ = gathers[feeders[0]][0].shape
-    first_token = [(p.row[0] * rows + p.row[1]) * length + p.room.start for p in pieces]
+    first_token = [(p.row[0] * rows + p.row[1]) * length + p.columns.start for p in pieces]
     token = np.repeat(first_token - np.cumsum(n_tokens) + n_tokens, n_tokens) + np.arange(
         len(feature)
     )
@@ -251,7 +252,7 @@ class _FeatureOffsets:
         lengths = [p.sample.load.lengths(self._source) for p in pieces]
         n = np.array([len(of_sample) for of_sample in lengths])
         sample_index, microbatch = (
-            np.array(c) for c in zip(*((p.place, p.row[0]) for p in pieces))
+            np.array(c) for c in zip(*((p.batch_index, p.row[0]) for p in pieces))
         )
         ends = np.cumsum(n)
         piece = np.repeat(self._first[sample_index] - ends + n, n) + np.arange(ends[-1])

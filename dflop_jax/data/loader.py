@@ -36,12 +36,12 @@ PendingSamples = list[
 
 
 class OversizeFilter:
-    """Keeps samples that the run has no room for out of its batches, each named once.
+    """Replaces samples that no compiled bucket holds; each is logged once.
 
     Args:
-      beyond: places, among some loads, of those that the run has no room for.
-      refuse: a ValueError for such a sample, else the next one that there is room for takes its
-        places (data.oversize).
+      find_oversize: returns the indices of loads that no compiled bucket holds.
+      refuse: raise ValueError for such a sample; else the next sample that fits replaces it
+        (data.oversize).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OversizeFilter:
         self._replacement_of: dict[int, int] = {}  # what takes the place of one without room
 
     def replace_oversize(self, indices: Sequence[int]) -> list[int]:
-        """Return the samples, those without room replaced; ValueError if they are to be refused."""
+        """Return the samples, oversize ones replaced; ValueError if they are refused."""
         unchecked = [i for i in dict.fromkeys(indices) if i not in self._replacement_of]
         for k in self._find_oversize(get_loads(self._source, unchecked)):
             self._replacement_of[unchecked[k]] = self._find_replacement(unchecked[k])
@@ -80,7 +80,7 @@ class Loader:
       max_bad_fraction: share of undecodable samples, among the distinct ones seen, above which
         decoding raises ValueError.
       decoder: makes what decodes the source's samples, `workers` at once.
-      room: keeps out what the run has no room for; None: it has room for all.
+      oversize_filter: replaces samples that no compiled bucket holds; None: all samples fit.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ def make_loader(
     find_oversize: FindOversize | None = None,
     model: MultimodalModel | None = None,
 ) -> Loader:
-    """Return the run's batches of a source; `beyond` as for `OversizeFilter`, None: no filter.
-    `model`:
+    """Return the run's batches of a source; `find_oversize` as for `OversizeFilter`, None: no
+    filter. `model`:
     whose content loads have, None: none."""
     refuse = config.data.oversize == "error"
     loader = Loader(

@@ -147,14 +147,17 @@ def _pack_group(
     counted_weights = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counted_ranks]
     gathers, read_counts = build_gathers(layout, schedule, group, pieces, numbers, model)
     counted_pieces = [p for p in pieces if p.rank in counted_ranks]
-    add_content, loads = content_counter(model), {p.place: p.sample.load for p in counted_pieces}
+    add_content, loads = (
+        content_counter(model),
+        {p.batch_index: p.sample.load for p in counted_pieces},
+    )
     content = {place: add_content(load).content_of(module) for place, load in loads.items()}
     return PackedGroup(
         fields=fields,
         gathers=gathers,
         read_counts=read_counts,
         lengths=tuple(p.length for p in counted_pieces),
-        content=tuple(content[p.place][p.order] for p in counted_pieces),
+        content=tuple(content[p.batch_index][p.piece_index] for p in counted_pieces),
         loss_weights=counted_weights,
     )
 
@@ -194,11 +197,11 @@ def _fill_piece(
     for name, field in layouts.items():
         array = fields[name]
         if name == SEGMENTS:
-            array[piece.row][piece.room] = piece.segment
+            array[piece.row][piece.columns] = piece.segment
         elif name == SEEDS:
             if draws:
-                seed_name = f"{draws}/{module}/{piece.place}/{piece.order}"
-                target = (*piece.row, piece.room) if field.per_token else piece.row
+                seed_name = f"{draws}/{module}/{piece.batch_index}/{piece.piece_index}"
+                target = (*piece.row, piece.columns) if field.per_token else piece.row
                 array[target] = (
                     derive_seeds(seed_name, piece.length)
                     if field.per_token
@@ -206,11 +209,11 @@ def _fill_piece(
                 )
         elif name == POSITIONS and name not in sample_fields:
             counts = np.arange(piece.length, dtype=field.dtype)
-            array[piece.row][piece.room] = counts.reshape(-1, *[1] * (len(field.dims) - 1))
+            array[piece.row][piece.columns] = counts.reshape(-1, *[1] * (len(field.dims) - 1))
         elif field.per_token:
-            array[piece.row][piece.room] = sample_fields[name][piece.tokens]
+            array[piece.row][piece.columns] = sample_fields[name][piece.tokens]
         else:
-            array[piece.row] = sample_fields[name][piece.order]
+            array[piece.row] = sample_fields[name][piece.piece_index]
 
 
 def derive_seeds(name: str, n: int) -> np.ndarray:

@@ -37,7 +37,7 @@ class Sample:
     """A decoded sample: plain arrays by module and name, and how they are joined.
 
     `fields[module][name]` holds all of the sample's pieces of the module one after the other: dim 0
-    counts the tokens of all pieces where every token has a value, else the pieces. `places` are by
+    counts the tokens of all pieces where every token has a value, else the pieces. `gathers` are by
     (source module, target module); a pair that the sample does not join is absent.
     """
 
@@ -89,7 +89,7 @@ class SourceFactory:
 class Source(Protocol):
     """A dataset with random access. `sample(i).load == load(i)` for every i.
 
-    One that reads other people's files also has `opened_by: OpenedBy`, so that its samples are
+    One that reads other people's files also has `factory: SourceFactory`, so that its samples are
     decoded in processes of their own; any other is decoded in threads. One whose samples differ
     from epoch to epoch has `varies = True`: of n samples, `sample(i + k n)` is then sample i in
     epoch k, with the load of sample i. A mixture has `part_of(index)`, which gives the name of the

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dflop_jax.data import Sample
-from dflop_jax.data.bounds import without_mark
+from dflop_jax.data.bounds import strip_byte_order_mark
 from dflop_jax.generate.generate import AnswerText, Generator
 from dflop_jax.generate.prompt import Media
 from dflop_jax.generate.row import LLM
@@ -55,7 +55,7 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
     """
     file = Path(file)
     try:
-        lines = without_mark(file.read_bytes()).split(b"\n")
+        lines = strip_byte_order_mark(file.read_bytes()).split(b"\n")
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
     except OSError as e:

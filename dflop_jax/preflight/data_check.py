@@ -113,7 +113,7 @@ def inspect_dataset(
     *,
     model: str = "",
 ) -> DataReport:
-    """Look at up to `most` records, evenly spread, for up to so many seconds.
+    """Look at up to `max_records` records, evenly spread, for up to so many seconds.
 
     Args:
       model: folder of the model; media are compared with its processors if it is the tokenizer's.

@@ -29,7 +29,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "safetensors", "tokenizers", "hugg
 DRIVER = Path("/proc/driver/nvidia/version")
 LINKS = ("nvidia-smi", "topo", "-m")
 TOOL_TIMEOUT_S = 3.0  # a tool that takes longer says nothing
-MASTER_BYTES = 4
+MASTER_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
     except ValueError as e:
         return None, [Fact("model", str(e), wrong=True)]
     sizes = {m: sum(parameter_bytes(module).values()) for m, module in model.modules.items()}
-    text = ", ".join(f"{m} {number(n / MASTER_BYTES / 1e6)} M" for m, n in sizes.items())
+    text = ", ".join(f"{m} {number(n / MASTER_WEIGHT_BYTES / 1e6)} M" for m, n in sizes.items())
     facts = [
         Fact("model", f"{config.model.factory} {config.model.size}: parameters {text}"),
         *_try_fact("weights", lambda: _weights(model, config)),

@@ -20,14 +20,14 @@ from dflop_jax.folders import make_folder
 
 NAME = re.compile(rf"({HUB_ID.pattern})(?:@([\w./-]+))?")
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
-MAX_REASON = 200  # characters of an error of huggingface_hub
+MAX_REASON_CHARS = 200  # characters of an error of huggingface_hub
 
 
 def model_folder(name: str, log: Callable[[str], None] = lambda message: None) -> Path:
     """The folder that a path, OWNER/NAME or OWNER/NAME@REVISION names, downloaded if needed.
 
     Args:
-      tell: gets one line when a download starts.
+      log: gets one line when a download starts.
 
     Raises:
       ValueError: no such folder, no such model, no access to it, or offline and not in the cache.
@@ -83,7 +83,7 @@ def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str
                 f"{'revision' if is_revision else uri.type}, or no access to it; correct the name, "
                 "ask for access on its page, log in (hf auth login), or give a path"
             ) from None
-        reason = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON]
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON_CHARS]
         raise TransientError(
             f"{subject}: the hub cannot be reached, or the download was interrupted ({reason}); "
             "run the command again, finished files are kept, or give a path"

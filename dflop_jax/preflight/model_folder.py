@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma4": "models.gemma4:build",
     "gemma4_text": "models.gemma4:build_text",
 }
-CONFIGS_OF_MEDIA = ("vision_config", "audio_config")
+MEDIA_CONFIGS = ("vision_config", "audio_config")
 ANYRES_MAX = "anyres_max_"  # of vision_aspect_ratio: so many tiles
 # Samples beyond so many tokens are cut unless the user says more: one of the data's longest would
 # else decide how much memory a plan needs. Twice as many take up to four times the attention.
@@ -42,17 +42,17 @@ MAX_TOKENS = 8192
 # Learning rates that are usual for fine-tuning: adapters begin as nothing and take ten times that
 # of whole weights.
 FULL_RATE, LORA_RATE = 1e-5, 1e-4
-WARMUP = 0.03  # of the steps
-LONGEST_NAME = 40  # characters of a model's or dataset's name in a folder's name
+WARMUP_RATIO = 0.03  # of the steps
+MAX_NAME_CHARS = 40  # characters of a model's or dataset's name in a folder's name
 SNAPSHOTS = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/REVISION
-FOLDER = re.compile(r"[^\w.-]+")
+NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
 def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Setting]:
     """The settings of a folder that `transformers` wrote.
 
     Args:
-      given: fields that the user gives, of which the folder need say nothing.
+      given_fields: fields that the user gives, of which the folder need say nothing.
 
     Raises:
       ValueError: no such folder, no config.json, a model that is not known, no tokenizer.
@@ -92,7 +92,7 @@ def factory_of(config: Mapping[str, Any], folder: Path) -> str:
             f"writes one, or name the run's model and begin with --model.weights {folder}"
         )
     known_types = ", ".join(FAMILIES)
-    if any(config.get(name) for name in CONFIGS_OF_MEDIA) or not isinstance(kind, str):
+    if any(config.get(name) for name in MEDIA_CONFIGS) or not isinstance(kind, str):
         raise ValueError(
             f"{folder}: model_type is {kind!r}; known: {known_types}; for another model write a "
             "factory with `weights` and give it by --model.factory MODULE:FUNCTION"
@@ -187,7 +187,7 @@ def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list
         token_limit(config),
         Setting("train.learning_rate", LORA_RATE if lora else FULL_RATE, origin),
         Setting("train.epochs", 1.0, "every sample once"),
-        Setting("train.warmup_ratio", WARMUP, "of the steps"),
+        Setting("train.warmup_ratio", WARMUP_RATIO, "of the steps"),
     ]
 
 
@@ -207,4 +207,4 @@ def _short_name(path: str) -> str:
     name = folder.stem if folder.is_file() else folder.name
     if folder.parent.name == SNAPSHOTS:
         name = folder.parent.parent.name.rpartition("--")[2]
-    return FOLDER.sub("-", name.replace("{", "-").replace("}", "-"))[:LONGEST_NAME].strip("-.")
+    return NOT_IN_NAMES.sub("-", name)[:MAX_NAME_CHARS].strip("-.")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dflop_jax.data.media.fitted import FORM, Fitted, fitted
+from dflop_jax.data.media.fitted import FORM, Fitted, fitted_blocks
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.native import patch_places
 from dflop_jax.data.media.video import Clip
@@ -35,7 +35,7 @@ def test_sizes_equal_the_published_function():
     for tokens in (70, 280, 1120):
         for width, height in sizes:
             want = get_aspect_ratio_preserving_size(height, width, 16, 9 * tokens, 3)
-            rows, cols = fitted(width, height, 48, tokens)
+            rows, cols = fitted_blocks(width, height, 48, tokens)
             assert (rows * 48, cols * 48) == want, (width, height, tokens)
     widths, heights = np.array(sizes).T
     rows, cols = Fitted(merge=3, frames=1).blocks({"width": widths, "height": heights})

@@ -16,7 +16,7 @@ import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name from here on)
 import numpy as np
 from safetensors import safe_open
 
-from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded
+from dflop_jax.data.bounds import MAX_LIST_BYTES, errors_as, parse_json, read_bounded
 from dflop_jax.data.datasets.blob import MediaRoots
 
 TENSOR = "latents"
@@ -69,7 +69,7 @@ class ClipFiles:
 
     def latents(self, index: int) -> np.ndarray:
         clip = self._clips[index]
-        with named(f"{clip.label}: {clip.file} cannot be read"):
+        with errors_as(f"{clip.label}: {clip.file} cannot be read"):
             if clip.tensor:
                 with safe_open(clip.file, framework="numpy") as opened:
                     values = opened.get_tensor(clip.tensor)
@@ -89,7 +89,7 @@ def _clip(label: str, record: Mapping[str, Any], resolve: Any) -> _Clip:
         raise ValueError(f'{label}: no "caption"; say what the clip shows')
     if not isinstance(name, str) or not name:
         raise ValueError(f'{label}: no "latents"; name the .npy or .safetensors file of the clip')
-    with named(f"{label}"):
+    with errors_as(f"{label}"):
         file = resolve(name)
         tensor, shape, dtype = _header(file)
         if dtype not in FLOATS:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import HfUri, parse_hf_uri
 
-from dflop_jax.data.bounds import MAX_NAME, MAX_YAML_BYTES, parse_json, read_bounded
+from dflop_jax.data.bounds import MAX_NAME_CHARS, MAX_YAML_BYTES, parse_json, read_bounded
 from dflop_jax.data.media.kinds import BUILT_IN
 
 SUFFIXES = (".parquet", ".arrow")
@@ -32,7 +32,7 @@ def find_tables(path: str) -> tuple[Path, ...]:
         if not files:
             raise ValueError(f"{path}: no file matches; give a pattern of files that are there")
     elif pattern.is_dir():
-        files = _in_folder(pattern)
+        files = _tables_of_dataset(pattern)
     else:
         files = [pattern] if pattern.suffix in SUFFIXES and pattern.is_file() else []
     return tuple(files)
@@ -80,7 +80,7 @@ def hub_folder(path: str) -> Path | None:
     return Path(folder, uri.path_in_repo)
 
 
-def _in_folder(folder: Path) -> list[Path]:
+def _tables_of_dataset(folder: Path) -> list[Path]:
     if (folder / "dataset.json").is_file():
         return []
     if (folder / "state.json").is_file():
@@ -94,7 +94,7 @@ def _in_folder(folder: Path) -> list[Path]:
             f"{folder}: holds several datasets, name one: "
             f"{_format_names(p.name for p in subfolders)}"
         )
-    return _in_folder(subfolders[0]) if subfolders else []
+    return _tables_of_dataset(subfolders[0]) if subfolders else []
 
 
 def _saved_tables(folder: Path) -> list[Path]:
@@ -148,4 +148,4 @@ def _require_files(folder: Path, names: list[str]) -> list[Path]:
 
 
 def _format_names(names: Iterable[str]) -> str:
-    return ", ".join(names)[:MAX_NAME]
+    return ", ".join(names)[:MAX_NAME_CHARS]

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.data.datasets.record_parser import TEXTS
+from dflop_jax.data.datasets.record_parser import TEXT_FIELDS
 from dflop_jax.data.datasets.record_reader import RecordReader
 from dflop_jax.data.datasets.record_table import (
     DatasetIndex,
@@ -41,7 +41,7 @@ MAX_INDEXED_REASONS = 20  # why records cannot be taken, in a message
 REMEDIES = {
     "missing file": "missing files are looked for in the folder of the JSON file, or in those of "
     "--data.root; name theirs if it is another",
-    f"no {', '.join(TEXTS)}": "fields of other names are said by --data.columns, such as "
+    f"no {', '.join(TEXT_FIELDS)}": "fields of other names are said by --data.columns, such as "
     "messages=chat,image=pictures",
     "no column": "--data.columns FIELD=COLUMN names a column that is not there; mend it",
 }
@@ -72,9 +72,7 @@ class IndexRules:
 
 
 def update_index(
-    rules: IndexRules,
-    readers: Mapping[str, RecordReader],
-    kinds: Kinds = BUILT_IN,
+    rules: IndexRules, readers: Mapping[str, RecordReader], kinds: Kinds = BUILT_IN
 ) -> dict[str, DatasetIndex]:
     """Return the index of all `readers`, from its file where that is up to date; else it is
     written, as it is where that is damaged: a bit on a disk is to end no run. The index has all
@@ -120,7 +118,11 @@ def _build_index(
     with ThreadPoolExecutor(workers) as pool:
         while chunks := list(islice(_chunks(locations), MAX_PENDING_RECORDS // CHUNK_RECORDS)):
             n_listed += sum(map(len, chunks))
-            read = [r for part in pool.map(lambda c: rows.read_rows(name, c), chunks) for r in part]
+            read = [
+                r
+                for chunk_rows in pool.map(lambda c: rows.read_rows(name, c), chunks)
+                for r in chunk_rows
+            ]
             usable = [r for r in read if not isinstance(r, BadSample)]
             tables.append(build_table([r.record for r in usable], [r.media for r in usable], kinds))
             unread.update(key for r in usable for key in r.unread)

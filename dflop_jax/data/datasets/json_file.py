@@ -7,7 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded, without_mark
+from dflop_jax.data.bounds import (
+    MAX_LIST_BYTES,
+    errors_as,
+    parse_json,
+    read_bounded,
+    strip_byte_order_mark,
+)
 from dflop_jax.data.datasets.blob import Blob, MediaRoots
 from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, RecordFormat, parse_record
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
@@ -72,8 +78,8 @@ class FileReader(RecordReader):
 def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (number, offset, size) of the lines that are not blank; the first is number 1."""
     number, start, size, blank = 1, 0, 0, True
-    with named(f"{file}: cannot be read"), file.open("rb") as opened:
-        if not without_mark(opened.read(4)):
+    with errors_as(f"{file}: cannot be read"), file.open("rb") as opened:
+        if not strip_byte_order_mark(opened.read(4)):
             raise ValueError("empty; name a file that holds records")
         opened.seek(0)
         while chunk := opened.readline(CHUNK_BYTES):  # a line may have no end

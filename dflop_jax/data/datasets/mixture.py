@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dflop_jax.data.bounds import MAX_SHOWN, MAX_YAML_BYTES, named, read_bounded
+from dflop_jax.data.bounds import MAX_EPOCH_SAMPLES, MAX_YAML_BYTES, errors_as, read_bounded
 from dflop_jax.data.datasets.find_tables import HUB_ID, HUB_PREFIX
 from dflop_jax.data.datasets.record_parser import short_digest
 
@@ -66,7 +66,7 @@ def load_mixture(file: str | Path) -> Mixture:
     file = Path(file)
     if not file.is_file():
         raise ValueError(f"{file}: no such file; give a mixture of datasets in YAML")
-    with named(f"{file}: not a readable mixture"):
+    with errors_as(f"{file}: not a readable mixture"):
         raw = msgspec.yaml.decode(read_bounded(file, MAX_YAML_BYTES))
     items = raw.get("parts", raw.get("datasets")) if isinstance(raw, dict) else raw
     if not isinstance(items, list):
@@ -109,9 +109,9 @@ def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
 
 def repeat_by_weight(entry: MixtureEntry, rows: np.ndarray, seed: int) -> np.ndarray:
     """The rows once for each time that an epoch shows them: whole times, then a drawn share."""
-    if entry.weight * len(rows) > MAX_SHOWN:
+    if entry.weight * len(rows) > MAX_EPOCH_SAMPLES:
         raise ValueError(
-            f"{entry.path}: more than {MAX_SHOWN:,} samples an epoch; lower its weight"
+            f"{entry.path}: more than {MAX_EPOCH_SAMPLES:,} samples an epoch; lower its weight"
         )
     n_repeats = int(entry.weight)
     n_extra = round((entry.weight - n_repeats) * len(rows))
@@ -180,6 +180,35 @@ def display_names(entries: Sequence[MixtureEntry]) -> list[str]:
     return names
 
 
+def select_rows(
+    mixture: Mixture,
+    usable_rows: Sequence[np.ndarray],
+    split_hashes: np.ndarray,
+    seed: int,
+    split: str,
+    n_held_out: int | float,
+) -> list[np.ndarray]:
+    """Return the rows that an epoch of a split shows of each entry, int64 ascending by repeat.
+
+    Args:
+      usable_rows: rows of each entry's dataset that the model can take.
+      split_hashes: uint64 of every row.
+
+    Raises:
+      ValueError: see `select_held_out` and `repeat_by_weight`.
+    """
+    rows = [
+        usable[select_subset(entry, len(usable), seed)]
+        for entry, usable in zip(mixture, usable_rows, strict=True)
+    ]
+    if n_held_out:
+        masks = select_held_out([split_hashes[r] for r in rows], n_held_out, seed)
+        rows = [r[mask == (split == "eval")] for r, mask in zip(rows, masks, strict=True)]
+    if split == "train":
+        rows = [repeat_by_weight(e, r, seed) for e, r in zip(mixture, rows, strict=True)]
+    return rows
+
+
 def select_held_out(
     split_hashes: Sequence[np.ndarray], n: int | float, seed: int
 ) -> list[np.ndarray]:
@@ -194,7 +223,7 @@ def select_held_out(
     may then be more than `n`.
 
     Args:
-      lots: uint64 [records] of each part.
+      split_hashes: uint64 [records] of each entry.
 
     Raises:
       ValueError: nothing would be left to train on; of a share, no record is held out, either.
@@ -223,8 +252,8 @@ def select_held_out(
 
 
 def split_proportionally(sizes: Sequence[int], n: int, min_records: int = 1) -> list[int]:
-    """`n` by parts of so many records, in proportion; at least one of each part that has `least`
-    records, where `n` suffices."""
+    """`n` by parts of so many records, in proportion; at least one of each part that has
+    `min_records` records, where `n` suffices."""
     ends = np.cumsum(sizes) * n / max(1, sum(sizes))
     counts = np.diff(np.round(ends), prepend=0).astype(int).tolist()
     for i_entry, size in enumerate(sizes):

@@ -10,14 +10,7 @@ import numpy as np
 from dflop_jax.config import DataConfig
 from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.index_build import IndexRules, check_usable, update_index
-from dflop_jax.data.datasets.mixture import (
-    Mixture,
-    dataset_keys,
-    display_names,
-    repeat_by_weight,
-    select_held_out,
-    select_subset,
-)
+from dflop_jax.data.datasets.mixture import Mixture, dataset_keys, display_names, select_rows
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.record_parser import Record, short_digest
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
@@ -25,6 +18,7 @@ from dflop_jax.data.datasets.record_table import concatenate_tables, format_key_
 from dflop_jax.data.datasets.row_reader import EncodeTurns
 from dflop_jax.data.media.compose import blank_media, compose, decode_media
 from dflop_jax.data.media.counts import (
+    SampleCounts,
     describe_cut_media,
     describe_media,
     fit_samples,
@@ -36,7 +30,7 @@ from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
-from dflop_jax.data.sample import Sample, SourceFactory
+from dflop_jax.data.sample import STREAMS, Sample, SourceFactory
 from dflop_jax.data.text.tokenize import TokenRun, truncate_runs, weight_runs
 from dflop_jax.records import Load
 
@@ -57,23 +51,24 @@ def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, RecordR
 class MixtureSource:
     """The samples that one epoch of a mixture shows and that fit `config.max_tokens`.
 
-    Making one reads its index and makes anew what changed since, by headers and text alone.
-    Subset rules count the usable records of a dataset, so that a broken one shifts nothing else
-    than its own place. By its oversize a longer sample is cut (see `counts.fit_samples`), left out,
-    or an error. `counts` says how many records are usable, unusable, left out since the model
-    cannot take them, and samples oversize. Epochs of the same records in the same order have one
-    `digest`, wherever they lie.
+    The index of the datasets is read, and updated from headers and text where files changed. Subset
+    rules count the usable records of a dataset, so a broken record shifts no other one. A sample
+    above the limit is cut (see `counts.fit_samples`), left out, or an error, by `config.oversize`.
+
+    Attributes:
+      counts: records that are "usable", "unusable" and "left out" because the model cannot take
+        their media, and samples that are "oversize".
+      digest: the same for epochs of the same records in the same order, in any folder.
 
     Args:
-      how: how the model takes media.
-      to_pieces: the tokenizer, whose digest is in the index's settings.
-      placeholder: token id where media stand.
-      split: "train", or "eval" for the `n_held_out` records (a float: such a share, see
-        `select_held_out`) that "train" then leaves out; weights do not count there.
+      preparation: how the model takes media.
+      encode_turns: the tokenizer, whose digest is in the index's settings.
+      placeholder: token id at the positions of media.
+      split: "train", or "eval" for the `n_held_out` records (a float: such a fraction, see
+        `select_held_out`) that "train" leaves out; weights do not count in "eval".
 
     Raises:
-      ValueError: a dataset that cannot be read, or is unusable above the share that may be; nothing
-        left for this model, or to train on, or that fits.
+      ValueError: a dataset cannot be read, has too many unusable records, or leaves no sample.
     """
 
     def __init__(
@@ -88,96 +83,115 @@ class MixtureSource:
         split: str = "train",
         n_held_out: int | float = 0,
     ) -> None:
-        is_train, limits = split == "train", Limits.of(config)
-        if not is_train and split != "eval":
+        if split not in STREAMS:
             raise ValueError(f"split {split!r} is not train or eval")
-        if not is_train and not n_held_out:
+        if split == "eval" and not n_held_out:
             raise ValueError(
                 "the eval split of a dataset on disk needs train.eval_samples or "
                 "train.eval_fraction above 0"
             )
-        self.name = name = config.path if is_train else f"{config.path} ({split})"
+        self.name = config.path if split == "train" else f"{config.path} ({split})"
         self.factory: SourceFactory | None = None
         self._preparation, self._encode_turns = preparation, encode_turns
-        self._placeholder, self._blank, seed = placeholder, config.blank_images, config.seed
-        self._is_train, self._prompts = is_train, config.loss_on_prompts
-        kinds = (*dict.fromkeys([*BUILT_IN, *(k for m in preparation.values() for k in m.kinds)]),)
+        self._placeholder, self._blank = placeholder, config.blank_images
+        self._is_train, self._prompts = split == "train", config.loss_on_prompts
+        self.counts: dict[str, int] = {}
+        dataset_of_entry = self._read_index(mixture, rules)
+        uncut_counts, usable = sample_counts(self._table, preparation)
+        self._report_left_out(usable)
+        of_dataset = [
+            np.flatnonzero(usable & (self._reader_of_row == k)) for k in range(len(self._readers))
+        ]
+        try:
+            rows = select_rows(
+                mixture, [of_dataset[k] for k in dataset_of_entry],
+                self._table.records["split_hash"], config.seed, split, n_held_out,
+            )  # fmt: skip
+        except ValueError as e:
+            raise ValueError(f"{self.name}: {e}") from None
+        self._dataset_names = display_names(mixture)
+        self._entry_of_sample = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
+        self._rows = np.concatenate(rows)
+        if not len(self._rows):
+            raise ValueError("the mixture shows no sample; check subsets, weights and split")
+        self.digest = short_digest(self._table.records["content_hash"][self._rows].tobytes())
+        count_rows = (np.cumsum(usable) - 1)[self._rows]  # of each sample in the counts
+        self._keep_fitting(Limits.of(config), count_rows, uncut_counts.select(count_rows))
+        logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
+
+    def _read_index(self, mixture: Mixture, rules: IndexRules) -> list[int]:
+        """Set the readers and the table of all datasets; return the reader of each entry.
+
+        Raises:
+          ValueError: too many records of a dataset are unusable.
+        """
+        own_kinds = (kind for medium in self._preparation.values() for kind in medium.kinds)
+        kinds = (*dict.fromkeys([*BUILT_IN, *own_kinds]),)
         readers = open_readers(mixture, kinds)
         index = update_index(rules, readers, kinds)
         for key, reader in readers.items():
             check_usable(index[key], reader.name, rules.max_bad_fraction)
             if unread := index[key].unread:
                 logger.warning("%s: not read: %s", reader.name, format_key_counts(unread))
+        tables = [index[key].table for key in readers]
         self._readers = list(readers.values())
-        self._table = table = concatenate_tables([index[key].table for key in readers], kinds)
-        starts = np.cumsum([0, *(len(index[key].table) for key in readers)])
-        self._reader_of_row = np.repeat(np.arange(len(readers)), np.diff(starts))
-        uncut_counts, usable = sample_counts(table, preparation)
-        if cut := describe_cut_media(table, preparation):
-            logger.warning("%s: %s", name, cut)
-        n_left_out = int((~usable).sum())
+        self._table = concatenate_tables(tables, kinds)
+        self._reader_of_row = np.repeat(np.arange(len(readers)), [len(t) for t in tables])
+        n_listed = sum(index[key].listed for key in readers)
+        self.counts = {"usable": 0, "unusable": n_listed - len(self._table)}
+        return [list(readers).index(key) for key in dataset_keys(mixture)]
+
+    def _report_left_out(self, usable: np.ndarray) -> None:
+        """Warn of media that the model takes in part, and of records that it cannot take.
+
+        Raises:
+          ValueError: it can take none.
+        """
+        if cut := describe_cut_media(self._table, self._preparation):
+            logger.warning("%s: %s", self.name, cut)
+        self.counts["left out"] = n_left_out = int((~usable).sum())
         if n_left_out:
             rows = np.flatnonzero(~usable)[:MAX_NAMED_RECORDS].tolist()
-            examples = [f"{self._row_label(row)}: {describe_media(table, row)}" for row in rows]
+            examples = [f"{self._row_label(r)}: {describe_media(self._table, r)}" for r in rows]
             examples += ["..."] * (n_left_out > MAX_NAMED_RECORDS)
             reason = f"the model cannot take their media ({'; '.join(examples)})"
             if not usable.any():
-                raise ValueError(f"{name}: no record is usable: {reason}")
-            logger.warning("%s: %d records left out: %s", name, n_left_out, reason)
-        rows_by_entry = []
-        for key, entry in zip(dataset_keys(mixture), mixture, strict=True):
-            k = list(readers).index(key)
-            rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
-            rows_by_entry.append(rows[select_subset(entry, len(rows), seed)])
-        if n_held_out:
-            try:
-                masks = select_held_out(
-                    [table.records["split_hash"][rows] for rows in rows_by_entry], n_held_out, seed
-                )
-            except ValueError as e:
-                raise ValueError(f"{name}: {e}") from None
-            rows_by_entry = [
-                rows[mask != is_train] for rows, mask in zip(rows_by_entry, masks, strict=True)
-            ]
-        if is_train:
-            rows_by_entry = [
-                repeat_by_weight(entry, rows, seed)
-                for entry, rows in zip(mixture, rows_by_entry, strict=True)
-            ]
-        rows = np.concatenate(rows_by_entry)
-        if not len(rows):
-            raise ValueError("the mixture shows no sample; check subsets, weights and split")
-        self.digest = short_digest(table.records["content_hash"][rows].tobytes())
-        counts, fits = fit_samples(table, preparation, limits)
-        count_rows = (np.cumsum(usable) - 1)[rows]  # rows of the counts
-        fits = fits[count_rows]
-        self._rows, self._counts = rows[fits], counts.select(count_rows[fits])
-        self._dataset_names = display_names(mixture)
-        self._entry_of_sample = np.repeat(
-            np.arange(len(rows_by_entry)), [len(rows) for rows in rows_by_entry]
-        )[fits]
-        uncut_counts, n_listed = (
-            uncut_counts.select(count_rows),
-            sum(index[key].listed for key in readers),
-        )
-        self.counts = {"usable": len(self), "unusable": n_listed - len(table),
-                       "left out": n_left_out, "oversize": int((~fits).sum())}  # fmt: skip
+                raise ValueError(f"{self.name}: no record is usable: {reason}")
+            logger.warning("%s: %d records left out: %s", self.name, n_left_out, reason)
+
+    def _keep_fitting(
+        self, limits: Limits, count_rows: np.ndarray, uncut_counts: SampleCounts
+    ) -> None:
+        """Keep the samples that fit the limits, cut where they must be, and warn of the others.
+
+        Args:
+          count_rows: row of each sample among the counts of usable records.
+          uncut_counts: of each sample.
+
+        Raises:
+          ValueError: none fits, or one does not and `limits.oversize` is "error".
+        """
+        counts, fits = fit_samples(self._table, self._preparation, limits)
+        rows, fits = self._rows, fits[count_rows]
+        self._rows, self._entry_of_sample = rows[fits], self._entry_of_sample[fits]
+        self._counts = counts.select(count_rows[fits])
+        self.counts |= {"usable": len(self), "oversize": int((~fits).sum())}
         if n_cut := np.count_nonzero(self._counts.n_media < uncut_counts.n_media[fits]):
             logger.warning(
                 "%s: %d of %d samples are cut before some of their media by data.max_tokens=%d",
-                name, n_cut, len(rows), limits.max_tokens,
+                self.name, n_cut, len(rows), limits.max_tokens,
             )  # fmt: skip
-        if not fits.all():
-            first = int(np.flatnonzero(~fits)[0])
-            reason = (
-                f"{self.counts['oversize']} of {len(rows)} samples exceed "
-                f"data.max_tokens={limits.max_tokens} ({self._row_label(int(rows[first]))} has "
-                f"{int(uncut_counts.all_tokens[first])} tokens)"
-            )
-            if limits.oversize == "error" or not fits.any():
-                raise ValueError(f"{reason}; raise it, or lower the limits of media (data.max_...)")
-            logger.warning("left out: %s", reason)
-        logger.info("%s: %s", name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
+        if fits.all():
+            return
+        first = int(np.flatnonzero(~fits)[0])
+        reason = (
+            f"{self.counts['oversize']} of {len(rows)} samples exceed "
+            f"data.max_tokens={limits.max_tokens} ({self._row_label(int(rows[first]))} has "
+            f"{int(uncut_counts.all_tokens[first])} tokens)"
+        )
+        if limits.oversize == "error" or not fits.any():
+            raise ValueError(f"{reason}; raise it, or lower the limits of media (data.max_...)")
+        logger.warning("left out: %s", reason)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -202,18 +216,18 @@ class MixtureSource:
     def sample(self, index: int) -> Sample:
         record = self.record(index)
         try:
-            pieces: Sequence[TokenRun] = self._encode_turns(record.turns, record.fields)
+            runs: Sequence[TokenRun] = self._encode_turns(record.turns, record.fields)
             if self._is_train:  # held-out losses stay those of plain answers
-                pieces = weight_runs(pieces, record.weights, prompts=self._prompts)
+                runs = weight_runs(runs, record.weights, prompts=self._prompts)
             stop = int(self._counts.text_tokens[index] + self._counts.n_media[index])
-            pieces = truncate_runs(pieces, stop)
-            media_numbers = {p.medium for p in pieces}
+            runs = truncate_runs(runs, stop)
+            media_numbers = {p.medium for p in runs}
             media = decode_media(
                 record, self._table, int(self._rows[index]), self._preparation, media_numbers
             )
         except Exception as e:  # other people's files may fail in any way
             raise ValueError(f"{record.name}: {one_line(e)}") from e
-        sample = compose(pieces, media, self._preparation, placeholder=self._placeholder)
+        sample = compose(runs, media, self._preparation, placeholder=self._placeholder)
         return blank_media(sample, self._preparation) if self._blank else sample
 
     def record(self, index: int) -> Record:

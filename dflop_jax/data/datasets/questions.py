@@ -9,7 +9,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflop_jax.data.datasets.chat_messages import Turns
+from dflop_jax.data.datasets.conversations import Turns
 
 QUESTION, ANSWERS, CHOICES = "question", "answers", "choices"
 # The fields, and the names that public sets give them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dflop_jax.data.bounds import MAX_NAME, named
+from dflop_jax.data.bounds import MAX_NAME_CHARS, errors_as
 from dflop_jax.data.datasets.find_tables import find_tables, hub_folder
 from dflop_jax.data.datasets.json_file import FileReader, find_file
 from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, RecordFormat
@@ -36,7 +36,7 @@ def open_reader(
     Raises:
       ValueError: nothing is there, one of several has to be named, or records have no such field.
     """
-    with named(f"{path}: records cannot be so"):
+    with errors_as(f"{path}: records cannot be so"):
         records = RecordFormat(columns, kinds)
     try:
         if (cached := hub_folder(str(path))) is not None:
@@ -48,7 +48,9 @@ def open_reader(
             return ShardReader(shards, records)
         return FileReader(find_file(Path(path)), roots, records)
     except OSError as e:
-        raise ValueError(f"{str(path)[:MAX_NAME]}: {(e.strerror or str(e)).lower()}") from None
+        raise ValueError(
+            f"{str(path)[:MAX_NAME_CHARS]}: {(e.strerror or str(e)).lower()}"
+        ) from None
 
 
 def _blob_folders(folder: Path) -> list[Path]:

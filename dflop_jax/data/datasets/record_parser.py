@@ -1,9 +1,7 @@
-"""Records: what makes one usable, how it is called, and what lists and reads those of a dataset.
+"""Records: which fields they may have, and what makes one usable.
 
-A reader lists every record with its place, so that an index can hold a million of them and read one
-again without the others. A record is in LLaVA's format ("conversations" of {from, value}), has
-"messages" (see `chat_messages`) or a question with answers beside it (see `questions`); its media
-are named beside the text, in "image" or "images" and so on, or in the parts of messages.
+The text of a record is a conversation (see `conversations`) or a question with answers (see
+`questions`); its media are named in fields such as "image" or "images", or in parts of messages.
 """
 
 from __future__ import annotations
@@ -12,19 +10,23 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_NAME, MAX_TURNS, parse_json
+from dflop_jax.data.bounds import MAX_ID_CHARS, MAX_MEDIA, MAX_NAME_CHARS
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
-from dflop_jax.data.datasets.chat_messages import (
-    MESSAGE_FIELDS,
+from dflop_jax.data.datasets.conversations import (
+    CONVERSATION_FIELDS,
+    OPTIONS_FIELD,
+    SYSTEM_FIELD,
+    VARIABLE_FIELDS,
     Conversation,
     Turns,
     drop_keys,
-    parse_messages,
+    escape_text_tags,
+    find_tags,
+    parse_turns,
 )
 from dflop_jax.data.datasets.questions import (
     ANSWERS,
@@ -33,27 +35,12 @@ from dflop_jax.data.datasets.questions import (
     SPELLINGS,
     parse_question,
 )
-from dflop_jax.data.media.kind import Kinds, tag_of
+from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.tokenize import (
-    BREAK,
-    NO_FIELDS,
-    ROLES,
-    WEIGHT_FIELD,
-    TemplateFields,
-    answer_weights,
-    escape_tags,
-)
+from dflop_jax.data.text.tokenize import NO_FIELDS, WEIGHT_FIELD, TemplateFields
 
-SYSTEM = "system"  # the field of a record whose conversation has no system turn
-OPTIONS = "chat_template_kwargs"  # the field of a record with further variables of its template
-VARIABLES = ("tools", "documents", "enable_thinking")
-PREVIOUS_ROLES = {
-    "human": ("", "gpt"),
-    "gpt": ("human", "tool"),
-    "tool": ("gpt", "tool"),
-}  # a turn's
-TEXTS = ("conversations", "messages", QUESTION)
+TEXT_FIELDS = (*CONVERSATION_FIELDS, QUESTION)
+TEMPLATE_FIELDS = (SYSTEM_FIELD, OPTIONS_FIELD, *VARIABLE_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -98,9 +85,7 @@ class RecordFormat:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
-        spellings = {
-            name: (name,) for name in ("id", WEIGHT_FIELD, OPTIONS, *VARIABLES, *TEXTS, SYSTEM)
-        }
+        spellings = {name: (name,) for name in ("id", WEIGHT_FIELD, *TEMPLATE_FIELDS, *TEXT_FIELDS)}
         return {**spellings, **SPELLINGS, **self._media_names}
 
     @cached_property
@@ -121,7 +106,7 @@ class RecordFormat:
         """Return the column that each field of a record is read from, of those that there are.
 
         Args:
-          without: fields that the record does not have.
+          absent_fields: fields that the record does not have.
 
         Raises:
           ValueError: a column that a user names is missing.
@@ -131,13 +116,13 @@ class RecordFormat:
             if column not in names:
                 raise ValueError(f"no column {column!r}; there are {_format_names(names)}")
         for name, spellings in self.names.items():
-            is_other_text = name in TEXTS and any(text in self.columns for text in TEXTS)
+            is_other_text = name in TEXT_FIELDS and self.columns.keys() & {*TEXT_FIELDS}
             if is_other_text or name in absent_fields:
                 continue
             present = [column for column in spellings if column in names]
             if present:
                 columns.setdefault(name, present[0])
-        texts = [text for text in TEXTS if text in columns]
+        texts = [text for text in TEXT_FIELDS if text in columns]
         if QUESTION in texts[1:] or not texts:  # a conversation has its own
             columns = {k: v for k, v in columns.items() if k not in SPELLINGS or k in self.columns}
         return columns
@@ -154,74 +139,94 @@ def parse_record(
     *,
     default_media: Mapping[str, list[str]] = MappingProxyType({}),
 ) -> Record:
-    """Return a usable record; `find` finds a medium by the name that it has there.
+    """Return a usable record.
 
     Args:
-      beside: names of its media by kind, of a record that names none.
+      label: names the record in messages.
+      resolve: returns the file of a medium by its name.
+      default_media: names of its media by kind, for a record that names none.
 
     Raises:
-      ValueError: the reason why it is unusable, with its name (see `record_name`).
+      ValueError: why the record is unusable, with its name (see `record_name`). The cause is a
+        `MissingFile` where a file of media is missing.
     """
     name = label
     try:
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
-        missing_fields = records.missing_media_fields(
-            raw
-        )  # a record of text alone needs no column of pictures
+        # A record of text alone needs no column of pictures.
+        missing_fields = records.missing_media_fields(raw)
         columns = records.select_columns(raw, missing_fields)
         fields = {field: raw[column] for field, column in columns.items()}
         name = record_name(label, fields)
         media = {kind.name: _media_values(fields, kind.name) for kind in records.kinds}
         question: Turns = ()
-        if not any(text in fields for text in TEXTS):
-            raise ValueError(f"no {', '.join(TEXTS)}; there are {_format_names(raw)}")
-        if not any(fields.get(text) for text in TEXTS if text != QUESTION) and QUESTION in fields:
+        if not any(text in fields for text in TEXT_FIELDS):
+            raise ValueError(f"no {', '.join(TEXT_FIELDS)}; there are {_format_names(raw)}")
+        if QUESTION in fields and not any(fields.get(t) for t in TEXT_FIELDS if t != QUESTION):
             if ANSWERS not in fields:
                 raise ValueError(f"no {' or '.join(SPELLINGS[ANSWERS])} beside its question")
             media = media if any(media.values()) else {**media, **default_media}
             question, media = parse_question(fields, media)
-        conversation, weights, template_fields = _parse_turns(fields, records.kinds, question)
-        turns, inline = conversation.turns, conversation.media
-        read_columns = set(columns.values())
-        unread_keys = conversation.unread | {
+        conversation, weights, template_fields = parse_turns(fields, records.kinds, question)
+        tags = find_tags(conversation.turns, records.kinds)
+        if missing_fields and (question or len(conversation.media) < len(tags)):
+            records.select_columns(raw)  # raises an error that names the column
+        if len(conversation.media) < len(tags) and not any(media.values()):
+            media |= default_media
+        turns, matched = _match_media(conversation, media, records.kinds)
+        used_keys = {kind.name: {*kind.keys} for kind in records.kinds}
+        read_columns = {*columns.values()}
+        unread = conversation.unread | {
             str(k) for k, v in raw.items() if k not in read_columns and v not in (None, "", [])
         }
-        tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
-        if missing_fields and (question or len(inline) < len(tags)):
-            records.select_columns(raw)  # which names the column
-        if len(inline) < len(tags) and not any(media.values()):
-            media |= default_media
-        if sum(map(len, media.values())) + len(inline) > MAX_MEDIA:
-            raise ValueError(f"more than {MAX_MEDIA} media in one record")
-        if media["video"] and not media["image"] and "video" not in tags and not inline:
-            # as LLaVA-NeXT writes videos
-            turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
-        given_by_kind = {kind: len(values) for kind, values in media.items()}
-        turns, numbers = _escape_text_tags(
-            turns, given_by_kind, inline, conversation.tags_in_text, records.kinds
+        files = []
+        for number, (kind, value, keys) in enumerate(matched):
+            files.append((kind, _media_file(kind, value, number, resolve)))
+            unread |= keys.keys() - used_keys[kind]
+        media_keys = tuple(
+            {key: v for key, v in keys.items() if key in used_keys[kind]}
+            for kind, _, keys in matched
         )
-        tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
-        for kind, values in media.items():
-            n_tags = sum(tag == kind and k not in inline for k, tag in zip(numbers, tags))
-            if n_tags != len(values):
-                raise ValueError(f"{n_tags} <{kind}> tags for {len(values)} {kind}s")
-        queues = {kind: iter(values) for kind, values in media.items()}
-        media_files, keys = [], []
-        used_keys = {kind.name: kind.keys for kind in records.kinds}
-        for order, (k, tag) in enumerate(zip(numbers, tags)):
-            value = inline[k] if k in inline else next(queues[tag])
-            default_media = drop_keys(value, "path", "bytes") if isinstance(value, dict) else {}
-            medium_keys = {**default_media, **conversation.keys.get(k, {})}
-            media_files.append((tag, _media_file(tag, value, order, resolve)))
-            keys.append({key: v for key, v in medium_keys.items() if key in used_keys[tag]})
-            unread_keys |= medium_keys.keys() - {*used_keys[tag]}
-        unread = tuple(sorted(unread_keys))
         return Record(
-            name, turns, tuple(media_files), tuple(keys), weights, template_fields, unread
+            name, turns, tuple(files), media_keys, weights, template_fields, (*sorted(unread),)
         )
     except (ValueError, OSError) as e:
-        raise ValueError(f"{name}: {e}") from e.__cause__  # a `MissingFile`
+        raise ValueError(f"{name}: {e}") from e.__cause__
+
+
+def _match_media(
+    conversation: Conversation, media: Mapping[str, list[Any]], kinds: Kinds
+) -> tuple[Turns, list[tuple[str, Any, dict[str, Any]]]]:
+    """Return the turns with a tag for each medium, and (kind, value, keys) of each tag in order.
+
+    Args:
+      media: by kind, those that the record names beside its text.
+
+    Raises:
+      ValueError: too many media, or other tags than media.
+    """
+    turns, inline = conversation.turns, conversation.media
+    if sum(map(len, media.values())) + len(inline) > MAX_MEDIA:
+        raise ValueError(f"more than {MAX_MEDIA} media in one record")
+    has_video_tag = "video" in find_tags(turns, kinds)
+    if media["video"] and not media["image"] and not has_video_tag and not inline:
+        # as LLaVA-NeXT writes videos
+        turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
+    n_media = {kind: len(values) for kind, values in media.items()}
+    turns, numbers = escape_text_tags(turns, n_media, inline, conversation.tags_in_text, kinds)
+    tags = find_tags(turns, kinds)
+    for kind, n in n_media.items():
+        n_tags = sum(tag == kind and k not in inline for k, tag in zip(numbers, tags))
+        if n_tags != n:
+            raise ValueError(f"{n_tags} <{kind}> tags for {n} {kind}s")
+    queues = {kind: iter(values) for kind, values in media.items()}
+    matched = []
+    for k, tag in zip(numbers, tags):
+        value = inline[k] if k in inline else next(queues[tag])
+        own_keys = drop_keys(value, "path", "bytes") if isinstance(value, dict) else {}
+        matched.append((tag, value, {**own_keys, **conversation.keys.get(k, {})}))
+    return turns, matched
 
 
 def record_name(label: str, raw: Any) -> str:
@@ -229,7 +234,7 @@ def record_name(label: str, raw: Any) -> str:
     record_id = raw.get("id") if isinstance(raw, dict) else None
     if not isinstance(record_id, str | int | float) or record_id == "":
         return label
-    return f"{label} id={str(record_id)[:MAX_ID]}"
+    return f"{label} id={str(record_id)[:MAX_ID_CHARS]}"
 
 
 def split_hash(name: str, label: str) -> int:
@@ -244,130 +249,7 @@ def short_digest(data: bytes) -> str:
 
 
 def _format_names(names: Collection[str]) -> str:
-    return ", ".join(map(str, names))[:MAX_NAME] or "none"
-
-
-def _parse_turns(
-    fields: Mapping[str, Any], kinds: Kinds, question: Turns
-) -> tuple[Conversation, tuple[float, ...], TemplateFields]:
-    """Turns, the answers' weights, and what the template is given."""
-    raw: Any = [{}] * len(question)
-    if question:
-        conversation = Conversation(question)
-    else:
-        field = next((text for text in TEXTS if fields.get(text)), "")
-        raw = _parse_json_column(fields.get(field))
-        by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
-        if by_column and field != "messages":
-            raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
-        if not isinstance(raw, list) or not raw:
-            raise ValueError("no conversations or messages")
-        if len(raw) > MAX_TURNS:
-            raise ValueError(f"more than {MAX_TURNS} turns in one record")
-        if field == "messages":
-            conversation = parse_messages(raw, tuple(kind.name for kind in kinds))
-        else:
-            conversation = Conversation(_parse_llava_turns(raw))
-    turns = conversation.turns
-    if any(BREAK in text for _, text in turns):
-        raise ValueError("text holds U+FDD2, which is no character")
-    if system := fields.get(SYSTEM):
-        if not isinstance(system, str):
-            raise ValueError(f"its {SYSTEM} is {system!r:.50}, not text")
-        if turns[0][0] == "system":
-            raise ValueError("it has a system field and a system turn; leave one out")
-        plain = escape_tags(system, (kind.name for kind in kinds))
-        turns, raw = (("system", plain), *turns), [{}, *raw]
-    roles = [role for role, _ in turns]
-    spoken_roles = roles[roles[0] == "system" :]
-    if not spoken_roles or spoken_roles[0] != "human":
-        first = spoken_roles[0] if spoken_roles else "system only"
-        raise ValueError(f"the first turn is by {first}, not human")
-    steps = pairwise(["", *spoken_roles])
-    if roles[-1] != "gpt" or any(
-        previous_role not in PREVIOUS_ROLES.get(role, ()) for previous_role, role in steps
-    ):
-        raise ValueError("turns do not alternate human, gpt up to an answer")
-    messages = tuple(_template_fields(turn) for turn in raw)
-    for (role, text), message in zip(turns, messages, strict=True):
-        is_empty = not tag_of(kinds).sub("", text).strip()
-        if role == "gpt" and is_empty and not message.get("tool_calls"):
-            raise ValueError("an answer is empty")
-    weights = answer_weights(raw, roles, fields.get(WEIGHT_FIELD))
-    template_fields = TemplateFields(messages if any(messages) else (), _template_variables(fields))
-    return conversation._replace(turns=turns), weights, template_fields
-
-
-def _template_fields(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a turn that are the template's."""
-    own_fields = MESSAGE_FIELDS if "role" in turn else MESSAGE_FIELDS | {"from", "value"}
-    return {name: v for name, v in turn.items() if name not in own_fields and v is not None}
-
-
-def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables that a record gives its template.
-
-    Raises:
-      ValueError: they are no object, or two fields give one.
-    """
-    record_variables = {name: _parse_json_column(fields.get(name)) for name in VARIABLES}
-    variables = {name: value for name, value in record_variables.items() if value is not None}
-    options = _parse_json_column(fields.get(OPTIONS))
-    options = {} if options is None else options
-    if not isinstance(options, dict) or options.keys() & {*variables, "messages"}:
-        raise ValueError(f"its {OPTIONS} are no object, or repeat a field of the record")
-    return variables | {name: value for name, value in options.items() if value is not None}
-
-
-def _parse_json_column(value: Any) -> Any:
-    """A field's value, parsed where it is a column of JSON."""
-    return (parse_json(value.encode()) if value else None) if isinstance(value, str) else value
-
-
-def _escape_text_tags(
-    turns: Turns,
-    n_media: Mapping[str, int],
-    inline: Collection[int],
-    tags_in_text: Collection[int],
-    kinds: Kinds,
-) -> tuple[Turns, list[int]]:
-    """The turns with those tags of answers and of typed parts of text as plain text for which no
-    medium is left, the last first, and the numbers of the other tags.
-
-    Args:
-      given: media by kind that the record names beside its text.
-      inline: numbers of the tags whose media the text itself names.
-      in_text: numbers of the tags in typed parts of text.
-    """
-    tag = tag_of(kinds)
-    tags = [t for _, text in turns for t in tag.findall(text)]
-    surplus = {kind: tags.count(kind) - n for kind, n in n_media.items()}
-    for k in inline:
-        surplus[tags[k]] -= 1
-    number, escaped_turns, media_tags = len(tags), [], []
-    for role, text in reversed(turns):
-        for match in reversed([*tag.finditer(text)]):
-            number -= 1
-            may_be_text = (role == "gpt" or number in tags_in_text) and number not in inline
-            if may_be_text and surplus[match[1]] > 0:
-                surplus[match[1]] -= 1
-                plain = escape_tags(match[0], match.groups())
-                text = text[: match.start()] + plain + text[match.end() :]
-            else:
-                media_tags.append(number)
-        escaped_turns.append((role, text))
-    return tuple(reversed(escaped_turns)), media_tags[::-1]
-
-
-def _parse_llava_turns(raw: Any) -> Turns:
-    turns = []
-    for turn in raw:
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            raise ValueError("a turn is not {from, value} of text")
-        if turn.get("from") not in list(ROLES):  # which may be asked for what has no hash
-            raise ValueError(f"a turn is from {turn.get('from')!r:.50}, not human, gpt or system")
-        turns.append((turn["from"], turn["value"]))
-    return tuple(turns)
+    return ", ".join(map(str, names))[:MAX_NAME_CHARS] or "none"
 
 
 def _media_values(fields: Mapping[str, Any], kind: str) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop_jax.data.bounds import named, parse_json
+from dflop_jax.data.bounds import errors_as, parse_json
 from dflop_jax.data.media.kind import Kind, Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 
@@ -184,7 +184,7 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, DatasetIndex]:
     if not file.is_file():
         return {}
     with (
-        named(f"{file}: damaged index"),
+        errors_as(f"{file}: damaged index"),
         file.open("rb") as opened,
         np.load(opened, allow_pickle=False) as arrays,
     ):

@@ -35,10 +35,10 @@ class LocalRowReader:
     """Reads what an index holds of records of some datasets, in this process.
 
     Args:
-      to_pieces: tokenizer of a conversation, such as `ChatTokenizer.encode_turns`.
+      encode_turns: tokenizer of a conversation, such as `ChatTokenizer.encode_turns`.
       kinds: of media that the records may have.
-      how: the model takes media, which are decoded to see whether that goes; None: headers alone
-        are read.
+      preparation: of media by the model; media are decoded as a check. None: headers alone are
+        read.
       shows: whether the chat template asks for a field of this name.
     """
 
@@ -112,12 +112,12 @@ class ProcessRowReader:
     """Reads records in processes, as many as ask at once; one that hurts its process is unusable.
 
     Args:
-      opened_by: a function that returns `LocalRowReader.answer` of the same datasets and tokenizer.
+      factory: a function that returns `LocalRowReader.answer` of the same datasets and tokenizer.
       timeout_s, memory_bytes: that a record may take.
     """
 
-    def __init__(self, opened_by: SourceFactory, timeout_s: float, memory_bytes: int) -> None:
-        self._workers = DecoderPool(opened_by, timeout_s, memory_bytes)
+    def __init__(self, factory: SourceFactory, timeout_s: float, memory_bytes: int) -> None:
+        self._workers = DecoderPool(factory, timeout_s, memory_bytes)
 
     def read_rows(
         self, dataset: str, locations: Sequence[RecordLocation]

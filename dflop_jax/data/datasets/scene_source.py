@@ -42,7 +42,7 @@ class DrawnScene(NamedTuple):
     asks for."""
 
     scene: Scene
-    pieces: list[TokenRun]
+    runs: list[TokenRun]
     headers: Headers
     load: Load
 
@@ -106,9 +106,9 @@ class SceneSource:
         (drawn,) = self._draw([index])
         picture_headers = zip(drawn.scene.pictures, drawn.headers, strict=True)
         opened = [(kind.name, _open_picture(p), header) for p, (kind, header) in picture_headers]
-        media = decode_opened(opened, self._preparation, {p.medium for p in drawn.pieces})
+        media = decode_opened(opened, self._preparation, {p.medium for p in drawn.runs})
         placeholder = self._tokenizer.placeholder_id
-        sample = compose(drawn.pieces, media, self._preparation, placeholder=placeholder)
+        sample = compose(drawn.runs, media, self._preparation, placeholder=placeholder)
         return blank_media(sample, self._preparation) if self._blank else sample
 
     def _draw(self, indices: Sequence[int]) -> list[DrawnScene]:
@@ -144,11 +144,11 @@ class SceneSource:
             counts, fits = fit_samples(table, self._preparation, self._limits)
             for row in np.flatnonzero(fits).tolist():
                 row_counts = counts.select(slice(row, row + 1))
-                pieces = truncate_runs(
+                runs = truncate_runs(
                     texts[row], int(row_counts.text_tokens[0] + row_counts.n_media[0])
                 )
                 load = sample_load(table, row, self._preparation, row_counts)
-                fitting[pending[row]] = DrawnScene(scenes[row], pieces, table.headers(row), load)
+                fitting[pending[row]] = DrawnScene(scenes[row], runs, table.headers(row), load)
             if fits.all():
                 return fitting
         row = int(np.flatnonzero(~fits)[0])

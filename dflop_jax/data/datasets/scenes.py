@@ -91,7 +91,7 @@ class Scene:
 def draw_scene(rng: np.random.Generator, tile_px: int, limits: Limits) -> Scene:
     """A random scene of the mixture; nothing is rendered."""
     group = _draw(rng, list(MIXTURE), list(MIXTURE.values()))
-    forms: dict[str, list[Callable[[_SceneDrawer], Scene]]] = {
+    forms: dict[str, list[Callable[[_Pen], Scene]]] = {
         "picture": [
             _colour_scene,
             _colour_scene,
@@ -105,10 +105,10 @@ def draw_scene(rng: np.random.Generator, tile_px: int, limits: Limits) -> Scene:
         "text": [_sum_scene, _first_word_scene],
     }
     form = forms[group][rng.integers(len(forms[group]))]
-    return form(_SceneDrawer(rng, tile_px, limits))
+    return form(_Pen(rng, tile_px, limits))
 
 
-class _SceneDrawer:
+class _Pen:
     """Draws the random parts of scenes from one generator."""
 
     def __init__(self, rng: np.random.Generator, tile_px: int, limits: Limits) -> None:
@@ -158,113 +158,104 @@ class _SceneDrawer:
         return self.canvas(size, *shapes)
 
     def heavy_tailed(self, shortest: int, longest: int) -> int:
-        """A heavy-tailed whole number: density falls as n^-2 from `least`, cut at `longest`."""
+        """A heavy-tailed whole number: density falls as n^-2 from `shortest`, cut at `longest`."""
         return int(min(longest, shortest / (1.0 - self.rng.random())))
 
 
-def _colour_scene(drawer: _SceneDrawer) -> Scene:
-    colour = drawer.colour()
-    picture = drawer.single_shape(drawer.size(), colour, drawer.kind())
+def _colour_scene(pen: _Pen) -> Scene:
+    colour = pen.colour()
+    picture = pen.single_shape(pen.size(), colour, pen.kind())
     return Scene("colour", (picture,), "What colour is it?", colour)
 
 
-def _shape_scene(drawer: _SceneDrawer) -> Scene:
-    kind = drawer.kind()
-    picture = drawer.single_shape(drawer.size(), drawer.colour(), kind)
+def _shape_scene(pen: _Pen) -> Scene:
+    kind = pen.kind()
+    picture = pen.single_shape(pen.size(), pen.colour(), kind)
     return Scene("kind", (picture,), "Which shape is it?", kind)
 
 
-def _count_scene(drawer: _SceneDrawer) -> Scene:
-    n = int(drawer.rng.integers(1, 5))
-    return Scene("count", (drawer.repeated_shape(drawer.size(), n),), "How many shapes?", str(n))
+def _count_scene(pen: _Pen) -> Scene:
+    n = int(pen.rng.integers(1, 5))
+    return Scene("count", (pen.repeated_shape(pen.size(), n),), "How many shapes?", str(n))
 
 
-def _position_scene(drawer: _SceneDrawer) -> Scene:
-    position = _draw(drawer.rng, list(POSITIONS))
-    size = drawer.size()
-    d = float(drawer.rng.uniform(0.35, 0.48)) * min(size)
+def _position_scene(pen: _Pen) -> Scene:
+    position = _draw(pen.rng, list(POSITIONS))
+    size = pen.size()
+    d = float(pen.rng.uniform(0.35, 0.48)) * min(size)
     x, y = (f * side for f, side in zip(POSITIONS[position], size, strict=True))
-    shape = DrawnShape(drawer.kind(), drawer.colour(), x, y, d)
-    return Scene("place", (drawer.canvas(size, shape),), "Where is the shape?", position)
+    shape = DrawnShape(pen.kind(), pen.colour(), x, y, d)
+    return Scene("place", (pen.canvas(size, shape),), "Where is the shape?", position)
 
 
-def _more_shapes_scene(drawer: _SceneDrawer) -> Scene:
-    n_fewer, n_more = sorted(int(n) for n in drawer.rng.choice(4, 2, replace=False) + 1)
-    first = drawer.rng.random() < 0.5
+def _more_shapes_scene(pen: _Pen) -> Scene:
+    n_fewer, n_more = sorted(int(n) for n in pen.rng.choice(4, 2, replace=False) + 1)
+    first = pen.rng.random() < 0.5
     pictures = tuple(
-        drawer.repeated_shape(drawer.size(4), n)
+        pen.repeated_shape(pen.size(4), n)
         for n in ((n_more, n_fewer) if first else (n_fewer, n_more))
     )
     return Scene("more", pictures, "Which picture has more shapes?", "first" if first else "second")
 
 
-def _same_colour_scene(drawer: _SceneDrawer) -> Scene:
-    colour = drawer.colour()
-    is_same = drawer.rng.random() < 0.5
-    second_colour = colour if is_same else drawer.colour(colour)
-    pictures = tuple(
-        drawer.single_shape(drawer.size(4), c, drawer.kind()) for c in (colour, second_colour)
-    )
+def _same_colour_scene(pen: _Pen) -> Scene:
+    colour = pen.colour()
+    is_same = pen.rng.random() < 0.5
+    second_colour = colour if is_same else pen.colour(colour)
+    pictures = tuple(pen.single_shape(pen.size(4), c, pen.kind()) for c in (colour, second_colour))
     return Scene("same", pictures, "Is the colour the same?", "yes" if is_same else "no")
 
 
-def _which_picture_scene(drawer: _SceneDrawer) -> Scene:
-    n = drawer.heavy_tailed(2, 8)
-    target, i_target = drawer.colour(), int(drawer.rng.integers(n))
+def _which_picture_scene(pen: _Pen) -> Scene:
+    n = pen.heavy_tailed(2, 8)
+    target, i_target = pen.colour(), int(pen.rng.integers(n))
     pictures = tuple(
-        drawer.single_shape(
-            drawer.size(4), target if k == i_target else drawer.colour(target), drawer.kind()
-        )
+        pen.single_shape(pen.size(4), target if k == i_target else pen.colour(target), pen.kind())
         for k in range(n)
     )
     return Scene("which", pictures, f"Which picture is {target}?", str(i_target + 1))
 
 
-def _direction_scene(drawer: _SceneDrawer) -> Scene:
-    direction = _draw(drawer.rng, list(MOVES))
-    px, (dx, dy) = drawer.px, MOVES[direction]
-    d, path = float(drawer.rng.uniform(0.3, 0.45)) * px, 0.5 * px
-    across = float(drawer.rng.uniform(-0.15, 0.15)) * px
+def _direction_scene(pen: _Pen) -> Scene:
+    direction = _draw(pen.rng, list(MOVES))
+    px, (dx, dy) = pen.px, MOVES[direction]
+    d, path = float(pen.rng.uniform(0.3, 0.45)) * px, 0.5 * px
+    across = float(pen.rng.uniform(-0.15, 0.15)) * px
     x = px / 2 - dx * path / 2 + (across if dx == 0 else 0.0)
     y = px / 2 - dy * path / 2 + (across if dy == 0 else 0.0)
-    shape = DrawnShape(drawer.kind(), drawer.colour(), x, y, d, (dx * path, dy * path))
-    clip = drawer.canvas((px, px), shape, frames=_draw_frame_count(drawer))
+    shape = DrawnShape(pen.kind(), pen.colour(), x, y, d, (dx * path, dy * path))
+    clip = pen.canvas((px, px), shape, frames=_draw_frame_count(pen))
     return Scene("direction", (clip,), "Which way does it move?", direction)
 
 
-def _moving_shape_scene(drawer: _SceneDrawer) -> Scene:
-    mover = drawer.kind()
-    still = drawer.kind(mover)
-    px, d = drawer.px, float(drawer.rng.uniform(0.32, 0.42)) * drawer.px
-    top, direction = drawer.rng.random() < 0.5, 1 if drawer.rng.random() < 0.5 else -1
+def _moving_shape_scene(pen: _Pen) -> Scene:
+    mover = pen.kind()
+    still = pen.kind(mover)
+    px, d = pen.px, float(pen.rng.uniform(0.32, 0.42)) * pen.px
+    top, direction = pen.rng.random() < 0.5, 1 if pen.rng.random() < 0.5 else -1
     y_mover, y_still = (0.25 * px, 0.75 * px) if top else (0.75 * px, 0.25 * px)
     path = 0.5 * px
     shapes = (
         DrawnShape(
-            mover,
-            drawer.colour(),
-            px / 2 - direction * path / 2,
-            y_mover,
-            d,
-            (direction * path, 0.0),
+            mover, pen.colour(), px / 2 - direction * path / 2, y_mover, d, (direction * path, 0.0)
         ),
-        DrawnShape(still, drawer.colour(), float(drawer.rng.uniform(0.25, 0.75)) * px, y_still, d),
+        DrawnShape(still, pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px, y_still, d),
     )
-    clip = drawer.canvas((px, px), *shapes, frames=_draw_frame_count(drawer))
+    clip = pen.canvas((px, px), *shapes, frames=_draw_frame_count(pen))
     return Scene("mover", (clip,), "Which shape moves?", mover)
 
 
-def _draw_frame_count(drawer: _SceneDrawer) -> int:
-    return min(drawer.heavy_tailed(4, 32), drawer.limits.max_frames)
+def _draw_frame_count(pen: _Pen) -> int:
+    return min(pen.heavy_tailed(4, 32), pen.limits.max_frames)
 
 
-def _sum_scene(drawer: _SceneDrawer) -> Scene:
-    a, b = (int(n) for n in drawer.rng.integers(1, 5, 2))
+def _sum_scene(pen: _Pen) -> Scene:
+    a, b = (int(n) for n in pen.rng.integers(1, 5, 2))
     return Scene("sum", (), f"{a}+{b}=?", str(a + b))
 
 
-def _first_word_scene(drawer: _SceneDrawer) -> Scene:
-    drawn = [_draw(drawer.rng, VOCABULARY) for _ in range(drawer.heavy_tailed(4, 60))]
+def _first_word_scene(pen: _Pen) -> Scene:
+    drawn = [_draw(pen.rng, VOCABULARY) for _ in range(pen.heavy_tailed(4, 60))]
     return Scene("first word", (), f"First word: {' '.join(drawn)}", drawn[0])
 
 

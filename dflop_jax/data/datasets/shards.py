@@ -12,10 +12,10 @@ from typing import BinaryIO
 from dflop_jax.data.bounds import (
     MAX_MEDIA,
     MAX_MEMBERS,
-    MAX_NAME,
+    MAX_NAME_CHARS,
     MAX_SHARDS,
-    MAX_TAR_HEADER,
-    named,
+    MAX_TAR_HEADER_BYTES,
+    errors_as,
     parse_json,
 )
 from dflop_jax.data.datasets.blob import Blob
@@ -92,14 +92,17 @@ class _TarHeaders:
         self.seek, self.tell, self._file = file.seek, file.tell, file
 
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= MAX_TAR_HEADER:
+        if not 0 <= size <= MAX_TAR_HEADER_BYTES:
             raise ValueError(f"a header of {size} bytes")
         return self._file.read(size)
 
 
 def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of a shard whose headers begin in start..end."""
-    with named(f"{shard}: broken tar", "; write it anew or leave it out"), shard.open("rb") as file:
+    with (
+        errors_as(f"{shard}: broken tar", "; write it anew or leave it out"),
+        shard.open("rb") as file,
+    ):
         size = shard.stat().st_size
         file.seek(start)
         with tarfile.open(fileobj=_TarHeaders(file), mode="r:") as tar:  # type: ignore[call-overload]
@@ -110,7 +113,7 @@ def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[ta
                 if member.size < 0 or member.issparse():
                     raise ValueError(f"a member of {member.size} bytes, or with holes")
                 if member.offset_data + member.size > size:
-                    raise ValueError(f"the tar ends inside {member.name[:MAX_NAME]}")
+                    raise ValueError(f"the tar ends inside {member.name[:MAX_NAME_CHARS]}")
                 if member.isfile():
                     yield member
             raise ValueError(f"more than {MAX_MEMBERS:,} members")
@@ -125,7 +128,9 @@ def _group_members(
             yield _sample_key(group[0].name), group
             group = []
         if len(group) > MAX_MEDIA:
-            raise ValueError(f"more than {MAX_MEDIA} members of sample {group[0].name[:MAX_NAME]}")
+            raise ValueError(
+                f"more than {MAX_MEDIA} members of sample {group[0].name[:MAX_NAME_CHARS]}"
+            )
         group.append(member)
     if group:
         yield _sample_key(group[0].name), group

@@ -16,11 +16,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, named
+from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, errors_as
 from dflop_jax.data.datasets.blob import MediaRoots
 from dflop_jax.data.datasets.record_parser import (
     DEFAULT_FORMAT,
-    TEXTS,
+    TEXT_FIELDS,
     Record,
     RecordFormat,
     parse_record,
@@ -98,18 +98,18 @@ class TableFile:
     """
 
     def __init__(self, file: Path, records: RecordFormat = DEFAULT_FORMAT) -> None:
-        with named(f"{file}: cannot be read"):
+        with errors_as(f"{file}: cannot be read"):
             names, sizes, self._decode = (
                 _open_parquet if file.suffix == ".parquet" else _open_arrow
             )(file)
             if min(sizes, default=0) < 0 or sum(sizes) > min(8 * file.stat().st_size, MAX_ROWS):
                 raise ValueError(f"it claims {sum(sizes):,} rows")
             self._columns = records.select_columns(names)
-            if not any(text in self._columns for text in TEXTS):
+            if not any(text in self._columns for text in TEXT_FIELDS):
                 raise ValueError(
-                    f"no column {' or '.join(TEXTS)}, there are {', '.join(names)}; say which it "
-                    f"is: --data.columns {TEXTS[0]}=NAME, or in a mixture columns: "
-                    f"{{{TEXTS[0]}: NAME}}"
+                    f"no column {' or '.join(TEXT_FIELDS)}, there are {', '.join(names)}; say "
+                    f"which it is: --data.columns {TEXT_FIELDS[0]}=NAME, or in a mixture columns: "
+                    f"{{{TEXT_FIELDS[0]}: NAME}}"
                 )
         self.unread = tuple(name for name in names if name not in self._columns.values())
         self._first_rows = [0, *accumulate(sizes)]
@@ -124,7 +124,7 @@ class TableFile:
         """Return a row's fields. ValueError: it cannot be decoded, or the file has changed."""
         if not 0 <= number < len(self):
             raise ValueError(f"there are {len(self):,} rows now; start the run again")
-        with named("its record batch cannot be decoded"), self._lock:
+        with errors_as("its record batch cannot be decoded"), self._lock:
             first, batch = self._find_batch(number)
             row = batch.slice(number - first, 1)
             row.validate(full=True)

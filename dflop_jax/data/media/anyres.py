@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from dflop_jax.data.bounds import MAX_SQUARE
+from dflop_jax.data.bounds import MAX_SQUARE_PX
 from dflop_jax.data.media.tiles import Counts, VisionLayout, tile_form
 from dflop_jax.data.media.tiling import frame_tile, padded_tiles
 from dflop_jax.data.media.token_sources import (
@@ -30,7 +30,7 @@ from dflop_jax.data.media.token_sources import (
     shift_sources,
 )
 
-CHUNK = 1 << 16  # pictures rated at once: bounds the memory of a million
+CHUNK_PICTURES = 1 << 16  # pictures rated at once: bounds the memory of a million
 DOWNSCALE_ABOVE = 1.1  # the reference leaves smaller excesses alone
 GRID = range(1, 7)  # rows and columns of the published grids
 
@@ -72,10 +72,10 @@ class AnyRes(VisionLayout):
 
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
         sides = np.where(alone[:, None], np.stack([widths, heights], -1), 1)
-        chunks = range(0, max(1, len(sides)), CHUNK)
-        grids = [self.grids(*sides[k : k + CHUNK].T) for k in chunks]
+        chunks = range(0, max(1, len(sides)), CHUNK_PICTURES)
+        grids = [self.grids(*sides[k : k + CHUNK_PICTURES].T) for k in chunks]
         fits, tiles, _, tokens = (np.concatenate(column) for column in zip(*grids, strict=True))
-        usable = np.where(alone, fits, np.maximum(widths, heights) <= MAX_SQUARE)
+        usable = np.where(alone, fits, np.maximum(widths, heights) <= MAX_SQUARE_PX)
         in_grid = np.where(alone, tokens[:, 0] * (tokens[:, 1] + 1), 1)
         return usable, np.where(alone, 1 + tiles.prod(1), 1), self.tokens_per_tile + in_grid
 

@@ -16,21 +16,19 @@ from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.container import InputContainer
 
-from dflop_jax.data.bounds import (
-    MAX_CHANNELS,
-    MAX_RATE_HZ,
-    MAX_RESAMPLING,
-    MIN_RATE_HZ,
-    one_line,
-)
+from dflop_jax.data.bounds import MAX_CHANNELS, MAX_RATE_HZ, MAX_RESAMPLING, MIN_RATE_HZ, one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import check_duration, open_container
 from dflop_jax.data.media.kind import Kind
 
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
-CROSSINGS, PASSED, KAISER_BETA = 64, 0.94, 9.0
+ZERO_CROSSINGS, PASSBAND_FRACTION, KAISER_BETA = 64, 0.94, 9.0
 INDEX_HZ = 16000  # rate at which an index counts samples: that of all encoders so far
-ESTIMATED = ("aac", "amr", "mp3")  # formats whose length FFmpeg guesses by the first bit rate
+ESTIMATED_FORMATS = (
+    "aac",
+    "amr",
+    "mp3",
+)  # FFmpeg guesses their length by the first bit rate
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -56,7 +54,7 @@ def read_sound(path: MediaFile, n_samples: int, rate_hz: int) -> np.ndarray:
         stream = _stream(container, rate_hz)
         native_hz = stream.rate
         # what the resampling filter reaches beyond the last sample is decoded too
-        reach = CROSSINGS * max(1, native_hz / rate_hz)
+        reach = ZERO_CROSSINGS * max(1, native_hz / rate_hz)
         native, reason = _decode(container, stream, ceil(n_samples * native_hz / rate_hz + reach))
         sound = resample(native, native_hz, rate_hz)[:n_samples]
     missing = n_samples - len(sound)
@@ -87,7 +85,7 @@ def _lowpass(factor: int) -> np.ndarray:
     from scipy import signal
 
     return signal.firwin(
-        2 * CROSSINGS * factor + 1, PASSED / factor, window=("kaiser", KAISER_BETA)
+        2 * ZERO_CROSSINGS * factor + 1, PASSBAND_FRACTION / factor, window=("kaiser", KAISER_BETA)
     )
 
 
@@ -109,7 +107,7 @@ def _stream(container: InputContainer, rate_hz: int) -> AudioStream:
 
 
 def _length_s(container: InputContainer, stream: AudioStream) -> Fraction:
-    if container.format.name not in ESTIMATED or stream.start_time:  # a Xing header's delay
+    if container.format.name not in ESTIMATED_FORMATS or stream.start_time:  # a Xing header's delay
         if stream.duration and stream.time_base:
             return stream.duration * stream.time_base
         if container.duration:

@@ -29,7 +29,7 @@ def decode_media(
     numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
     """Return the decoded media of the record whose header is a row of `table`, those of the numbers
-    `kept` (None: all).
+    `numbers` (None: all).
 
     Raises:
       ValueError: a file that cannot be decoded, or is not what it was when it was indexed.
@@ -50,7 +50,7 @@ def decode_opened(
     numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
     """Return the decoded media of a sample, given as (kind, what `Kind.opened` gives, header),
-    those of the numbers `kept` (None: all)."""
+    those of the numbers `numbers` (None: all)."""
     kinds = [kind for kind, _, _ in media]
     decoded = {}
     for number, (kind, opened, header) in enumerate(media):

@@ -14,7 +14,7 @@ from typing import Any
 import av
 from av.container import InputContainer
 
-from dflop_jax.data.bounds import MAX_DURATION_S, MAX_PIXELS, named
+from dflop_jax.data.bounds import MAX_DURATION_S, MAX_PIXELS, errors_as
 from dflop_jax.data.datasets.blob import MediaFile, open_media
 
 FORMATS = (
@@ -38,7 +38,7 @@ LENIENT: dict[str, Any] = (
 def open_container(source: MediaFile, noun: str) -> Iterator[InputContainer]:
     """A file's container. Whatever goes wrong inside is a ValueError that names the file."""
     with (
-        named(f"{source}: not a readable {noun}"),
+        errors_as(f"{source}: not a readable {noun}"),
         open_media(source) as file,
         av.open(file, "r", options=OPTIONS, **LENIENT) as container,
     ):

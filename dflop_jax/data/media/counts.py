@@ -92,9 +92,9 @@ def sample_counts(
     usable = np.bincount(owner[~is_usable], minlength=len(table)) == 0
     text, n_media = (table.records[c].astype(np.int64) for c in ("text_tokens", "n_media"))
     if max_tokens is not None:
-        text, is_kept = _truncate(table, owner, counts[1:3, 1:].sum(axis=(0, 2)), max_tokens)
-        n_media = np.bincount(owner[is_kept], minlength=len(table))
-        counts[:, 1:] *= is_kept[:, None]
+        text, kept_mask = _truncate(table, owner, counts[1:3, 1:].sum(axis=(0, 2)), max_tokens)
+        n_media = np.bincount(owner[kept_mask], minlength=len(table))
+        counts[:, 1:] *= kept_mask[:, None]
     longest = np.zeros((len(table), len(preparation)), np.int64)
     if counts[3].any():
         np.maximum.at(longest, owner, counts[3, 1:])
@@ -115,12 +115,12 @@ def _truncate(
     text_before = tokens_before[order] - (np.arange(len(owner)) - first)
     ends = np.pad(np.cumsum(tokens[order]), (1, 0))
     is_whole = text_before + ends[1:] - ends[first] <= max_tokens
-    is_kept = np.empty(len(owner), bool)
-    is_kept[order] = is_whole
-    media_tokens = np.diff(np.pad(np.cumsum(tokens * is_kept), (1, 0))[table.media_start])
+    kept_mask = np.empty(len(owner), bool)
+    kept_mask[order] = is_whole
+    media_tokens = np.diff(np.pad(np.cumsum(tokens * kept_mask), (1, 0))[table.media_start])
     text = np.minimum(table.records["text_tokens"], max_tokens - media_tokens)
     np.minimum.at(text, owner[~is_whole], text_before[~is_whole])
-    return text, is_kept
+    return text, kept_mask
 
 
 def describe_cut_media(table: RecordTable, preparation: Preparation) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from dflop_jax.data.media.kind import Columns
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import DecodedMedium, Facts, Form, Grid, integer_facts
-from dflop_jax.data.media.native import Around, ClipLayout, Native, NativeMedium, Stamp, stamp_of
+from dflop_jax.data.media.native import ClipLayout, Native, NativeMedium, Stamp, StampIds, stamp_of
 from dflop_jax.data.media.video import Clip
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import Tokenizer
@@ -45,12 +45,12 @@ class Fitted(Native):
 
     def blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
         sizes = zip(headers["width"].tolist(), headers["height"].tolist(), strict=True)
-        blocks = [fitted(w, h, self.block_px, self.soft_tokens) for w, h in sizes]
+        blocks = [fitted_blocks(w, h, self.block_px, self.soft_tokens) for w, h in sizes]
         rows, cols = np.array(blocks, np.int64).reshape(-1, 2).T
         return rows, cols
 
     def _grid(self, width: int, height: int, tokens: int) -> Grid:
-        rows, cols = fitted(width, height, self.block_px, tokens)
+        rows, cols = fitted_blocks(width, height, self.block_px, tokens)
         return rows * self.merge, cols * self.merge
 
     def clip(self, clip: Clip) -> ClipLayout:
@@ -62,7 +62,7 @@ class Fitted(Native):
 
 
 @lru_cache(maxsize=65536)
-def fitted(width: int, height: int, block_px: int, tokens: int) -> Grid:
+def fitted_blocks(width: int, height: int, block_px: int, tokens: int) -> Grid:
     """Rows and columns of blocks of a picture: the most that its aspect and `tokens` allow, rounded
     down; of a very thin one a single line, as long as its aspect, rounded down, and `tokens` allow.
     """
@@ -85,7 +85,7 @@ class FittedMedium(NativeMedium):
 
     uses_keys: ClassVar[bool] = False
 
-    def stamps(self, seconds: Sequence[float]) -> list[Around]:
+    def stamps(self, seconds: Sequence[float]) -> list[StampIds]:
         return [(self.later if i else self.stamp)(second) for i, second in enumerate(seconds)]
 
     def text_fields(

@@ -26,7 +26,7 @@ class Kind:
 
     Attributes:
       name: of the tag, <NAME>, and of a record's field.
-      word: how messages call one. taken: what a model does with it ("sees").
+      noun: how messages call one. verb: what a model does with it ("sees").
       columns: by name the integer type of what its header says; kinds may share some.
       header: reads them off a file. ValueError: it is none.
       opened: what a medium is decoded from, given a file.

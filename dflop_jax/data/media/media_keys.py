@@ -17,7 +17,7 @@ MAX_INT32 = 2**31 - 1
 
 
 def with_keys(header: Header, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Return a header with the `given` keys of its medium: a clip from video_start to video_end is
+    """Return a header with the `keys` of its medium: a clip from video_start to video_end is
     one of fewer frames, other keys become columns of their names.
 
     Raises:

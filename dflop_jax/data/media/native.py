@@ -42,7 +42,7 @@ CAP_SLACK = 1.05  # least pixels of a frame, over those of a clip, where each fr
 # picture, of a frame, and of all frames at most.
 KEYED_BLOCKS, KEYED_FRAME_BLOCKS, KEYED_CLIP_BLOCKS = (4, 16384), (128, 768), 115_200
 GREY = 128  # of blank pictures, in 0 to 255
-VISION_ENDS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
+VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
 CLIP_FACTS = (
     "min_frames", "num_frames", "min_clip_pixels", "cap_pixels_per_frame", "max_video_tokens"
 )  # fmt: skip
@@ -50,8 +50,8 @@ UNIT_BLOCKS = 3  # sides of the smallest picture that is worth drawing
 
 
 # Ids of the text before and after a pair of frames, by the second at which it is seen.
-Around = tuple[tuple[int, ...], tuple[int, ...]]
-Stamp = Callable[[float], Around]
+StampIds = tuple[tuple[int, ...], tuple[int, ...]]
+Stamp = Callable[[float], StampIds]
 
 
 class ClipLayout(NamedTuple):
@@ -234,8 +234,8 @@ def patch_places(grids: Sequence[Grid], merge: int) -> np.ndarray:
     `Native.patches`, and the rows and columns of the piece."""
     pieces_of_grid = [np.zeros((0, 4), np.int32)]
     for rows, cols in grids:
-        places = np.moveaxis(np.indices((rows, cols)), 0, -1)
-        blocks = places.reshape(rows // merge, merge, cols // merge, merge, 2).swapaxes(1, 2)
+        positions = np.moveaxis(np.indices((rows, cols)), 0, -1)
+        blocks = positions.reshape(rows // merge, merge, cols // merge, merge, 2).swapaxes(1, 2)
         whole = np.broadcast_to((rows, cols), (rows * cols, 2))
         pieces_of_grid.append(np.concatenate([blocks.reshape(-1, 2), whole], 1).astype(np.int32))
     return np.concatenate(pieces_of_grid)
@@ -300,7 +300,7 @@ class NativeMedium(Medium):
         usable, n_pieces, tokens, between = np.array(counts, np.int64).reshape(-1, 4).T
         return MediaCounts(usable > 0, n_pieces, tokens, between, tokens // np.maximum(n_pieces, 1))
 
-    def stamps(self, seconds: Sequence[float]) -> list[Around]:
+    def stamps(self, seconds: Sequence[float]) -> list[StampIds]:
         """The text around each piece of a clip."""
         return [self.stamp(second) for second in seconds]
 
@@ -391,7 +391,7 @@ def _build(
         max(frames, limits.max_frames), limits.frames_per_s, **clip_facts,
     )  # fmt: skip
     ends = [tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
-            for token in VISION_ENDS]  # fmt: skip
+            for token in VISION_MARKERS]  # fmt: skip
     return NativeMedium(native, stamp_of(tokenizer, "<{:.1f} seconds>".format, ends))
 
 

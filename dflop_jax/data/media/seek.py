@@ -16,9 +16,9 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-CLOSED = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
-VP8_SHOWN = 16  # a bit of a packet's first byte: not only others refer to its frame
-H264_IDR = 5  # a NAL unit's type: nothing after it refers to what was before
+CLOSED_GOP_CODECS = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
+VP8_SHOWN_BIT = 16  # a bit of a packet's first byte: not only others refer to its frame
+H264_IDR_TYPE = 5  # a NAL unit's type: nothing after it refers to what was before
 # Frames that are decoded without seeking over those with it, from which on it is worth its cost.
 MIN_SEEK_GAIN = 1.5
 
@@ -70,7 +70,7 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
     Args:
       choose: picks them by the seconds at which frames begin, in order.
     """
-    if stream.codec_context.name not in CLOSED or stream.time_base is None:
+    if stream.codec_context.name not in CLOSED_GOP_CODECS or stream.time_base is None:
         return None
     order: dict[int, int] = {}  # pts -> place in the order of decoding
     keys: list[int] = []
@@ -111,7 +111,7 @@ def is_hidden(packet: Packet, stream: VideoStream) -> bool:
     """Whether a decoder shows no frame of a packet that is not empty: an edit list hides it, or it
     is only referred to."""
     is_vp8 = stream.codec_context.name == "vp8"
-    return packet.is_discard or (is_vp8 and not memoryview(packet)[0] & VP8_SHOWN)
+    return packet.is_discard or (is_vp8 and not memoryview(packet)[0] & VP8_SHOWN_BIT)
 
 
 def seek_frames(
@@ -143,10 +143,10 @@ def _is_closed(stream: VideoStream, packet: Packet) -> bool:
     data, head = bytes(packet), stream.codec_context.extradata or b""
     if head[:1] != b"\x01":  # start codes between the units
         units = (unit[:1] for unit in data.split(b"\x00\x00\x01")[1:])
-        return any(u and u[0] & 31 == H264_IDR for u in units)
+        return any(u and u[0] & 31 == H264_IDR_TYPE for u in units)
     width, offset = (head[4] & 3) + 1, 0
     while offset + width < len(data):
-        if data[offset + width] & 31 == H264_IDR:
+        if data[offset + width] & 31 == H264_IDR_TYPE:
             return True
         offset += width + int.from_bytes(data[offset : offset + width], "big")
     return False

@@ -26,20 +26,14 @@ from dflop_jax.data.media.medium import (
     Medium,
     integer_facts,
 )
-from dflop_jax.data.media.tiling import (
-    IMAGE,
-    choose_grid,
-    fit_in_box,
-    frame_tile,
-    padded_tiles,
-)
+from dflop_jax.data.media.tiling import IMAGE, choose_grid, fit_in_box, frame_tile, padded_tiles
 from dflop_jax.data.media.token_sources import TokenSources, copied_sources, insert_text
 from dflop_jax.data.media.video import VIDEO
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import Tokenizer
 
 GREY = 128  # of blank pictures, in 0 to 255
-NEXT_FRAME = "\nFrame{}: "  # InternVL's text between a clip's frames
+NEXT_FRAME_TEXT = "\nFrame{}: "  # InternVL's text between a clip's frames
 
 
 Counts = tuple[np.ndarray, np.ndarray, np.ndarray]  # of pictures, see `VisionLayout.count`
@@ -53,7 +47,7 @@ class VisionLayout(ABC):
 
     Attributes:
       tokens_per_tile: features that the encoder gives for a tile.
-      joined: see `medium.Medium`.
+      is_joined: see `medium.Medium`.
     """
 
     tile_px: int
@@ -264,7 +258,8 @@ def between_frames(tokenizer: ChatTokenizer, n: int) -> tuple[tuple[int, ...], .
         return ()
     begin_ids, end_ids = tokenizer.picture_ends
     return tuple(
-        (*end_ids, *tokenizer.encode(NEXT_FRAME.format(k)), *begin_ids) for k in range(2, n + 1)
+        (*end_ids, *tokenizer.encode(NEXT_FRAME_TEXT.format(k)), *begin_ids)
+        for k in range(2, n + 1)
     )
 
 

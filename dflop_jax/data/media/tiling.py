@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from dflop_jax.data.bounds import MAX_PIXELS, named
+from dflop_jax.data.bounds import MAX_PIXELS, errors_as
 from dflop_jax.data.datasets.blob import MediaFile, open_media
 from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.media_keys import SIZES
@@ -52,7 +52,7 @@ def fit_in_box(width: int, height: int, box_width: int, box_height: int) -> tupl
 def picture_size(path: MediaFile) -> tuple[int, int]:
     """Upright (width, height) from the header. ValueError if it is no picture or too large."""
     with (
-        named(f"{path}: not a readable picture"),
+        errors_as(f"{path}: not a readable picture"),
         open_media(path) as file,
         Image.open(file, formats=FORMATS) as image,
     ):
@@ -64,11 +64,11 @@ def read_scaled(
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Return the picture, upright, in RGB, and its true (width, height).
 
-    With `least` (width, height) a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so
+    With `min_size` (width, height) a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so
     many pixels. ValueError if broken.
     """
     with (
-        named(f"{path}: cannot be decoded"),
+        errors_as(f"{path}: cannot be decoded"),
         open_media(path) as file,
         Image.open(file, formats=FORMATS) as image,
     ):

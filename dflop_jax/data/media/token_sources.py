@@ -58,7 +58,8 @@ def resampled_sources(grid: np.ndarray, height: int, width: int) -> TokenSources
 
 
 def insert_text(tokens: TokenSources, positions: np.ndarray) -> TokenSources:
-    """The tokens with room for text: one token that has no source before each place of `places`."""
+    """The tokens with room for text: one token that has no source before each place of
+    `positions`."""
     return np.insert(tokens, positions, np.zeros(1, SOURCES))
 
 

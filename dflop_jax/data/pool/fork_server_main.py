@@ -42,11 +42,11 @@ def main() -> None:
     process id and say how it ended."""
     ignore_signals()
     control = Connection(int(sys.argv[1]))
-    opened_by, memory_bytes = control.recv()
+    factory, memory_bytes = control.recv()
     logging.getLogger().addHandler(logging.NullHandler())  # the parent has opened it, and said so
     try:
-        module, _, function = opened_by.function.partition(":")
-        source = getattr(importlib.import_module(module), function)(opened_by.arguments)
+        module, _, function = factory.function.partition(":")
+        source = getattr(importlib.import_module(module), function)(factory.arguments)
     except Exception:
         control.send(traceback.format_exc())
         return

@@ -86,13 +86,13 @@ class DecoderPool:
     more process forks them (see `fork_server_main`) and is begun anew when it dies.
 
     Args:
-      opened_by: opens what they serve: a source, whose samples are asked for by number, or a
+      factory: opens what they serve: a source, whose samples are asked for by number, or a
         function that gives a request its `DecoderReply`.
       timeout_s: seconds that an answer may take; memory_bytes: what it may allocate.
     """
 
-    def __init__(self, opened_by: SourceFactory, timeout_s: float, memory_bytes: int) -> None:
-        self._opened_by, self._timeout_s, self._memory_bytes = opened_by, timeout_s, memory_bytes
+    def __init__(self, factory: SourceFactory, timeout_s: float, memory_bytes: int) -> None:
+        self._factory, self._timeout_s, self._memory_bytes = factory, timeout_s, memory_bytes
         self._lock = threading.Lock()  # of what follows
         self._server: subprocess.Popen[bytes] | None = None
         self._control: Connection
@@ -195,7 +195,7 @@ class DecoderPool:
                 env={**os.environ, **ENVIRONMENT},
             )  # fmt: skip
         try:
-            self._control.send((self._opened_by, self._memory_bytes))
+            self._control.send((self._factory, self._memory_bytes))
             error = self._control.recv()
         except (OSError, EOFError):
             self._end_server()

@@ -41,7 +41,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str], name: str) -> None:
         self._name, self._variables = name, dict(variables)
-        with bounds.named(f"{name}: chat template is no valid jinja"):
+        with bounds.errors_as(f"{name}: chat template is no valid jinja"):
             self._template = _environment().from_string(source)
         self.takes_parts = self._shows([{"type": "text", "text": "probe"}])
         self.takes_texts = self._shows("probe")
@@ -60,7 +60,7 @@ class ChatTemplate:
 
         ValueError when the template refuses the messages.
         """
-        with bounds.named(f"{self._name}: chat template fails"):
+        with bounds.errors_as(f"{self._name}: chat template fails"):
             text = self._template.render(
                 **{"tools": None, "documents": None, **self._variables, **variables},
                 messages=messages,

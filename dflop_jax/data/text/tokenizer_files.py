@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from dflop_jax.data.bounds import MAX_TOKENIZER_BYTES, named, parse_json, read_bounded
+from dflop_jax.data.bounds import MAX_TOKENIZER_BYTES, errors_as, parse_json, read_bounded
 
 TOKENIZER = "tokenizer.json"
 MAX_PADDING_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
@@ -56,7 +56,7 @@ def _resolve_folder(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderToken
         from transformers import AutoTokenizer
         from transformers.processing_utils import ProcessorMixin
 
-        with named(f"{folder}: its tokenizer cannot be read", "; download its files again"):
+        with errors_as(f"{folder}: its tokenizer cannot be read", "; download its files again"):
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
@@ -86,7 +86,7 @@ def load_tokenizer(file: str | Path) -> tokenizers.Tokenizer:
 
     ValueError when it is something else.
     """
-    with named(f"{file}: not a tokenizer.json", "; name one, or the model's folder"):
+    with errors_as(f"{file}: not a tokenizer.json", "; name one, or the model's folder"):
         return parse_tokenizer(read_bounded(Path(file), MAX_TOKENIZER_BYTES))
 
 
@@ -103,7 +103,7 @@ def parse_tokenizer(text: bytes) -> tokenizers.Tokenizer:
 
 def encode_text(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     """A text's tokens; ValueError where the tokenizer fails on it."""
-    with named("the tokenizer fails"):
+    with errors_as("the tokenizer fails"):
         return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -138,5 +138,5 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object of a JSON file, empty without one. ValueError when it is something else."""
     if not file.is_file():
         return {}
-    with named(f"{file}: not a JSON object"):
+    with errors_as(f"{file}: not a JSON object"):
         return parse_json(read_bounded(file, MAX_TOKENIZER_BYTES), dict[str, Any])

@@ -12,16 +12,7 @@ from dflop_jax.data.media.token_sources import copied_sources
 from dflop_jax.data.text.tokenize import TokenRun
 from dflop_jax.records import Load
 from tests.data import views
-from tests.data.views import (
-    heard,
-    mel,
-    mel_frames,
-    prepared,
-    seen,
-    supervised,
-    tiles,
-    tokens,
-)
+from tests.data.views import heard, mel, mel_frames, prepared, seen, supervised, tiles, tokens
 
 VISION = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56)))
 SPEC = MelSpec(n_mels=4, window_s=1, max_windows=3)

@@ -83,18 +83,6 @@ def test_text_is_cut_and_what_cannot_fit_is_left_out(dataset, tmp_path, caplog):
         source(max_tokens=1)
 
 
-def test_a_yaml_mixture(dataset, tmp_path):
-    file = tmp_path / "mixture.yaml"
-    file.write_text(
-        f"parts:\n  - path: {dataset}\n    weight: 2\n  - path: {dataset}\n    subset: first:1\n"
-    )
-    config = DataConfig(path=str(file), max_tokens=4096, max_frames=4, max_bad_fraction=1.0)
-    once = make_source(
-        DataConfig(**{**vars(config), "path": dataset}), SPECS["tiles"], index_dir=tmp_path
-    )
-    assert len(make_source(config, SPECS["tiles"], index_dir=tmp_path)) == 2 * len(once) + 1
-
-
 @pytest.mark.parametrize(
     "config, spec, message",
     [

@@ -87,22 +87,3 @@ def test_a_conversation_goes_before_a_question_beside_it(tmp_path):
     }
     (record,) = records([row], tmp_path)
     assert record.turns[1][1] == "Ho."
-
-
-@pytest.mark.parametrize(
-    "row, why",
-    [
-        ({"question": "  ", "answer": "x"}, "its question is no text"),
-        ({"question": "Which <image 2>?", "answer": "x", "image_1": picture(0)}, "names <image 2>"),
-        ({"question": "?", "answer": "Z", "options": "['a', 'b']"}, "'Z' is none of its 2 choices"),
-        ({"question": "?", "answer": "A", "options": "a, b"}, "its choices are no list"),
-        (
-            {"question": "?", "answer": "A", "options": "__import__('os')"},
-            "its choices are no list",
-        ),
-        ({"question": "<image>?", "answer": "A"}, "1 <image> tags for 0 images"),
-    ],
-)
-def test_what_is_no_question_is_said(tmp_path, row, why):
-    with pytest.raises(ValueError, match=why):
-        records([row], tmp_path)

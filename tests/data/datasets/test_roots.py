@@ -34,27 +34,23 @@ def folders(tmp_path):
     return inside, outside
 
 
-OUTSIDE = ["{out}/a.png", "../out/a.png", "link.png", "folder/a.png", "../in/../out/a.png",
-           "/etc/passwd", "../out/none.png"]  # fmt: skip
+OUTSIDE = ["{out}/a.png", "../out/a.png", "link.png", "folder/a.png", "../in/../out/a.png"]
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_what_leads_out_is_a_bad_record_that_says_how_to_allow_it(folders, name):
+@pytest.mark.parametrize("name", [*OUTSIDE, "/etc/passwd", "../out/none.png"])
+def test_a_medium_outside_the_roots_is_refused(folders, name):
     inside, outside = folders
     with pytest.raises(ValueError, match=r"\[0\] id=a: .* leads out of .*data\.root"):
         read(inside, name.format(out=outside))
+    if name in OUTSIDE:
+        path = read(inside, name.format(out=outside), folders)
+        assert path.resolve() == outside / "a.png"
 
 
 @pytest.mark.parametrize("name", ["a.png", "own.png", "./a.png", "../in/a.png", "{in}/a.png"])
-def test_what_stays_inside_is_read(folders, name):
+def test_a_medium_inside_the_roots_is_read(folders, name):
     path = read(folders[0], name.format(**{"in": folders[0]}))
     assert path.resolve() == folders[0] / "a.png"
-
-
-@pytest.mark.parametrize("name", OUTSIDE[:5])
-def test_more_roots_open_more(folders, name):
-    path = read(folders[0], name.format(out=folders[1]), folders)
-    assert path.resolve() == folders[1] / "a.png"
 
 
 def test_roots_are_looked_through_in_turn(folders):

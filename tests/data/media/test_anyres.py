@@ -24,9 +24,7 @@ def reference():
         warnings.simplefilter("ignore")  # of the import, not of what is tested
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
-        from transformers.models.llava_onevision import (
-            image_processing_pil_llava_onevision as pil,
-        )
+        from transformers.models.llava_onevision import image_processing_pil_llava_onevision as pil
         from transformers.models.llava_onevision import modeling_llava_onevision as modeling
         from transformers.models.llava_onevision import processing_llava_onevision as processing
 

@@ -31,8 +31,8 @@ def here(reader):
 
 def hostile(path, harm):
     opens = "tests.data.pool.hostile_source:open_hostile_rows"
-    opened_by = SourceFactory(opens, {"path": str(path), "harm": harm})
-    return partial(ProcessRowReader, opened_by, TIMEOUT_S, MEMORY)
+    factory = SourceFactory(opens, {"path": str(path), "harm": harm})
+    return partial(ProcessRowReader, factory, TIMEOUT_S, MEMORY)
 
 
 def listed(table):

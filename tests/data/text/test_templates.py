@@ -147,7 +147,8 @@ def test_processes_that_read_records_do_not_import_transformers(tmp_path):
     source = make_source(config, spec, index_dir=tmp_path, in_processes=False)
     program = (
         "import json, sys\nfrom dflop_jax.data.build import open_row_reader, open_source\n"
-        "arguments = json.load(sys.stdin)\nopen_row_reader(arguments)\n"
+        "arguments = json.load(sys.stdin)\n"
+        "open_row_reader({'dataset': arguments, 'decoded': False})\n"
         "print(open_source(arguments).sample(0).fields['llm']['tokens'].tolist())\n"
         "assert 'transformers' not in sys.modules"
     )

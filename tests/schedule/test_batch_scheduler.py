@@ -43,7 +43,7 @@ def solve(loads, plan, prices=None, **options):
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_every_piece_once_over_random_plans(seed):
+def test_random_plans_schedule_every_piece_once(seed):
     rng = np.random.default_rng(seed)
     loads = make_batch(rng, int(rng.choice([0, 1, 2, 30, 80])))
     a, b, group_size = (int(x) for x in rng.integers(1, 4, 3))
@@ -68,7 +68,7 @@ def test_every_piece_once_over_random_plans(seed):
 
 
 @pytest.mark.parametrize("n", [0, 1, 40])
-def test_graphs_of_other_shapes(n):
+def test_other_module_graphs_schedule_every_piece_once(n):
     """Two sources, a chain whose last module is not the dearest, and pieces of unlike length in a
     source; samples lack any module but the last."""
     rng = np.random.default_rng(n)
@@ -101,7 +101,7 @@ def test_graphs_of_other_shapes(n):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_sample_is_lost_between_buckets_of_unlike_rows(seed):
+def test_buckets_with_different_row_counts_lose_no_sample(seed):
     """Many samples take no room in the rows that they are packed into."""
     rng = np.random.default_rng(seed)
     loads = []
@@ -114,7 +114,7 @@ def test_no_sample_is_lost_between_buckets_of_unlike_rows(seed):
     check(solve(loads, plan, make_prices(plan), work=500), loads, plan)
 
 
-def test_pieces_of_one_sample_may_lie_in_several_rows_of_the_last_module():
+def test_one_sample_may_span_several_rows_of_the_last_module():
     loads = [Load({"b": (40, 40, 40)}), Load({"b": (60, 20)}), Load({"b": (9,)})]
     plan = make_plan([bucket(0, (1, 64)), bucket(0, (2, 64))], {"b": 2})
     got = solve(loads, plan)
@@ -123,7 +123,7 @@ def test_pieces_of_one_sample_may_lie_in_several_rows_of_the_last_module():
 
 @pytest.mark.parametrize("n", [0, 1, 2, 40])
 @pytest.mark.parametrize("seed", range(3))
-def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
+def test_longest_first_assignment_fills_the_lightest_rank(n, seed):
     """Beside the rule as a plain loop; where the rows have no room in this order, no answer."""
     rng = np.random.default_rng([n, seed])
     lengths = rng.integers(8, 120, n).tolist()
@@ -179,7 +179,7 @@ def first_fit_by_loops(loads, order, n_rows, row_room, tiles):
 @pytest.mark.parametrize(
     "n, rows, ranks", [(0, 1, 1), (1, 1, 1), (40, 1, 1), (60, 3, 1), (90, 5, 2)]
 )
-def test_first_fit_is_the_rule(n, rows, ranks):
+def test_first_fit_equals_a_plain_loop(n, rows, ranks):
     for seed in range(4):
         rng = np.random.default_rng([n, rows, seed])
         loads = [
@@ -195,7 +195,7 @@ def test_first_fit_is_the_rule(n, rows, ranks):
         assert got == first_fit_by_loops(loads, order, rows * ranks, 100, 4 * ranks)
 
 
-def test_the_last_bit_of_prices_changes_no_choice(small_plan):
+def test_last_bits_of_prices_do_not_change_the_schedule(small_plan):
     """As another BLAS would: every price moved by some last bits."""
     loads = make_batch(np.random.default_rng(1), 50)
     rng = np.random.default_rng(2)
@@ -210,7 +210,7 @@ def test_the_last_bit_of_prices_changes_no_choice(small_plan):
         assert again.work == first.work
 
 
-def test_the_budget_of_the_plan_is_kept(small_plan):
+def test_work_stays_within_the_plans_budget(small_plan):
     """Work is counted and ends within the last thing begun; more of it is not worse, but for what
     a group's busiest rank takes on to relieve the step's."""
     loads = make_batch(np.random.default_rng(5), 120)
@@ -224,7 +224,7 @@ def test_the_budget_of_the_plan_is_kept(small_plan):
     assert solve(loads, small_plan, prices, work=0).work == 0
 
 
-def test_content_is_evened_out_over_ranks_and_groups():
+def test_content_is_balanced_over_ranks_and_groups():
     rng = np.random.default_rng(3)
     lengths = np.minimum(700, rng.lognormal(5, 0.8, 150)).astype(int)
     loads = [Load({"b": (int(n),)}) for n in lengths]
@@ -245,7 +245,7 @@ def test_content_is_evened_out_over_ranks_and_groups():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_cheap_covers_are_all_the_covers(seed):
+def test_list_covers_lists_every_cheap_cover(seed):
     rng = np.random.default_rng(seed)
     room = rng.integers(0, 5, (4, 3)).astype(float)
     need = rng.integers(0, 15, 4).astype(float)
@@ -270,7 +270,7 @@ def test_cheap_covers_are_all_the_covers(seed):
 
 
 @pytest.mark.parametrize("buckets, most", [(4, 20_000), (8, 5_000), (20, 800)])
-def test_of_many_buckets_fewer_covers_are_listed(buckets, most):
+def test_more_buckets_list_fewer_covers(buckets, most):
     """As covers of more buckets take longer each; the cheapest are among them."""
     rng = np.random.default_rng(buckets)
     room = rng.integers(1, 5, (3, buckets)).astype(float)
@@ -285,7 +285,7 @@ def test_of_many_buckets_fewer_covers_are_listed(buckets, most):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_packing_meets_the_demand(seed):
+def test_every_packing_satisfies_the_volume_conditions(seed):
     """Conditions are necessary: what a random packing holds never breaks them."""
     rng = np.random.default_rng(seed)
     buckets = [bucket(5, (1, 100)), bucket((2, 40), (2, 60)), bucket(0, (1, 100))]
@@ -313,7 +313,7 @@ def test_every_packing_meets_the_demand(seed):
         assert (wanted.capacity_DC @ counts >= wanted.need_D - 1e-6).all()
 
 
-def test_samples_without_pieces_of_a_module_run_without_its_group():
+def test_modules_without_pieces_have_no_group():
     """Also where every bucket has the module: that shape is compiled, but nothing runs it."""
     loads = [Load({"b": (60,)})] * 8
     plan = make_plan([bucket(8, (1, 128)), bucket(8, (1, 64))])
@@ -323,7 +323,7 @@ def test_samples_without_pieces_of_a_module_run_without_its_group():
     assert got.status == "optimal"
 
 
-def test_oversize_sample_is_named_with_the_choices(small_plan):
+def test_oversize_sample_is_named_with_remedies(small_plan):
     loads = [Load({"a": (TILE,), "b": (9,)}), Load({"a": (TILE,) * 2, "b": (308,)})]
     with pytest.raises(ValueError, match=r"sample 1 .*308.*a:16x16.*drop or truncate.*bigger"):
         solve(loads, small_plan)
@@ -339,7 +339,7 @@ def test_oversize_sample_is_named_with_the_choices(small_plan):
 @pytest.mark.parametrize("n", [0, 1, 7, 33])
 @pytest.mark.parametrize("with_a", [False, True])
 @pytest.mark.parametrize("group_size", [1, 2])
-def test_arrival_keeps_order_and_takes_the_smallest_bucket(n, with_a, group_size):
+def test_arrival_keeps_order_and_uses_the_smallest_bucket(n, with_a, group_size):
     """Against the rule in plain loops: one sample a row, two ranks of three rows."""
     loads = make_batch(np.random.default_rng(n), n)
     ranks = {"a": 2, "b": 2} if with_a else {"b": 2}
@@ -371,7 +371,7 @@ def test_arrival_keeps_order_and_takes_the_smallest_bucket(n, with_a, group_size
                 assert (m, d, owner[p]) in held
 
 
-def test_arrival_splits_what_no_bucket_holds_together():
+def test_arrival_splits_samples_that_exceed_every_bucket():
     loads = [Load({"a": (TILE,) * 4, "b": (20,)})] * 4
     plan = make_plan([bucket(4, (2, 32))], {"a": 1, "b": 1}, grouping="arrival")
     got = solve(loads, plan)
@@ -383,7 +383,7 @@ def test_arrival_splits_what_no_bucket_holds_together():
     ]
 
 
-def test_arrival_needs_equal_ranks():
+def test_arrival_requires_equal_data_ranks():
     plan = make_plan([bucket(4, (1, 32))], {"a": 1, "b": 2}, grouping="arrival")
     with pytest.raises(ValueError, match="equal data ranks"):
         solve([Load({"a": (TILE,), "b": (5,)})], plan)

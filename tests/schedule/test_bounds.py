@@ -44,7 +44,7 @@ def least_by_hand(lengths, content, shapes, ranks, microbatches):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_groups_have_less_content_than_their_bound(seed):
+def test_content_bound_is_below_every_grouping(seed):
     rng = np.random.default_rng(seed)
     shapes = [Shape(1, 12), Shape(int(rng.integers(1, 3)), int(rng.integers(3, 9)))]
     ranks, microbatches = ((1, 1), (2, 1), (1, 2))[seed % 3]
@@ -67,12 +67,12 @@ def test_no_groups_have_less_content_than_their_bound(seed):
         ([2, 2, 2, 2], 2, 8),  # the mean
     ],
 )
-def test_content_that_groups_cannot_avoid(lengths, ranks, least):
+def test_content_bound_of_known_cases(lengths, ranks, least):
     lengths = np.array(lengths)
     assert content_bound(lengths, lengths**2, [Shape(1, 8), Shape(1, 4)], ranks) == least
 
 
-def test_rows_that_one_piece_nearly_fills_are_full():
+def test_a_piece_that_nearly_fills_a_row_counts_as_the_row():
     """Beside a piece of 15 there is no room for one of 6 in a row of 16 or 20: eight of the first
     and four of the second take ten rows of 16, which volumes alone do not tell."""
     batch = Batch([Load({"m": (n,)}) for n in [15] * 8 + [6] * 4], ["m"])
@@ -87,7 +87,7 @@ def test_rows_that_one_piece_nearly_fills_are_full():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_lies_before_and_after_a_segment_is_the_longest_path(seed):
+def test_fill_and_drain_are_the_longest_paths(seed):
     """Against all paths through graphs of up to five segments."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 6))

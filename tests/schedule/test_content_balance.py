@@ -46,7 +46,7 @@ def over(content: GroupContents) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("near", [0.0, 40.0, 400.0, math.inf])
-def test_it_ends_where_little_is_left(near):
+def test_balancing_stops_within_the_tolerance(near):
     content, full, budget = contents(), contents(), Budget(4000)
     balance_content(content, budget, 0, near)
     alone = Budget(4000)
@@ -63,7 +63,7 @@ def test_it_ends_where_little_is_left(near):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_dealt_pieces_keep_to_their_rows(seed):
+def test_assign_rows_equals_a_plain_loop(seed):
     """Each to the rank of fewest pairs that has room, by a plain loop."""
     rng = np.random.default_rng(seed)
     n_ranks, shape = int(rng.integers(1, 5)), Shape(int(rng.integers(1, 4)), 64)

@@ -81,7 +81,7 @@ def noisy(trace, rng):
     return Trace(trace.step, "measured", tuple(events))
 
 
-def test_most_of_the_loss_is_recovered_within_20_batches(plan):
+def test_correction_recovers_most_of_the_loss_in_20_batches(plan):
     """On simulated hardware with one slow shape, against schedules by the true times from the start
     and against no correction, on the same batches."""
     profiled, hardware = prices_of(plan), prices_of(plan, slow_bucket=2)
@@ -106,7 +106,7 @@ def test_most_of_the_loss_is_recovered_within_20_batches(plan):
     assert blind - corrected > 0.8 * (blind - oracle)
 
 
-def test_factors_meet_the_ratio_and_resist_outliers(plan):
+def test_factors_converge_and_resist_outliers(plan):
     prices = prices_of(plan)
     predicted = seconds_of(prices)
     program, name = ProgramId("b", Shape(1, 256), BACKWARD), "b/1x256/backward"
@@ -123,7 +123,7 @@ def test_factors_meet_the_ratio_and_resist_outliers(plan):
     assert {p for p in fixed.programs if fixed.programs[p] != prices.programs[p]} == {program}
 
 
-def test_nothing_observed_changes_nothing(plan):
+def test_correction_without_observations_changes_nothing(plan):
     prices = prices_of(plan)
     predicted = seconds_of(prices)
     some = next(iter(predicted))
@@ -159,7 +159,7 @@ def as_seen(schedule):
     return Trace(schedule.step, "measured", tuple(events))
 
 
-def test_the_work_of_the_host_does_not_move_to_long_programs():
+def test_host_work_does_not_move_to_long_programs():
     """17 full rows: eight groups of two and one of one, however long steps are sampled."""
     prices, state, groups = host_prices(), Correction(), []
     loads = [Load({"b": (128,)})] * 17
@@ -185,7 +185,7 @@ def test_expected_times_of_few_groups(n):
         }
 
 
-def test_no_price_falls_below_the_work_of_the_host():
+def test_no_price_falls_below_the_host_work():
     prices = host_prices()
     name = "b/1x128/backward"
     fixed = correct_prices(prices, Correction({name: (math.log(0.01),) * 9}))
@@ -194,7 +194,7 @@ def test_no_price_falls_below_the_work_of_the_host():
     assert correct_prices(cheap, Correction()) == cheap
 
 
-def test_task_times_are_those_of_programs():
+def test_task_times_are_grouped_by_program():
     """Groups of one shape run one program, whatever their buckets; sends and updates run none."""
     groups = tuple(Group("b", shape) for shape in (Shape(1, 96), Shape(1, 64), Shape(1, 96)))
     events = tuple(
@@ -215,7 +215,7 @@ def test_task_times_are_those_of_programs():
     assert {program_key(p) for p in times} == {"b/1x96/forward", "b/1x64/forward"}
 
 
-def test_the_rule_of_the_monitor():
+def test_monitor_samples_while_the_gain_exceeds_the_overhead():
     """On while the newly learnt share of the gain exceeds the overhead; pauses double."""
     learnt = Correction({"a": (0.4,) * 4})
     monitor = count_sampled_step(Monitor(window=2, recheck_every=10, max_every=20))
@@ -285,7 +285,7 @@ def plainly(samples, step: int):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_step_has_the_prices_that_it_had(seed):
+def test_replayed_samples_give_every_step_the_same_prices(seed):
     samples = samples_of(seed)
     last = samples[-1].step
     whole = replay_samples(CorrectionState(KEY), samples)
@@ -302,7 +302,7 @@ def test_every_step_has_the_prices_that_it_had(seed):
     assert drop_old_changes(whole, last + 9).changes == whole.changes[-1:]
 
 
-def test_the_monitor_follows_from_the_samples_alone():
+def test_monitor_state_follows_from_the_samples():
     quiet = [StepSample(k, k + 1, KEY, {PROGRAMS[0]: 0.1}, 0.0, 1e-3) for k in range(8)]
     full = replay_samples(CorrectionState(KEY), quiet)
     assert full == add_sample(replay_samples(CorrectionState(KEY), quiet[:7]), quiet[7])
@@ -317,7 +317,7 @@ def test_the_monitor_follows_from_the_samples_alone():
         assert (after.monitor.on, after.monitor.steps) == (True, 1)
 
 
-def test_nothing_is_learnt_of_other_prices():
+def test_samples_of_other_prices_are_ignored():
     other = make_prices(KNOWN_PLAN, factor=lambda p: 2.0 if p.segment == "a" else 1.0)
     assert price_digest(other) != KEY == price_digest(make_prices(KNOWN_PLAN))
     assert replay_samples(CorrectionState(price_digest(other)), samples_of(0)) == CorrectionState(
@@ -326,7 +326,7 @@ def test_nothing_is_learnt_of_other_prices():
 
 
 @pytest.mark.parametrize("wrong", [(3, 3, 0.0), (-1, 2, 0.0), (3, 4, float("nan"))])
-def test_a_sample_checks_itself(wrong):
+def test_invalid_samples_are_refused(wrong):
     step, first, ratio = wrong
     with pytest.raises(ValueError, match="a sample"):
         StepSample(step, first, KEY, {"a": ratio}, 0.0, 0.0)

@@ -98,7 +98,7 @@ def by_hand(v, sizes):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_canonical_form_is_the_program_written_by_hand(seed):
+def test_canonical_program_equals_one_written_by_hand(seed):
     rng = np.random.default_rng(seed)
     numbers, _, known_C = numbers_for(make_batch(rng, [1, 2, 5, 12, 40, 80][seed]))
     sizes, program = program_sizes(PLAN.layout), program_of(PLAN)
@@ -115,7 +115,7 @@ def test_the_canonical_form_is_the_program_written_by_hand(seed):
     assert numbers.lower_bound_s(start_C) >= least_s
 
 
-def test_it_travels_to_another_process_whole():
+def test_program_survives_json():
     program = program_of(PLAN)
     assert from_json(to_json(program), CountProgram) == program
 
@@ -135,7 +135,7 @@ def images_and_clips(rng, n):
     "small, seeds, made_by",
     [(bucket(50, (1, 82)), (5, 6, 7), "local"), (bucket(30, (1, 120)), (0, 6), "integer")],
 )
-def test_the_answer_is_no_slower_and_may_be_much_faster(small, seeds, made_by):
+def test_integer_program_never_slows_and_may_speed_up_schedules(small, seeds, made_by):
     """Counts that the local search does not manage to pack are packed from what the program deals
     to them."""
     plan = make_plan([bucket(99, (1, 163)), small], {"a": 1, "b": 7})
@@ -154,7 +154,7 @@ def test_the_answer_is_no_slower_and_may_be_much_faster(small, seeds, made_by):
         assert got.makespan_s <= (0.9 if made_by == "integer" else 1.002) * plain.makespan_s
 
 
-def test_without_work_or_balanced_groups_it_is_not_asked():
+def test_program_is_not_used_without_work_or_balanced_groups():
     loads = make_batch(np.random.default_rng(0), 12, most_tiles=8)
     options = {"program": program_of(PLAN), "trainable": PLAN.layout.modules}
     greedy = schedule_batch(loads, PLAN, make_prices(PLAN), work=0, **options)
@@ -166,7 +166,7 @@ def test_without_work_or_balanced_groups_it_is_not_asked():
     assert (nothing.groups, nothing.integer_bound_s) == ((), 0)
 
 
-def test_a_batch_of_more_buckets_than_the_program_has_is_not_asked():
+def test_program_is_not_used_with_too_many_buckets():
     loads = make_batch(np.random.default_rng(0), 12)
     prices = make_prices(PLAN)
     room = room_of(loads, PLAN, prices)
@@ -176,7 +176,7 @@ def test_a_batch_of_more_buckets_than_the_program_has_is_not_asked():
 
 
 @pytest.mark.parametrize("n, most", [(1, 1), (1, 16), (7, 3), (60, 16), (60, 1)])
-def test_classes_hold_samples_of_the_same_buckets(n, most):
+def test_size_classes_have_samples_of_the_same_buckets(n, most):
     batch = Batch(make_batch(np.random.default_rng(n), n), ("a", "b"))
     capacity = capacity_of(PLAN.layout)
     able_CN = np.array([batch.can_hold(b, capacity) for b in PLAN.layout.buckets])
@@ -193,7 +193,7 @@ def test_classes_hold_samples_of_the_same_buckets(n, most):
             assert not alike or sizes[class_N == k].max() <= sizes[class_N == k + 1].min()
 
 
-def test_what_runs_of_a_bucket_must_be_a_bucket_for_a_bound():
+def test_bound_needs_every_variant_of_a_bucket():
     """Samples of which none has a piece of a module run without its group, which may be cheaper
     than every bucket of the program."""
     ranks = {"a": 1, "b": 1, "c": 1}

@@ -35,7 +35,7 @@ def prices(host_s, *, shares_cores=True):
 
 
 @pytest.mark.parametrize("seconds", [[], [0.5], [0.5, 2.0, 0.0]])
-def test_host_work_is_added_on_its_own_cores_and_hidden_elsewhere(seconds):
+def test_host_work_is_added_on_shared_cores_and_hidden_elsewhere(seconds):
     together = add_host_work(np.array(seconds), 1.0, shares_cores=True)
     assert together.tolist() == [s + 1.0 for s in seconds]
     hidden = add_host_work(np.array(seconds), 1.0, shares_cores=False)
@@ -55,7 +55,7 @@ def test_host_work_is_added_on_its_own_cores_and_hidden_elsewhere(seconds):
         (0.5 * ROW_S, False, [1] * 7),  # hidden
     ],
 )
-def test_many_small_groups_are_taken_only_where_the_host_keeps_up(host_s, shares_cores, rows):
+def test_small_groups_are_used_only_if_the_host_keeps_up(host_s, shares_cores, rows):
     """Seven full rows in groups of four rows, of which one would be empty, and of one."""
     loads = [Load({"b": (128,)})] * 7
     found = prices(host_s, shares_cores=shares_cores)
@@ -67,7 +67,7 @@ def test_many_small_groups_are_taken_only_where_the_host_keeps_up(host_s, shares
     assert schedule.status == "optimal"
 
 
-def test_prices_are_known_by_their_host_work():
+def test_price_digest_includes_host_work():
     """Those without are named as ever, so that what other runs learnt of them holds."""
     without = Prices({ProgramId("b", Shape(1, 128), BACKWARD): Price(0.25)})
     assert price_digest(without) == "2be9e3e74dd0632b"

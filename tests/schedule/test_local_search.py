@@ -67,7 +67,7 @@ def makespan(bins, costs, n_bins, group=1, grouped=()):
 
 
 @pytest.mark.parametrize("grouped", [(), (0,)])
-def test_small_instances_are_close_to_brute_force(grouped):
+def test_balance_is_close_to_brute_force(grouped):
     ratios = []
     for seed in range(30 if grouped else 100):
         rng = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ def test_small_instances_are_close_to_brute_force(grouped):
     assert np.mean(np.array(ratios) < 1 + 1e-9) >= 0.9
 
 
-def test_edge_cases_are_defined():
+def test_balance_of_empty_and_single_inputs():
     assert balance([], 3).shape == balance(np.zeros((0, 2)), 1).shape == (0,)
     assert set(balance(np.zeros((5, 2)), 2)) <= {0, 1}
     assert set(balance(np.zeros((3, 0)), 2)) <= {0, 1}
@@ -102,13 +102,13 @@ def test_edge_cases_are_defined():
     (([1.0, 2.0], 3), {"bin_group": 2}, "divide"),
     (([1.0, 2.0], 3), {"grouped": (1,)}, "grouped"),
 ])  # fmt: skip
-def test_bad_arguments_are_named(arguments, options, message):
+def test_balance_names_bad_arguments(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         balance(*arguments, **options)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_lpt_looks_at_every_bin(seed):
+def test_longest_first_equals_a_plain_loop_over_bins(seed):
     """Against the rule over all bins in plain Python: groups that share a load, bins of several
     sizes, what they carry already, limits, and some bins only."""
     rng = np.random.default_rng(seed)
@@ -163,7 +163,7 @@ def best_of_all(problem, bins, a, b):
 
 @pytest.mark.parametrize("group, grouped", [(1, ()), (2, (0,)), (2, (0, 1))])
 @pytest.mark.parametrize("kind", ["limits", "sizes", "carried"])
-def test_exchange_is_the_best_of_all(group, grouped, kind):
+def test_exchange_is_the_best_of_all_exchanges(group, grouped, kind):
     moved, rng = 0, np.random.default_rng(0)
     for _ in range(20):
         costs = rng.integers(1, 9, (9, 2)).astype(float)
@@ -195,7 +195,7 @@ def test_exchange_is_the_best_of_all(group, grouped, kind):
     assert moved > 3
 
 
-def test_an_empty_bin_takes_what_relieves_the_other():
+def test_exchange_with_an_empty_bin():
     state = State(balance_problem([3.0, 2.0], 2), np.array([0, 0]))
     assert exchange(state, 0, 1)
     assert sorted(state.score_B) == [2.0, 3.0]

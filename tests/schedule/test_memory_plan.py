@@ -53,7 +53,7 @@ def fits(device, choice):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_choice_saves_more(seed):
+def test_choose_items_is_optimal(seed):
     rng = np.random.default_rng(seed)
     device = random_device(rng, int(rng.integers(0, 10)))
     choice, best_s = choose_items(device, Budget(1e6)), most_saved(device)
@@ -65,7 +65,7 @@ def test_no_choice_saves_more(seed):
     assert choose_items(device, Budget(1e6)) == choice
 
 
-def test_the_greedy_choice_is_not_always_best():
+def test_milp_beats_the_greedy_choice():
     found = [random_device(np.random.default_rng(seed), 9) for seed in range(60)]
     gains = [d.saved_s(choose_items(d, Budget(1e6))) / max(d.saved_s(choose_greedily(d)), 1e-9)
              for d in found]  # fmt: skip
@@ -117,7 +117,7 @@ def held(plan, schedule, less):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_held_fits_at_every_moment(seed):
+def test_residuals_fit_memory_at_every_task(seed):
     rng = np.random.default_rng(seed)
     plan, schedule, prices, trainable = random_case(rng, sends=True)
     plan = plan.with_scheduling(order="1f1b")
@@ -151,7 +151,7 @@ def test_what_is_held_fits_at_every_moment(seed):
 
 
 @pytest.mark.parametrize("free, share", [(0.0, 0.0), (1e9, 1.0)])
-def test_all_or_nothing_where_memory_says_so(free, share):
+def test_memory_decides_how_many_groups_keep_residuals(free, share):
     """Two segments; as many groups in flight as 1F1B allows leave what is free and no more."""
     plan = graph("b:2")
     first = replace(plan.layout.segments[0], remat="layers", remat_less="none")

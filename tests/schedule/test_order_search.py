@@ -58,7 +58,7 @@ def feasible(problem, tasks, order):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_an_orders_makespan_is_the_simulators(seed):
+def test_makespan_of_an_order_equals_the_simulators(seed):
     """With sends, shared devices and several producers, of orders made in four ways; and it is
     never below the bound."""
     rng = np.random.default_rng(seed)
@@ -88,7 +88,7 @@ def test_an_orders_makespan_is_the_simulators(seed):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_no_answer_is_worse_or_keeps_more(seed):
+def test_searched_order_is_never_slower_or_above_the_limits(seed):
     rng = np.random.default_rng(100 + seed)
     concurrency = float(rng.choice([1.5, np.inf]))
     plan, schedule, priced, trainable = random_case(rng, sends=True, concurrency=concurrency)
@@ -120,7 +120,7 @@ def tiny(rng):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_small_steps_get_the_best_order(seed):
+def test_small_steps_get_the_optimal_order(seed):
     rng = np.random.default_rng(seed)
     _, tasks, problem, order = numbered(*tiny(rng))
     found, makespan = search_order(problem, order, Budget(800), seed)
@@ -132,7 +132,7 @@ def test_small_steps_get_the_best_order(seed):
     assert makespan == least_makespan(problem)
 
 
-def test_memory_binds():
+def test_lower_limits_in_flight_make_the_best_order_slower():
     """A first segment that may keep two groups: with one the best order is slower."""
     plan = chain(3)
     seconds = same_prices(plan, 1.0, 2.0, 3.0)
@@ -170,7 +170,7 @@ def three_modules(seed):
     return plan, loads
 
 
-def test_a_run_gets_the_searched_order():
+def test_schedules_use_the_searched_order():
     """It is never slower than list scheduling, often faster, and the baselines' stays as it is."""
     faster = 0
     for seed in range(6):
@@ -193,7 +193,7 @@ def test_a_run_gets_the_searched_order():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_bound_is_below_the_best_order(seed):
+def test_lower_bound_is_below_the_best_order(seed):
     """With reductions and updates; of plans whose modules all train, or only one."""
     rng = np.random.default_rng(seed)
     plan = make_plan([bucket(8, (1, 128))], {"a": 1, "b": 1}, shared=("a", "b") * (seed % 3 == 0))

@@ -49,7 +49,7 @@ def crossed_by_loops(moved, names, here, there):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_names_are_the_best_of_all_permutations(seed):
+def test_best_permutation_is_optimal(seed):
     rng = np.random.default_rng(seed)
     low, high, node = (int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(1, 4)))
     moved = rng.integers(0, 9, (low, high)) * (rng.random((low, high)) < 0.6)
@@ -61,14 +61,14 @@ def test_names_are_the_best_of_all_permutations(seed):
     assert crossed_by_loops(moved, names, here, there) == min(every)
 
 
-def test_names_stay_where_no_other_is_better():
+def test_best_permutation_defaults_to_the_identity():
     moved = np.zeros((4, 4), int)
     devices = RankDevices(np.arange(4), 2)
     assert best_permutation(local_tokens(moved, devices, devices)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_traffic_is_what_loops_count(seed):
+def test_rank_traffic_equals_plain_loops(seed):
     rng = np.random.default_rng(seed)
     low, high, n = 3, 4, int(rng.integers(0, 9))
     n_p, n_q = (int(k) for k in rng.integers(0, 3 * n + 1, 2))
@@ -132,7 +132,7 @@ def moved_between(plan, source, target, loads):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_crosses_is_what_loops_count(seed):
+def test_crossing_traffic_equals_plain_loops(seed):
     """All that a rank reads from another than its home, by whether their nodes differ."""
     rng = np.random.default_rng(seed)
     low, high = (int(n) for n in rng.integers(1, 7, 2))
@@ -150,7 +150,7 @@ def test_what_crosses_is_what_loops_count(seed):
 
 @pytest.mark.parametrize("low, high", [(4, 4), (8, 2), (2, 8)])
 @pytest.mark.parametrize("pair_s", [0.0, 1e-6])
-def test_schedules_cross_fewer_nodes_and_balance_as_well(low, high, pair_s, monkeypatch):
+def test_permuted_schedules_cross_fewer_nodes_with_equal_balance(low, high, pair_s, monkeypatch):
     plan = plan_of(low, high, node=4)
     names = tuple(s.name for s in plan.layout.segments)
     near, plain = np.zeros(2), np.zeros(2)
@@ -169,7 +169,7 @@ def test_schedules_cross_fewer_nodes_and_balance_as_well(low, high, pair_s, monk
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_equal_pieces_lie_where_they_are_read_as_far_as_places_go(seed):
+def test_nearest_slots_keeps_as_many_pieces_local_as_possible(seed):
     rng = np.random.default_rng(seed)
     n, n_ranks, node = int(rng.integers(0, 30)), int(rng.integers(1, 7)), int(rng.integers(1, 4))
     rank, home = rng.integers(0, n_ranks, n), rng.integers(-1, n_ranks, n)
@@ -185,7 +185,7 @@ def test_equal_pieces_lie_where_they_are_read_as_far_as_places_go(seed):
         assert kept == most
 
 
-def test_what_cannot_stay_goes_to_all_ranks_alike():
+def test_pieces_that_cannot_stay_are_spread_over_ranks():
     home = np.zeros(16, int)  # all is read on rank 0
     rank = np.repeat(np.arange(4), 4)
     got = rank[nearest_slots(rank, home, np.zeros(4, int))]
@@ -193,7 +193,7 @@ def test_what_cannot_stay_goes_to_all_ranks_alike():
     assert np.bincount(got[4:7], minlength=4).tolist() == [0, 1, 1, 1]
 
 
-def test_a_phase_without_pieces_and_odd_nodes_are_scheduled():
+def test_missing_modules_and_odd_node_sizes_are_scheduled():
     """Text only; a node that no rank fills, one smaller than a rank, one of every device."""
     texts = [Load({"words": (20,)}) for _ in range(5)]
     for node in (0, 1, 3, 64):
@@ -208,7 +208,7 @@ def test_a_phase_without_pieces_and_odd_nodes_are_scheduled():
         plan.with_scheduling(node=-1)
 
 
-def test_rooms_take_most_groups_in_one_round():
+def test_exchange_buffers_take_most_groups_in_one_round():
     plan = plan_of(4, 4)
     names = tuple(s.name for s in plan.layout.segments)
     batches = [batch(seed) for seed in range(6)]

@@ -15,7 +15,7 @@ def mean(batches, module):
 
 
 @pytest.mark.parametrize("loads", [LOADS, LOADS[:1], [Load({"llm": (7,)})]])
-def test_batches_are_those_of_the_seed(loads):
+def test_sampled_batches_depend_on_the_seed(loads):
     for draw in (
         lambda seed: sample_batches(loads, 8, 3, seed),
         lambda seed: drifted_batches(loads, MODULES, 8, 3, seed),
@@ -28,7 +28,7 @@ def test_batches_are_those_of_the_seed(loads):
     assert drifted_batches(loads, MODULES, 8, 0) == []
 
 
-def test_drifted_batches_come_in_pairs_of_more_and_less():
+def test_drifted_batches_alternate_in_direction():
     batches = drifted_batches(LOADS, MODULES, 4000, 20)
     for module in MODULES:
         each = np.array([load.tokens(module) for load in LOADS])

@@ -58,7 +58,7 @@ def solve(loads, plan, prices=None, **options):
 
 @pytest.mark.parametrize("divided", ["a", "b"])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_piece_is_once_in_parts_of_one_shape(divided, seed):
+def test_sub_microbatches_hold_every_piece_once_in_one_shape(divided, seed):
     """Of encoders that feed one group in parts, and of readers in parts, each of which reads the
     group that holds the tiles of its samples."""
     rng = np.random.default_rng(seed)
@@ -94,7 +94,7 @@ def test_every_piece_is_once_in_parts_of_one_shape(divided, seed):
 
 
 @pytest.mark.parametrize("tiles, groups", [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (12, 3)])
-def test_as_many_groups_as_the_data_needs(tiles, groups):
+def test_number_of_sub_microbatches_follows_the_data(tiles, groups):
     """On one rank, groups of four tiles: one sample of so many and one of text."""
     plan = divided_plan(4, 3, ranks={"a": 1, "b": 1})
     loads = [Load({"a": (TILE,) * tiles, "b": (60,)}), Load({"b": (40,)})]
@@ -103,7 +103,7 @@ def test_as_many_groups_as_the_data_needs(tiles, groups):
     assert Counter(g.module for g in got.groups)["a"] == groups
 
 
-def test_a_sample_larger_than_all_parts_is_refused():
+def test_sample_larger_than_all_parts_is_refused():
     plan = divided_plan(4, 3, ranks={"a": 1, "b": 1})
     with pytest.raises(ValueError, match=r"13 pieces.*does not hold it"):
         solve([Load({"a": (TILE,) * 13, "b": (60,)})], plan)
@@ -114,7 +114,7 @@ def test_a_sample_larger_than_all_parts_is_refused():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("divided", ["a", "b", None])
-def test_no_random_schedule_beats_the_bound(divided, seed):
+def test_no_random_schedule_beats_the_lower_bound(divided, seed):
     """The bounds are below random packings on own and shared devices, with prices of content, step
     end and shared cores; "optimal" is true; and the schedule is near the best of them."""
     rng = np.random.default_rng(seed)
@@ -204,7 +204,7 @@ def fed_by_hand(rng, loads, plan):
     return Schedule(0, tuple(groups))
 
 
-def test_widened_shapes_cost_their_parts():
+def test_merged_shapes_cost_the_sum_of_their_parts():
     plan = divided_plan(4, 3)
     prices = make_prices(plan)
     wide, wide_prices = merge_sub_microbatches(plan, prices)

@@ -64,7 +64,7 @@ def test_schedules_equal_the_inline_ones_before_and_after_new_prices(small_plan)
     worker.close()  # a second close does nothing
 
 
-def test_killing_the_process_costs_no_sample(small_plan, caplog):
+def test_killing_the_worker_loses_no_schedule(small_plan, caplog):
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices) as worker, caplog.at_level(logging.WARNING):
         worker.get(0)
@@ -80,7 +80,7 @@ def test_killing_the_process_costs_no_sample(small_plan, caplog):
     assert sum("died" in r.message for r in caplog.records) == 1
 
 
-def test_who_is_late_is_not_waited_for_and_changes_no_schedule(small_plan, caplog, monkeypatch):
+def test_late_worker_is_not_awaited_and_changes_no_schedule(small_plan, caplog, monkeypatch):
     """The child that never answers is waited for once; the parent's schedules are what its own
     would have been."""
     monkeypatch.setattr(
@@ -96,7 +96,7 @@ def test_who_is_late_is_not_waited_for_and_changes_no_schedule(small_plan, caplo
     assert late.startswith("step 0: no schedule from its worker in 0.01 s; this process solves")
 
 
-def test_what_libraries_print_is_no_schedule(small_plan, monkeypatch):
+def test_library_output_is_not_read_as_a_schedule(small_plan, monkeypatch):
     noisy = (
         "import os, sys; sys.path[:0] = {1!r}; import {0} as w; answer = w.answer_request\n"
         "w.answer_request = lambda *a: [os.write(1, b'hello\\n'), answer(*a)][1]; w.main()"
@@ -114,7 +114,7 @@ CHATTY = "print('hello', flush=True); import sys; sys.stdin.read()"
 @pytest.mark.parametrize("program, said", [
     ("raise SystemExit(3)", ""), (CHATTY, "wrote b'hello\\n'"),
 ])  # fmt: skip
-def test_a_child_that_gives_no_schedules_is_given_up(
+def test_worker_without_schedules_is_not_restarted(
     small_plan, monkeypatch, caplog, program, said
 ):
     monkeypatch.setattr("dflop_jax.child_processes.child_source", lambda *_: program)
@@ -128,7 +128,7 @@ def test_a_child_that_gives_no_schedules_is_given_up(
     assert said in caplog.text
 
 
-def test_a_gain_is_computed_after_the_schedules_asked_for_before(small_plan):
+def test_gain_is_computed_after_pending_schedules(small_plan):
     """And the batches after it are scheduled by their own prices."""
     old = make_prices(small_plan)
     new = make_prices(small_plan, factor=lambda p: 3.0 if p.shape == Shape(1, 256) else 1.0)
@@ -150,7 +150,7 @@ def test_a_gain_is_computed_after_the_schedules_asked_for_before(small_plan):
         )
 
 
-def test_a_batch_that_fits_no_bucket_raises_in_the_parent(small_plan):
+def test_batch_that_fits_no_bucket_raises_in_the_parent(small_plan):
     def loads_of(step):
         return [Load({"b": (9999,)})]
 
@@ -162,7 +162,7 @@ def test_a_batch_that_fits_no_bucket_raises_in_the_parent(small_plan):
         worker.get(0)
 
 
-def test_the_scheduler_imports_neither_jax_nor_cvxpy():
+def test_worker_imports_neither_jax_nor_cvxpy():
     code = (
         "import sys, dflop_jax.schedule.worker\n"
         "sys.exit(any(m in sys.modules for m in ('jax', 'cvxpy')))"
@@ -170,7 +170,7 @@ def test_the_scheduler_imports_neither_jax_nor_cvxpy():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_no_orphan_when_the_parent_is_killed(tmp_path):
+def test_worker_ends_when_the_parent_is_killed(tmp_path):
     script = tmp_path / "parent.py"  # no __main__ guard
     script.write_text(
         "import sys, time\n"

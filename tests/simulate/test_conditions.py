@@ -97,7 +97,7 @@ def random_order(rng, graph):
     return tuple(order)
 
 
-def test_sends_and_tasks_take_the_longest_path():
+def test_tasks_and_sends_follow_the_longest_path():
     """With cores for all; where the schedule has an order of its own, it is followed."""
     rng = np.random.default_rng(0)
     sent = 0
@@ -116,7 +116,7 @@ def test_sends_and_tasks_take_the_longest_path():
 
 
 @pytest.mark.parametrize("m", [1, 2, 8])
-def test_short_sends_cost_only_the_fill_and_the_drain(m):
+def test_short_sends_cost_only_fill_and_drain(m):
     """Between them they hide behind the reader, which is the slowest and never waits."""
     plan = chain(2, sources=1)
     priced = prices(
@@ -135,7 +135,7 @@ def test_short_sends_cost_only_the_fill_and_the_drain(m):
     assert [e.group for e in there] == [e.group for e in back] == producers
 
 
-def test_every_reader_is_sent_its_own_copy():
+def test_every_reader_gets_its_own_send():
     plan = graph("a", "b", "c", edges=["ab", "ac"])
     sends = {("a0", n, d): 1.0 for n in ("b0", "c0") for d in (FORWARD, BACKWARD)}
     trace = simulate_step(plan, batch(plan, 1), prices(plan, {}, sends), names(plan))
@@ -178,7 +178,7 @@ def played(plan, schedule, priced, trainable, awaited):
     return spans
 
 
-def test_dispatch_waits_as_the_thread_does():
+def test_synchronous_dispatch_equals_a_simple_replay():
     rng = np.random.default_rng(0)
     later = 0
     for _ in range(120):
@@ -196,7 +196,7 @@ def durations(trace):
     return {t: end - start for t, (start, end) in spans_of(trace).items()}
 
 
-def test_noise_is_log_normal_of_mean_one_and_repeats_by_seed():
+def test_noise_is_log_normal_with_mean_one_and_a_seed():
     plan = chain(2, sources=1)
     priced = same_prices(plan, 1.0, 1.0, 1.0)
 
@@ -220,7 +220,7 @@ def test_noise_is_log_normal_of_mean_one_and_repeats_by_seed():
     assert np.log(sent).std() == pytest.approx(0.3, rel=0.12)
 
 
-def test_stragglers_slow_their_tasks_and_no_others():
+def test_stragglers_slow_only_their_tasks():
     rng = np.random.default_rng(5)
     plan = chain(3, sources=1)
     schedule = batch(plan, 3, shapes=(ONE, TWO, ONE))
@@ -240,7 +240,7 @@ def test_stragglers_slow_their_tasks_and_no_others():
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_bad_durations_and_factors_are_refused(bad):
+def test_invalid_durations_and_factors_are_refused(bad):
     plan = chain(2, sources=1)
     for table in (
         {"seconds": {("b0", BACKWARD): bad}},

@@ -6,7 +6,7 @@ from dflop_jax.simulate.engine import SimJob, run_jobs
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_equal_jobs_share_the_cores_equally(n):
+def test_equal_jobs_share_cores_equally(n):
     jobs = [SimJob(i, 3.0, devices=2) for i in range(n)]
     for cores in (1.0, 2.0, 3.0, 100.0):
         # Alone a job has min(2, cores) of them, together cores / n.
@@ -14,7 +14,7 @@ def test_equal_jobs_share_the_cores_equally(n):
         assert run_jobs(jobs, cores)[1] == pytest.approx([want] * n)
 
 
-def test_transfers_neither_slow_nor_are_slowed():
+def test_transfers_and_computation_do_not_slow_each_other():
     jobs = [
         SimJob("a", 2.0, devices=1),
         SimJob("b", 2.0, devices=1),
@@ -26,6 +26,6 @@ def test_transfers_neither_slow_nor_are_slowed():
     assert run_jobs(jobs, concurrency=1.0)[1] == pytest.approx([4.5, 4.5, 3.0, 6.0])
 
 
-def test_a_cycle_is_our_own_mistake():
+def test_a_cycle_of_jobs_fails():
     with pytest.raises(AssertionError, match="later"):
         run_jobs([SimJob("a", 1.0, (1,)), SimJob("b", 1.0)])

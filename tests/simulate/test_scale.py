@@ -44,7 +44,7 @@ def simulate(n_groups, **sizes):
 
 
 @pytest.mark.parametrize("n_groups", [0, 1, 64])
-def test_a_thousand_devices_take_an_event_per_task_and_send(n_groups):
+def test_a_thousand_devices_give_one_event_per_task_and_send(n_groups):
     plan, trace = simulate(n_groups)
     assert plan.layout.n_devices == 1024
     segments = len(plan.layout.segments)
@@ -70,14 +70,14 @@ def calls(run):
     return count
 
 
-def test_work_grows_with_the_events_and_not_with_their_square():
+def test_simulation_work_is_linear_in_events():
     fixed = calls(lambda: simulate(0))
     once, twice = (calls(lambda n=n: simulate(n)) - fixed for n in (16, 32))
     assert twice < 2.3 * once
     assert once < 600 * 16 * 18  # calls per group and segment
 
 
-def test_list_scheduling_takes_linear_work_for_groups_that_are_ready_at_once():
+def test_list_scheduling_work_is_linear_in_ready_groups():
     """Groups of two modules that nothing feeds, all ready when the step begins."""
     plan = graph("a:2", "b:2", edges=["ab"], order="gpipe")
 

@@ -31,7 +31,7 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(order, stages, m):
         assert fraction == pytest.approx(m / (m + stages - 1))
 
 
-def test_an_edge_between_layers_holds_up_its_readers_only():
+def test_an_edge_between_layers_delays_only_its_readers():
     """Features that leave after layer 1 of `a` and enter before layer 1 of `b`."""
     deep = Edge("a", "b", "deep", tap="t", leaves=1, enters=1)
     plan = graph("a:2", "b:2", edges=[deep])
@@ -46,7 +46,7 @@ def test_an_edge_between_layers_holds_up_its_readers_only():
     assert spans[Task("b0", 1, BACKWARD)] == (6.0, 7.0)
 
 
-def test_two_modules_that_read_one_both_send_it_their_gradient():
+def test_a_module_waits_for_the_gradients_of_both_readers():
     plan = graph("a", "b", "c", edges=["ab", "ac"])
     seconds = {("a0", FORWARD): 1.0, ("a0", BACKWARD): 1.0, ("b0", BACKWARD): 3.0}
     priced = prices(plan, seconds | {("c0", BACKWARD): 7.0})
@@ -61,7 +61,7 @@ def spans_of(trace):
     return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in trace.events}
 
 
-def test_shared_cores_keep_the_work():
+def test_shared_cores_conserve_work():
     """Work is neither lost nor made: cores deliver at most `concurrency` device seconds a second,
     and each task gets its own, which follows from integrating the speeds between events."""
     rng = np.random.default_rng(1)
@@ -86,7 +86,7 @@ def test_shared_cores_keep_the_work():
         assert trace.makespan_s >= free.makespan_s - 1e-9
 
 
-def test_no_group_takes_no_time_but_updates():
+def test_a_step_without_groups_takes_only_its_updates():
     plan = chain(2, sources=1)
     priced = prices(plan, {("a0", REDUCE): 1.0, ("b0", REDUCE): 2.0, ("b0", UPDATE): 4.0})
     none = Schedule(0, ())

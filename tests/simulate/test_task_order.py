@@ -61,7 +61,7 @@ def textbook(stage: int, stages: int, m: int) -> str:
 
 @pytest.mark.parametrize("stages", range(1, 6))
 @pytest.mark.parametrize("m", [0, 1, 2, 3, 5, 8])
-def test_1f1b_is_the_textbook_list(stages, m):
+def test_1f1b_equals_the_textbook_order(stages, m):
     plan = chain(stages, vision=min(1, stages - 1))
     _, order = order_of(plan, [0] * m)
     for i, name in enumerate(names(plan)):
@@ -81,7 +81,7 @@ def test_gpipe_runs_all_forwards_first(stages, m):
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3, 9])
-def test_lookahead_forwards_more_groups_before_the_first_backward(lookahead):
+def test_lookahead_adds_forwards_before_the_first_backward(lookahead):
     plan = chain(2, vision=1).with_scheduling(lookahead=lookahead)
     _, order = order_of(plan, [0] * 6)
     first = letters(order, "v0").split(" B")[0]
@@ -89,7 +89,7 @@ def test_lookahead_forwards_more_groups_before_the_first_backward(lookahead):
     assert letters(order, "l0") == letters(order_of(chain(2, vision=1), [0] * 6)[1], "l0")
 
 
-def test_random_orders_are_complete_and_causal():
+def test_orders_of_random_plans_are_complete_and_causal():
     rng = np.random.default_rng(0)
     for _ in range(150):
         plan = random_plan(rng)
@@ -125,14 +125,14 @@ def expected_tasks(plan, every, trainable):
 
 @pytest.mark.parametrize("frozen", [(), ("v0",), ("l0", "l1"), ("v0", "l0"), ("v0", "l0", "l1")])
 @pytest.mark.parametrize("buckets", [[], [0], [1], [0, 1, 0, 1, 1]])
-def test_task_set(frozen, buckets):
+def test_step_graph_has_the_expected_tasks(frozen, buckets):
     plan = chain(4, vision=1)
     trainable = [n for n in names(plan) if n not in frozen]
     graph, _ = order_of(plan, buckets, trainable)
     assert set(graph.tasks) == expected_tasks(plan, groups(plan, buckets), trainable)
 
 
-def test_groups_that_nothing_feeds_wait_for_nothing():
+def test_groups_without_sources_wait_for_nothing():
     plan = chain(2, vision=1)
     graph, order = order_of(plan, [1, 0, 1])  # groups: l, v and l, l
     assert letters(order, "v0") == "F0 B0"
@@ -141,7 +141,7 @@ def test_groups_that_nothing_feeds_wait_for_nothing():
     assert graph.waits_for[Task("l0", 2, BACKWARD)] == (Task("v0", 1, FORWARD),)
 
 
-def test_several_groups_feed_one_and_never_lock():
+def test_several_groups_that_feed_one_do_not_deadlock():
     """Six producers of one consumer run though 1F1B would allow two in flight."""
     plan = chain(2, vision=1)
     low, high = plan.layout.shapes("vision")[0], plan.layout.shapes("llm")[0]
@@ -155,7 +155,7 @@ def test_several_groups_feed_one_and_never_lock():
     assert peak_groups_in_flight(order) == {"v0": 6, "l0": 1}
 
 
-def test_inner_edges_join_the_segments_that_hold_their_layers():
+def test_inner_edges_link_the_segments_of_their_layers():
     """Of v's layers 0, 1, 2 and l's 0, 1, 2, a segment each, a tap after the second layer of v is
     read before the third of l."""
     tap = Edge("v", "l", "deep", "after_two", leaves=2, enters=2)
@@ -180,14 +180,14 @@ def test_inner_edges_join_the_segments_that_hold_their_layers():
     assert set(graph.waits_for[Task("l0", 1, FORWARD)]) == {Task("v2", 0, FORWARD)}
 
 
-def test_a_tied_parameter_is_reduced_by_its_reader_first_and_updated_by_its_owner_first():
+def test_tied_parameters_order_reductions_and_updates():
     plan = chain(3, vision=1).with_layout(tied=("llm",))
     graph, _ = order_of(plan, [0])
     assert Task("l1", NO_GROUP, REDUCE) in graph.waits_for[Task("l0", NO_GROUP, REDUCE)]
     assert Task("l0", NO_GROUP, UPDATE) in graph.waits_for[Task("l1", NO_GROUP, UPDATE)]
 
 
-def test_orders_that_are_none_are_refused():
+def test_invalid_orders_are_refused():
     plan = chain(3, vision=1)
     graph, order = order_of(plan, [0, 0])
     check_order(graph, order)
@@ -200,7 +200,7 @@ def test_orders_that_are_none_are_refused():
 
 
 @pytest.mark.parametrize("m", [0, 1, 3])
-def test_evaluation_is_forward_only(m):
+def test_evaluation_runs_forward_only(m):
     plan = chain(3, vision=1)
     graph, order = order_of(plan, [0] * m, evaluate=True)
     assert {t.direction for t in order} <= {FORWARD}
@@ -222,7 +222,7 @@ def test_segments_on_the_same_devices_share_a_resource_and_run_depth_first():
     assert steps == [(n, d, g) for g in (0, 1) for n, d in one]
 
 
-def test_overlapping_submeshes_share_a_resource_through_a_third():
+def test_submeshes_that_overlap_indirectly_share_a_resource():
     submeshes = tuple(SubmeshPlan(n, f, 1, 1, k) for n, f, k in (("a", 0, 2), ("c", 3, 2)))
     submeshes += (SubmeshPlan("b", 1, 1, 3, 1), SubmeshPlan("far", 5, 1, 1, 1))
     segments = tuple(
@@ -235,7 +235,7 @@ def test_overlapping_submeshes_share_a_resource_through_a_third():
     assert in_flight_limit(plan) == {"a": 2, "b": 2, "c": 2, "far": 1}
 
 
-def test_a_frozen_encoder_does_not_hold_back_the_llm_it_shares_devices_with():
+def test_a_frozen_encoder_runs_depth_first_on_shared_devices():
     plan = chain(2, vision=1, first=(0, 0))
     _, order = order_of(plan, [0, 0, 0], ["l0"])
     steps = [(t.segment, t.group // 2) for t in order if t.group >= 0]

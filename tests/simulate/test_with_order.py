@@ -19,7 +19,7 @@ from tests.simulate.cases import (
 )
 
 
-def test_it_is_the_better_of_two_orders():
+def test_list_order_is_the_better_of_two():
     rng, better = np.random.default_rng(3), 0
     for _ in range(60):
         plan, schedule, priced, trainable = random_case(rng, sends=True)
@@ -42,7 +42,7 @@ def test_it_is_the_better_of_two_orders():
     assert better > 3  # prices do change the order
 
 
-def test_rounding_decides_nothing():
+def test_rounding_does_not_change_the_order():
     """Orders that take the same time but for the last bits: the textbook's, always."""
     plan = graph("a", "b", edges=["ab"])
     schedule = batch(plan, 6)

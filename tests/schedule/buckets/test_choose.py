@@ -54,7 +54,7 @@ def quadratic_seconds(one):
     return {"a": 0.01 * one.tokens("a") / TILE, "b": long_s}
 
 
-def test_the_example_of_the_docstring():
+def test_docstring_example_runs():
     (example,) = doctest.DocTestFinder().find(choose_buckets, globs={})
     assert len(example.examples) > 5
     assert doctest.DocTestRunner().run(example).failed == 0
@@ -86,7 +86,7 @@ def objective(candidates, chosen, batches, problem, slack):
 
 
 @pytest.mark.parametrize("seed, shared", [(0, False), (1, True), (2, False)])
-def test_milp_equals_exhaustive_choice(seed, shared, capfd):
+def test_bucket_milp_equals_exhaustive_choice(seed, shared, capfd):
     rng = np.random.default_rng(seed)
     drawn = [make_batch(rng, 12, most_tiles=6, most_tokens=60) for _ in range(2)]
     front = Batch(dominating_loads([s for batch in drawn for s in batch], ("a", "b")), ("a", "b"))
@@ -103,7 +103,7 @@ def test_milp_equals_exhaustive_choice(seed, shared, capfd):
         assert best * (1 - 1e-6) <= total <= best * (1 + _GAP)
 
 
-def test_the_milp_sees_the_lengths_that_several_modes_need():
+def test_milp_finds_row_lengths_of_a_multimodal_distribution():
     """Short and long texts, attention over a row dear: its answers make the choice faster, and what
     is chosen without it stays a choice."""
     rng = np.random.default_rng(2)
@@ -121,7 +121,7 @@ def test_the_milp_sees_the_lengths_that_several_modes_need():
     assert again.expected_s <= both.expected_s
 
 
-def test_largest_holds_for_all():
+def test_dominating_loads_cover_all_loads():
     rng = np.random.default_rng(0)
     loads = [Load({**s.pieces, "c": (8,) * int(rng.integers(4))}) for s in make_batch(rng, 50)]
     for modules in (("a", "b"), ("a", "c", "b"), ("b",)):
@@ -137,7 +137,7 @@ def loads():
     return make_batch(np.random.default_rng(0), 600)
 
 
-def test_choice_is_within_limits_and_pads_little(loads):
+def test_chosen_buckets_keep_limits_and_pad_little(loads):
     problem = problem_of(128, max_tokens={"a": 90 * TILE, "b": 1024})
     choice = choose_buckets(loads, problem, effort="quick")
     assert 1 <= len(choice.buckets) <= 4
@@ -150,7 +150,7 @@ def test_choice_is_within_limits_and_pads_little(loads):
     assert choice.padding["a"] <= 0.05
 
 
-def test_padding_is_the_unused_share():
+def test_padding_is_the_unused_share_of_tokens():
     loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
     problem = problem_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
     result = _evaluate_choice(
@@ -159,13 +159,13 @@ def test_padding_is_the_unused_share():
     assert result.padding == pytest.approx({"b": 0.4, "a": 0.25})
 
 
-def test_a_module_absent_and_one_sample():
+def test_missing_module_and_one_sample():
     choice = choose_buckets([Load({"b": (70,)})], problem_of(4), effort="quick")
     assert all(b.shape("a") is None for b in choice.buckets)
     assert max(b.shape("b").tokens for b in choice.buckets) >= 96
 
 
-def test_packed_pieces_of_every_module_and_groups_of_several_microbatches():
+def test_packed_modules_and_groups_of_several_microbatches():
     """Pictures at native resolution in a source, several texts a sample in the last module."""
     rng = np.random.default_rng(0)
     loads = [
@@ -202,13 +202,13 @@ def test_equal_arguments_give_equal_buckets(loads, monkeypatch):
     assert choose(rounded_otherwise, seed=1).expected_s != first.expected_s
 
 
-def test_ties_go_to_the_first():
+def test_first_min_breaks_ties_by_index():
     assert first_min([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
     assert first_min([2.0, 1.0, 0.9]) == 2
 
 
 @pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
-def test_chains_and_moves_keep_to_the_limits(loads, limits):
+def test_chains_and_moves_keep_the_limits(loads, limits):
     problem = problem_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
     sizes = sizes_of(loads, problem)
     starts = bucket_chains(sizes, problem)
@@ -228,7 +228,7 @@ def test_chains_and_moves_keep_to_the_limits(loads, limits):
     assert Move(0, ("b",), 0.0).applied(Bucket.from_shapes({"b": Shape(1, 32)}), sizes) is None
 
 
-def test_several_short_rows_where_long_ones_are_dear(loads):
+def test_expensive_long_rows_give_several_short_rows(loads):
     def choose(seconds):
         return choose_buckets(loads, problem_of(32, seconds=seconds), effort="quick")
 
@@ -242,7 +242,7 @@ def test_sample_above_the_memory_limit_is_refused(loads):
         choose_buckets(loads, problem_of(8, max_tokens={"b": 64}))
 
 
-def test_arrival_buckets_hold_the_largest_and_follow_quantiles(loads):
+def test_arrival_buckets_follow_quantiles(loads):
     found = arrival_buckets(loads, RANKS, 3, n_buckets=3, **ROWS)
     assert 1 <= len(found) <= 3
     assert all(b.shape("b").rows == 3 and b.shape("b").tokens % 32 == 0 for b in found)

@@ -13,7 +13,7 @@ from tests.schedule.conftest import TILE, bucket, check, make_plan, make_prices
 RANKS = {"a": 2, "b": 2}
 
 
-def test_the_spare_bucket_holds_each_and_no_row_less_would_do():
+def test_spare_bucket_is_minimal():
     rng = np.random.default_rng(0)
     for _ in range(20):
         loads = [
@@ -32,14 +32,14 @@ def test_the_spare_bucket_holds_each_and_no_row_less_would_do():
                 assert oversize_samples(loads, make_plan((Bucket.from_shapes(less),), RANKS))
 
 
-def test_tiles_and_absent_modules():
+def test_spare_bucket_of_tiles_and_missing_modules():
     loads = [Load({"a": (TILE,) * 5}), Load({"a": (TILE,) * 2})]
     spare = spare_bucket(loads, Capacity(RANKS), {"a": TILE}, 32)
     assert spare == Bucket.from_shapes({"a": Shape(3, TILE)})
 
 
 @pytest.mark.parametrize("grouping", ["balanced", "arrival"])
-def test_the_tail_runs_in_it_and_the_others_do_not(grouping):
+def test_only_oversize_samples_run_in_the_spare_bucket(grouping):
     small = bucket(2, (1, 64))
     loads = [Load({"a": (TILE,), "b": (20,)})] * 6 + [Load({"a": (TILE,) * 9, "b": (200,)})]
     plan = make_plan((small,), RANKS, grouping=grouping)
@@ -55,7 +55,7 @@ def test_the_tail_runs_in_it_and_the_others_do_not(grouping):
     assert small.shape("b") in shapes
 
 
-def test_groups_that_feed_one_together_hold_a_sample():
+def test_sub_microbatches_hold_a_sample_together():
     """Three parts of two rows on two ranks: 12 tiles, as scheduled."""
     plan = make_plan((bucket(2, (1, 64)),), RANKS).with_layout(fan_in=3)
     assert plan.layout.divided == ("a",)

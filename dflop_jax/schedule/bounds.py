@@ -281,10 +281,7 @@ def step_bound_s(
 
 
 def drain_s(
-    after_R: Resources,
-    reduce_R: Resources,
-    update_R: Resources,
-    awaited_R: Resources | None = None,
+    after_R: Resources, reduce_R: Resources, update_R: Resources, awaited_R: Resources | None = None
 ) -> list[Seconds]:
     """Least seconds from the end of every resource's last backward to the end of the step;
     arguments as for `step_bound_s`."""

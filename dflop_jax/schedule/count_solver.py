@@ -132,10 +132,7 @@ def _fill_conditions(values: dict[str, Floats], space: PackingSpace, known_C: In
 
 
 def _fill_seconds(
-    values: dict[str, Floats],
-    space: PackingSpace,
-    terms: BoundTerms,
-    known_C: Ints,
+    values: dict[str, Floats], space: PackingSpace, terms: BoundTerms, known_C: Ints
 ) -> float:
     """Fill in the seconds of groups; returns the unit of seconds."""
     n = slice(len(space.buckets))

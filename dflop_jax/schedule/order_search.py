@@ -17,12 +17,7 @@ from dflop_jax.simulate.list_scheduling import (
     list_schedule,
     serial_schedule,
 )
-from dflop_jax.simulate.numbered_tasks import (
-    StepTasks,
-    number_tasks,
-    peak_in_flight,
-    start_ticks,
-)
+from dflop_jax.simulate.numbered_tasks import StepTasks, number_tasks, peak_in_flight, start_ticks
 from dflop_jax.simulate.steps import makespan_function, task_seconds, task_sends
 from dflop_jax.simulate.task_graph import StepGraph, step_graph
 

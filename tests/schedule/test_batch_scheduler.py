@@ -27,14 +27,7 @@ from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import check_order
 from tests.rows import rows_of
-from tests.schedule.conftest import (
-    TILE,
-    bucket,
-    check,
-    make_batch,
-    make_plan,
-    make_prices,
-)
+from tests.schedule.conftest import TILE, bucket, check, make_batch, make_plan, make_prices
 
 
 def solve(loads, plan, prices=None, **options):

@@ -6,26 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    NO_GROUP,
-    REDUCE,
-    UPDATE,
-    Bucket,
-    Load,
-    Shape,
-    Task,
-)
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Bucket, Load, Shape, Task
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import lower_bound_s, order_bound
-from dflop_jax.schedule.order_search import (
-    order_problem,
-    search_order,
-    with_searched_order,
-)
+from dflop_jax.schedule.order_search import order_problem, search_order, with_searched_order
 from dflop_jax.simulate.list_scheduling import backward_list_schedule, list_schedule
 from dflop_jax.simulate.numbered_tasks import peak_in_flight, start_ticks
 from dflop_jax.simulate.steps import simulate_step, with_list_order
@@ -33,15 +19,7 @@ from dflop_jax.simulate.task_graph import in_flight_limit, step_graph
 from dflop_jax.simulate.task_order import check_order, peak_groups_in_flight
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
 from tests.schedule.order_oracle import least_makespan
-from tests.simulate.cases import (
-    batch,
-    chain,
-    graph,
-    names,
-    prices,
-    random_case,
-    same_prices,
-)
+from tests.simulate.cases import batch, chain, graph, names, prices, random_case, same_prices
 
 
 def numbered(plan, schedule, priced, trainable):

@@ -132,10 +132,7 @@ def test_no_random_schedule_beats_the_lower_bound(divided, seed):
     check(got, loads, plan)
     wide, wide_prices = merge_sub_microbatches(plan, prices)
     bound_s = lower_bound_s(
-        Batch(loads, plan.layout.modules),
-        wide.layout,
-        wide_prices,
-        plan.layout.modules,
+        Batch(loads, plan.layout.modules), wide.layout, wide_prices, plan.layout.modules
     )
     assert 0 < bound_s <= got.makespan_s * (1 + 1e-9)
     proved_s = max(bound_s, got.integer_bound_s)

@@ -114,9 +114,7 @@ CHATTY = "print('hello', flush=True); import sys; sys.stdin.read()"
 @pytest.mark.parametrize("program, said", [
     ("raise SystemExit(3)", ""), (CHATTY, "wrote b'hello\\n'"),
 ])  # fmt: skip
-def test_worker_without_schedules_is_not_restarted(
-    small_plan, monkeypatch, caplog, program, said
-):
+def test_worker_without_schedules_is_not_restarted(small_plan, monkeypatch, caplog, program, said):
     monkeypatch.setattr("dflop_jax.child_processes.child_source", lambda *_: program)
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices) as worker:

@@ -19,11 +19,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
-from dflop_jax.simulate.task_graph import (
-    in_flight_limit,
-    step_graph,
-    submesh_resources,
-)
+from dflop_jax.simulate.task_graph import in_flight_limit, step_graph, submesh_resources
 from dflop_jax.simulate.task_order import check_order, order_tasks, peak_groups_in_flight
 from tests.plans import chain, groups, random_plan
 

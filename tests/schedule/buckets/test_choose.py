@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import Bucket, Edge, Load, Shape
-from dflop_jax.schedule import (
-    arrival_buckets,
-    choose_buckets,
-    oversize,
-)
+from dflop_jax.schedule import arrival_buckets, choose_buckets, oversize
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.buckets.choose import _EFFORTS, _evaluate_choice, dominating_loads
 from dflop_jax.schedule.buckets.milp import (

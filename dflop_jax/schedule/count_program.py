@@ -44,10 +44,10 @@ class ProgramSizes:
         """The shapes of the arrays that a batch fills in, by name; see `_cvxpy_problem`."""
         c, k, m, r, d = self.buckets, self.classes, self.modules, self.resources, self.conditions
         return {
-            "most": (c,), "price": (c,), "shared": (c,), "shared_rest": (1,),
-            "work": (r, c), "rest": (r,), "before": (r, c), "after": (r, c), "there": (r, c),
-            "busy": (r,), "room": (d, c), "need": (d,),
-            "holds": (m, c), "least": (m, k), "count": (k,), "able": (k, c),
+            "max_groups": (c,), "price": (c,), "shared": (c,), "shared_rest": (1,),
+            "work": (r, c), "rest": (r,), "before": (r, c), "after": (r, c), "runs_on": (r, c),
+            "busy": (r,), "volume": (d, c), "need": (d,),
+            "capacity": (m, c), "min_tokens": (m, k), "count": (k,), "max_samples": (k, c),
         }  # fmt: skip
 
 
@@ -149,18 +149,18 @@ def canonicalize(sizes: ProgramSizes) -> CountProgram:
 
 
 def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
-    """(the program as cvxpy has it, its variables y and x), with y[c] groups of a bucket (integers)
-    and x[k, c] samples of a class that go to them:
+    """(the program in cvxpy, its variables y and x). Integer y[c] is the number of groups of a
+    bucket, x[k, c] the number of samples of a class in them.
 
     min  T + price @ y
     s.t. T >= work[r] @ y + rest[r] + before[r] @ first[r] + after[r] @ last[r] for each resource
-           (the first and the last of its groups have others before and after them),
-         T >= shared @ y + shared_rest (cores that devices share),
-         room @ y >= need (volumes: `volume_conditions`),
-         sum_c x[k, c] = count[k], x[k, c] <= able[k, c],
-         sum_k least[m, k] x[k, c] <= holds[m, c] y[c] for each module (least tokens of a sample),
-         sum_c first[r, c] = sum_c last[r, c] = busy[r], both <= there[r, c] y[c],
-         y <= most.
+           (its first and its last group wait for others before and after them),
+         T >= shared @ y + shared_rest (devices that share cores),
+         volume @ y >= need (`volume_conditions`),
+         sum_c x[k, c] = count[k], x[k, c] <= max_samples[k, c],
+         sum_k min_tokens[m, k] x[k, c] <= capacity[m, c] y[c] for each module,
+         sum_c first[r, c] = sum_c last[r, c] = busy[r], both <= runs_on[r, c] y[c],
+         y <= max_groups.
     """
     import cvxpy as cp
 
@@ -177,18 +177,18 @@ def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
     ends = cp.sum(cp.multiply(p["before"], first) + cp.multiply(p["after"], last), axis=1)
     constraints = [
         y >= 0,
-        y <= p["most"],
+        y <= p["max_groups"],
         makespan >= p["work"] @ y + p["rest"] + ends,
         makespan >= p["shared"] @ y + p["shared_rest"],
-        p["room"] @ y >= p["need"],
+        p["volume"] @ y >= p["need"],
         x >= 0,
-        x <= p["able"],
+        x <= p["max_samples"],
         cp.sum(x, axis=1) == p["count"],
-        p["least"] @ x <= cp.multiply(p["holds"], groups_of_bucket(sizes.modules)),
+        p["min_tokens"] @ x <= cp.multiply(p["capacity"], groups_of_bucket(sizes.modules)),
     ]
     for end in (first, last):
         constraints += [end >= 0, cp.sum(end, axis=1) == p["busy"]]
-        constraints += [end <= cp.multiply(p["there"], groups_of_bucket(sizes.resources))]
+        constraints += [end <= cp.multiply(p["runs_on"], groups_of_bucket(sizes.resources))]
     problem = cp.Problem(cp.Minimize(makespan + p["price"] @ y), constraints)
     for parameter in p.values():
         parameter.value = np.ones(parameter.shape)  # canonicalising asks for some

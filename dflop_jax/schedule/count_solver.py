@@ -52,13 +52,15 @@ class BatchParameters:
 
     def with_slack(self, slack: float) -> BatchParameters:
         """The same with volumes larger by this share, since whole samples leave room unused."""
-        larger = {name: (1 + slack) * self.values[name] for name in ("need", "least")}
+        larger = {name: (1 + slack) * self.values[name] for name in ("need", "min_tokens")}
         return replace(self, values=self.values | larger)
 
     def lower_bound_s(self, counts_C: Ints) -> float:
         """Least seconds of a step with so many groups of each bucket, according to the program."""
         v, some_C = self.values, counts_C > 0
-        ends = [np.where((v["there"] > 0) & some_C, v[end], np.inf) for end in ("before", "after")]
+        ends = [
+            np.where((v["runs_on"] > 0) & some_C, v[end], np.inf) for end in ("before", "after")
+        ]
         ends_R = sum(np.where(v["busy"] > 0, end.min(axis=1), 0.0) for end in ends)
         alone = (v["work"] @ counts_C + v["rest"] + ends_R).max()
         shared = v["shared"] @ counts_C + v["shared_rest"][0]
@@ -87,17 +89,17 @@ def batch_parameters(
         if not len(members):
             continue
         values["count"][k] = len(members)
-        values["able"][k, n] = len(members) * space.can_hold_CN[:, members].any(axis=1)
-        values["least"][:, k] = [batch.tokens[m][members].min() for m in layout.modules]
-    values["holds"][:, n] = [
+        values["max_samples"][k, n] = len(members) * space.can_hold_CN[:, members].any(axis=1)
+        values["min_tokens"][:, k] = [batch.tokens[m][members].min() for m in layout.modules]
+    values["capacity"][:, n] = [
         [space.tokens(b, m) * space.capacity.group_size for b in buckets] for m in layout.modules
     ]
     _fill_conditions(values, space, known_C)
     unit_s = _fill_seconds(values, space, terms, known_C)
     for m in range(len(layout.modules)):  # tokens over the largest bucket's
-        largest = values["holds"][m].max() or 1.0
-        values["holds"][m] /= largest
-        values["least"][m] /= largest
+        largest = values["capacity"][m].max() or 1.0
+        values["capacity"][m] /= largest
+        values["min_tokens"][m] /= largest
     rounded = {name: np.round(value, _DIGITS) for name, value in values.items()}
     is_bound = sizes.divided <= 1 and _has_all_variants(space)
     return BatchParameters(rounded, class_N, unit_s, is_bound)
@@ -127,8 +129,10 @@ def _fill_conditions(values: dict[str, Floats], space: PackingSpace, known_C: In
     tight = np.argsort(np.round(capacity_DC @ known_C, _DIGITS), kind="stable")
     tight = tight[: len(values["need"])]
     values["need"][: len(tight)] = 1.0
-    values["room"][: len(tight), : len(space.buckets)] = capacity_DC[tight]
-    values["most"][: len(space.buckets)] = 2 * np.maximum(np.ceil(conditions.alone_C), known_C)
+    values["volume"][: len(tight), : len(space.buckets)] = capacity_DC[tight]
+    values["max_groups"][: len(space.buckets)] = 2 * np.maximum(
+        np.ceil(conditions.alone_C), known_C
+    )
 
 
 def _fill_seconds(
@@ -148,7 +152,7 @@ def _fill_seconds(
     values["rest"][:] = terms.content_R / unit_s
     values["before"][:, n] = np.where(there_RC, before_RC, 0.0) / unit_s
     values["after"][:, n] = np.where(there_RC, tail_RC, 0.0) / unit_s
-    values["there"][:, n] = there_RC
+    values["runs_on"][:, n] = there_RC
     values["busy"][:] = busy_R
     for c, bucket in enumerate(space.buckets):
         shared_s = sum(terms.costs.static_s[m, s] @ terms.devices[m] for m, s in bucket.shapes)

@@ -55,16 +55,16 @@ def volume_conditions(
 ) -> Conditions:
     """Conditions that hold for pieces in rows, and for whole samples in microbatches.
 
-    - For each capacity x among the buckets: the samples larger than x must fit, in volume, into
-      the buckets larger than x (x = 0: all samples with pieces of the module, all buckets with it).
-    - For a superadditive u, what a bin holds obeys sum u(size) <= u(capacity): so the sum over
-      all pieces is at most the sum over all rows, and that over samples the one over microbatches.
-      `_superadditive` counts whole multiples of a common size, which is what large ones waste.
-    - For a bound (`is_bound`; they are not listed for packing, which finds out by itself): any
-      u(size) is a condition where the room is the most that a bin can hold of it.
-      `_large_size_conditions` counts a size that fills a bin nearly as all of it.
+    - For each capacity x among the buckets, the samples larger than x must fit, in volume, into the
+      buckets larger than x (x = 0: all samples with pieces of the module, all buckets with it).
+    - For a superadditive u, the sizes in a bin satisfy sum u(size) <= u(capacity). So the sum over
+      all pieces is at most the sum over all rows, and the sum over samples at most that over
+      microbatches. `_superadditive` counts whole multiples of a common size.
+    - If `is_bound`, any u(size) gives a condition whose capacity is the largest sum of u in a bin.
+      `_large_size_conditions` counts a size that nearly fills a bin as the bin. Packing does not
+      need these conditions.
 
-    `modules` restricts the conditions to what these modules ask; None: all.
+    `modules` restricts the conditions to the needs of these modules; None: all.
     """
     modules = batch.modules if modules is None else modules
     capacity_MC = {

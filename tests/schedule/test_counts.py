@@ -76,17 +76,19 @@ def by_hand(v, sizes):
         for end in ("first", "last"):
             row(v["busy"][i], v["busy"][i], **{end: at((r, c), i)})
             for j in range(c):
-                row(-np.inf, 0, y=-at(c, j) * v["there"][i, j], **{end: at((r, c), i, j)})
+                row(-np.inf, 0, y=-at(c, j) * v["runs_on"][i, j], **{end: at((r, c), i, j)})
     row(-np.inf, -v["shared_rest"][0], y=v["shared"], T=-1.0)
-    for need, of_room in zip(v["need"], v["room"]):
+    for need, of_room in zip(v["need"], v["volume"]):
         row(need, np.inf, y=of_room)
     for i in range(k):
         row(v["count"][i], v["count"][i], x=at((k, c), i))
     for m in range(sizes.modules):
         for j in range(c):
-            least = at((k, c), slice(None), j, values=v["least"][m])
-            row(-np.inf, 0, x=least, y=-at(c, j) * v["holds"][m, j])
-    upper = np.concatenate([v["most"], v["able"].ravel(), np.full(2 * r * c + 1, np.inf)])
+            least = at((k, c), slice(None), j, values=v["min_tokens"][m])
+            row(-np.inf, 0, x=least, y=-at(c, j) * v["capacity"][m, j])
+    upper = np.concatenate(
+        [v["max_groups"], v["max_samples"].ravel(), np.full(2 * r * c + 1, np.inf)]
+    )
     lower = np.zeros(n)
     lower[-1] = -np.inf
     costs = np.concatenate([v["price"], np.zeros(n - c - 1), [1.0]])
@@ -108,8 +110,8 @@ def test_canonical_program_equals_one_written_by_hand(seed):
     assert least_s == pytest.approx(least * numbers.unit_s, rel=2e-3)
     assert least_s <= least * numbers.unit_s
     v, (y, dealt_KC) = numbers.values, solved
-    assert (v["room"] @ y >= v["need"] - 1e-6).all()
-    assert (y <= v["most"]).all()
+    assert (v["volume"] @ y >= v["need"] - 1e-6).all()
+    assert (y <= v["max_groups"]).all()
     assert dealt_KC.sum(axis=1) == pytest.approx(v["count"], abs=1e-5)
     assert numbers.lower_bound_s(y) == pytest.approx(least * numbers.unit_s, rel=3e-3)
     assert numbers.lower_bound_s(start_C) >= least_s

@@ -34,7 +34,7 @@ from dflop_jax.schedule.sampled_batches import LARGE_BATCH, drifted_batches, sam
 
 _USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
 _MILP_NODES = 1  # of the integer program's branch and bound
-_MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's answer
+_MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's solution
 _SCALES = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity, in turn
 _ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the same tokens, in turn
 
@@ -109,11 +109,11 @@ def choose_buckets(
     with_milp: bool = True,
     start: BucketChoice | None = None,
 ) -> BucketChoice:
-    """At most `problem.n_buckets` buckets that minimise the expected step on these loads (a
-    DataProfile's). The answer depends on the arguments alone.
+    """At most `problem.n_buckets` buckets that minimise the expected step time on these loads (of a
+    DataProfile). The result depends on the arguments only.
 
-    A decoder on two data ranks, 1 ms a call and 10 us a token. One call at each of two shapes has
-    room for 2 x (768 + 512) tokens, as many as a batch of these 16 samples has:
+    Example: a decoder on two data ranks that takes 1 ms per call and 10 us per token. One call of
+    each of two shapes holds 2 x (768 + 512) tokens, as many as a batch of these 16 samples has.
 
     >>> from dflop_jax.records import BACKWARD, Layout, Load, Price, Prices, ProgramId
     >>> from dflop_jax.records import SegmentPlan, SubmeshPlan
@@ -129,13 +129,13 @@ def choose_buckets(
     ['decoder:1x768', 'decoder:1x512']
 
     Args:
-      effort: "full" (seconds), or "quick" (a fifth of it: fewer batches, a smaller integer
-        program), good enough to rank plans. Either does a fixed amount of work.
-      with_milp: False leaves the integer program out.
-      start: the answer of the same choice without it, to go on from.
+      effort: "full" (seconds), or "quick" (a fifth of it, with fewer batches and a smaller integer
+        program), which is enough to rank plans. Both do a fixed amount of work.
+      with_milp: whether to use the integer program.
+      start: the result of the same choice without the integer program, from which to continue.
 
     Raises:
-      ValueError: a sample that no bucket within the limits can hold, or an unknown effort.
+      ValueError: no bucket within the limits can hold some sample, or `effort` is unknown.
     """
     if effort not in _EFFORTS:
         raise ValueError(f"effort={effort!r} is not one of {', '.join(_EFFORTS)}")

@@ -14,7 +14,10 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets, largest_first
 from dflop_jax.schedule.count_vectors import volume_conditions
 
-SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need; one answer for each
+SLACKS = (
+    1.004,
+    1.03,
+)  # capacity over volume that packing whole samples may need; one solution for each
 _GAP = 0.004  # relative, at which the MILP counts as solved
 # Price of a second on all but the slowest devices, relative to the slowest: padding is not free
 # there either. Twice as much gives buckets with less padding there and a worse fill on the slowest
@@ -53,21 +56,21 @@ def solve_bucket_milp(
     slacks: Sequence[float] = SLACKS,
     max_nodes: int,
 ) -> dict[Buckets, float]:
-    """Answers of the MILP, at most one for each slack: buckets, the roomiest first, and how far the
-    program's optimum may be below what they cost in it, relative.
+    """Solutions of the MILP, at most one per slack: buckets, largest first, and the relative
+    distance of their cost from the program's optimum, at most.
 
-    Binary z[c] says that candidate c is compiled, integer n[s, v] how many groups of v batch s
-    runs; v are the candidates and what is left of each without modules that some samples lack,
-    which comes with it at no cost.
+    Binary z[c] is 1 if candidate c is compiled. Integer n[s, v] is the number of groups of v in
+    batch s, where v runs over the candidates and their variants without modules that some samples
+    lack; a variant comes with its candidate at no cost.
 
     min  mean_s sum_v price[v] n[s, v] + fill
     s.t. n[s, v] <= most[s, v] sum_(c of v) z[c], sum z <= K, fill >= rest[c] z[c],
-         every batch's conditions met (`volume_conditions`, times the slack),
-         each load of `must_hold` held by some z[c] = 1.
+         the conditions of every batch (`volume_conditions`, times the slack),
+         each load of `must_hold` fits some c with z[c] = 1.
 
     Args:
-      start: candidates that branch and bound begins with.
-      max_nodes: after which it ends, with the best answer so far: work, not time.
+      start: the candidates with which branch and bound starts.
+      max_nodes: of branch and bound, which then returns its best solution.
     """
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
@@ -115,7 +118,7 @@ def solve_bucket_milp(
         chosen = [b for b, is_chosen in zip(candidates, chosen_C, strict=True) if is_chosen > 0.5]
         if must_hold.any_can_hold(
             chosen, capacity
-        ).all():  # else there is no answer in so many nodes
+        ).all():  # otherwise there is no solution within so many nodes
             gap = min(1.0, float(solver.getInfo().mip_gap))
             gap_by_set.setdefault(largest_first(chosen), gap)
     return gap_by_set

@@ -1,4 +1,4 @@
-"""What the degrees of sharding over data ranks hold on a device, and a run that changes degree."""
+"""What the degrees of ZeRO hold on a device, and an average that changes degree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
 from ..checkpoint.checkpoint_cases import reader_of, save, saver_of
-from ..small import Small
 from . import plain
 from .test_kinds import Half
 
@@ -34,40 +33,6 @@ def executor(zero, data, *, block=0, dtype="float32", size=NANO.size, m=None, tr
 
 def steps(ex, first, n):
     return plain.losses_of(ex, SAMPLES, first, n)
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
-def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path, optimizer):
-    """Of 6 ranks on 5 and on two blocks of 2, which divide different dims of the parameters, and
-    few; and of the blocks on 5."""
-    train = dataclasses.replace(TRAIN, optimizer=optimizer)
-    split, alone, blocks = (
-        executor(zero, data, block=block, m=Small(), train=train)
-        for zero, data, block in ((3, 6, 0), (1, 5, 0), (2, 4, 2))
-    )
-    others = (alone, blocks)
-    try:
-        for ex in (split, *others):
-            ex.init(0)
-            ex.compile()
-        before = steps(split, 0, 2)
-        saver = saver_of(split, tmp_path)
-        save(saver, 2)
-        want = steps(split, 2, 2)
-        assert max(want) < min(before)
-        saver.restore(reader_of(saver, 2))
-        assert steps(split, 2, 2) == want
-        for other in others:
-            saver_of(other, tmp_path).restore(reader_of(saver, 2))
-            assert steps(other, 2, 2) == pytest.approx(want, rel=1e-5)
-        saver = saver_of(blocks, tmp_path)
-        save(saver, 4)
-        saver_of(alone, tmp_path).restore(reader_of(saver, 4))
-        assert steps(alone, 4, 1) == pytest.approx(steps(blocks, 4, 1), rel=1e-5)
-    finally:
-        for ex in (split, *others):
-            ex.close()
 
 
 def whole(ex, tree):

@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.contract import layer_kinds_of
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.train.optimizer import make_optimizer
-from tests.checkpoint.checkpoint_cases import TRAIN, reader_of, save, saver_of
+from tests.checkpoint.checkpoint_cases import TRAIN
 from tests.mixed import Mixed, MixedText
 
 from . import plain
-from .test_gradients import HYBRID
 
 ALONE = (0, 1, 1, 1)
 
@@ -84,46 +82,3 @@ def test_parameters_of_a_kind_stay_float32(zero):
                 np.testing.assert_array_equal(a, np.asarray(masters["gate"][name], a.dtype))
     finally:
         ex.close()
-
-
-def state_of(ex):
-    state = ex.state
-    params = {n: {**state.params[n], **state.masters.get(n, {})} for n in state.params}
-    return plain.join(ex.plan, params)
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("m, options", [
-    (Mixed(tied=False, pattern="gmmmgmm"), {"llm_segments": 4}),
-    (Mixed(tied=False, pattern="mgmgmgmg"), {"stage": 2, "rounds": 2, "group_size": 2}),
-    (HYBRID, {"llm_segments": 3}),
-], ids=["segments", "rounds", "delta nets"])  # fmt: skip
-def test_a_checkpoint_goes_on_under_another_cut(m, options, tmp_path):
-    """And back: the run that was not cut goes on bit for bit."""
-    samples = plain.random_samples(m, 8, 5, max_tiles=0)
-    options = dict(options)
-    stage = options.pop("stage", 1)
-    group_size = options.get("group_size", 1)
-    whole = executor(m, *ALONE, group_size=group_size)
-    cut = executor(m, 0, stage, 1, 1, **options)
-    try:
-        for seed, ex in enumerate((whole, cut)):
-            ex.init(seed)
-            ex.compile()
-        before = plain.losses_of(whole, samples, 0, 2)
-        saver, other = saver_of(whole, tmp_path / "whole"), saver_of(cut, tmp_path / "cut")
-        save(saver, 2)
-        parts = {n.split("/")[2] for n in reader_of(saver, 2).specs if n.startswith("params/llm/")}
-        assert parts - {"entry", "exit"} == {*layer_kinds_of(m.modules["llm"])}
-        kept = state_of(whole)
-        want = plain.losses_of(whole, samples, 2, 2)
-        assert max(want) < max(before)
-        other.restore(reader_of(saver, 2))
-        jax.tree.map(np.testing.assert_array_equal, state_of(cut), kept)
-        save(other, 2)
-        assert plain.losses_of(cut, samples, 2, 2) == pytest.approx(want, rel=1e-5)
-        saver.restore(reader_of(other, 2))
-        assert plain.losses_of(whole, samples, 2, 2) == want
-    finally:
-        for ex in (whole, cut):
-            ex.close()

@@ -12,31 +12,6 @@ def seconds(order, parts, resource_of, waits_for):
     return process_seconds(seen, TaskOrder.from_tasks(order, waits_for, resource_of))
 
 
-def test_ranks_that_exchange_are_told_apart_by_what_they_compute():
-    """Encoder and LLM on both processes, the second twice as slow: features and gradients are there
-    when it has sent them, for both."""
-    f, b = ([Task("a", g, d) for g in range(2)] for d in (FORWARD, BACKWARD))
-    llm = [Task("b", g, d) for g in range(2) for d in (FORWARD, BACKWARD)]
-    order = [f[0], f[1], llm[0], llm[1], llm[2], llm[3], b[0], b[1], Task("b", -1, REDUCE)]
-    waits_for = {f[0]: (), f[1]: (), b[0]: (llm[1],), b[1]: (llm[3],), order[-1]: tuple(llm)}
-    waits_for |= {llm[0]: (f[0],), llm[1]: (llm[0],), llm[2]: (f[1],), llm[3]: (llm[2],)}
-    parts = [{}, {}]
-    now = [0.0, 0.0]
-    for i, task in enumerate(order):
-        received = max(now) if task in b else 0.0
-        took = 4.0 if task.direction == REDUCE else 1.0 + (task.direction == BACKWARD)
-        begun = list(now)
-        now = [max(s, received) + k * took for s, k in zip(now, (1, 2), strict=True)]
-        meets = task in f or task.direction == REDUCE
-        for p, part in enumerate(parts):
-            end = max(now) if meets else now[p]
-            part[i] = begun[p], received, now[p], end
-        if meets:
-            now = [max(now)] * 2
-    quick_s = sum(1.0 + (t.direction == BACKWARD) for t in order[1:-1])
-    assert seconds(order, parts, {"a": 0, "b": 0}, waits_for) == {0: quick_s, 1: 2 * quick_s}
-
-
 # ---- the same by the definitions, process by process and task by task ----
 
 

@@ -76,7 +76,7 @@ class Exchange:
         return ExchangeIndex(low, high, stages, m, per_microbatch, capacity)
 
     def _source_struct(self, struct: jax.ShapeDtypeStruct | Array) -> jax.ShapeDtypeStruct:
-        """What each rank of the source has of an array [n, target's ranks, ...]."""
+        """The struct on the source's submesh of an array [n, target's ranks, ...]."""
         r = self.index
         n, rows, *rest = struct.shape
         sharding = NamedSharding(self._source, P(None, "data"))
@@ -91,7 +91,7 @@ class Exchange:
 
     @cached_property
     def gradient_structs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """What `lower` with `backward` gives."""
+        """Outputs of `lower` with `backward`."""
         ranks = self._source.shape["stage"], self._source.shape["data"]
         sharding = NamedSharding(self._source, P("stage", "data"))
         return self.features, jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding)
@@ -107,14 +107,14 @@ class Exchange:
         return tuple(jax.ShapeDtypeStruct(*array, sharding=sharding) for array in arrays)
 
     def synthetic_indices(self) -> IndexArrays:
-        """The packer's arrays where every place reads and one round brings it all."""
+        """Index arrays in which every position reads, within one round."""
         shape = (*self.inputs.shape[:3], self.sources)
         index = self.index.synthetic_index(shape)
         if self.sources == 1:
             return (index,)
         return index, np.full(shape, 1 / self.sources, np.float32)
 
-    # ---- the programs: on each device, what it has of the arrays ----
+    # ---- the programs, per device ----
 
     def lower(self, *, backward: bool) -> jax.stages.Lowered:
         """(features, blocks of sources) -> blocks, or with `backward` (blocks, blocks of sources)
@@ -171,7 +171,7 @@ class Exchange:
         return total.reshape(m // r.stages, n // r.source_ranks, tokens, width), done
 
     def _local_requests(self, sources: tuple[tuple[Array, ...], ...]) -> tuple[Any, ...]:
-        """What this device asks of each rank [V, blocks, capacity] or None, and its slots and
+        """This device's requests to each rank [V, blocks, capacity] or None, and its slots and
         weights [rows of all blocks, tokens, sources]."""
         r, requests, indices = self.index, None, sources
         if r.received_rows:
@@ -188,8 +188,8 @@ class Exchange:
     def _exchange_rows(self, rows: Array, sent: Array, received: Array) -> Array:
         """Rows [V * blocks * capacity, width], those for rank 0 first, with the other ranks: those
         that came from rank 0 first. `sent` and `received`, [V, blocks, capacity], say where there
-        is a row: they are at the start of each list. GPUs send as many rows as are asked for,
-        others as many as there is room."""
+        is a row: they are at the start of each list. GPUs send only the requested rows, other
+        devices the whole capacity."""
         if not chip_of(self._source.devices.flat[0]).startswith("sm_"):
             return lax.all_to_all(rows, "data", 0, 0, tiled=True)
         r = self.index
@@ -205,7 +205,7 @@ class Exchange:
 
     # ---- moving the blocks ----
 
-    # Which piece goes where never changes, and steps ask for it with every group: kept.
+    # Routes never change and are used for every group of a step, so they are cached.
 
     @cached_property
     def _deliveries(self) -> list[Route]:
@@ -260,17 +260,17 @@ def _devices_by_rank(mesh: Mesh) -> dict[int, list[jax.Device]]:
 
 
 def _all_to_all(lists: Array) -> Array:
-    """What each rank has for the others [V, ...], as each gets it."""
+    """Exchange [V, ...]: entry i of each rank goes to rank i."""
     return lax.all_to_all(lists, "data", 0, 0, tiled=True)
 
 
-# ---- rows of features at the places that read them, on one device ----
+# ---- features at the positions that read them, on one device ----
 
 
 def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
     """features [..., width], index [..., sources] -> [..., width].
 
-    `index` counts over the flattened rows of `features`; -1 gives zeros. A place with several
+    `index` counts over the flattened rows of `features`; -1 gives zeros. A position with several
     sources is their sum, each times its `weight` (float32, of the index's shape).
     """
     flat = features.reshape(-1, features.shape[-1])

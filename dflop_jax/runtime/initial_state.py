@@ -1,4 +1,4 @@
-"""What a segment begins with, made on the devices that hold it."""
+"""Initial parameters and zero gradients, made on the devices of a segment."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from dflop_jax.runtime.zero_sharding import data_axis_dim
 
 
 def draw_parameters(segment: Segment, key: Array) -> Params:
-    """`initial_structs`, drawn; a layer has the same parameters in any plan."""
+    """Fresh parameters of `initial_structs`; a layer has the same parameters in any plan."""
     on_host = segment.mesh.devices.flat[0].platform == "cpu"
     return (draw_on_host if on_host else draw_on_devices)(segment, key)
 
 
 def draw_on_devices(segment: Segment, key: Array) -> Params:
-    """Draw parameters by one program of the segment: every device draws what it holds."""
+    """Draw parameters by one program of the segment: every device draws its shards."""
     data = shard_array(np.asarray(jax.random.key_data(key)), segment.sharding())
     return _draw_program(segment, jax.random.key_impl(key))(data)
 
 
 def draw_on_host(segment: Segment, key: Array) -> Params:
-    """Part by part and layer by layer, on the host: where that is the device, since one program of
-    a part serves every mesh, and one of a whole segment takes seconds to compile."""
+    """Draw parameters part by part and layer by layer on the host. Used on CPU devices: one program
+    of a part serves every mesh, whereas one of a whole segment takes seconds to compile."""
     module, params = segment.module, {}
     for part, part_key in _part_keys(segment, key):
         if part in segment.stacked:
@@ -59,7 +59,7 @@ def zero_gradients(segment: Segment) -> Params:
 
 
 def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
-    """The key of each part, by its place in the model and never by the plan."""
+    """The key of each part; it depends on the model only, never on the plan."""
     standard_parts = (*UNIFORM_MODULE_PARTS, ADAPTER, *sorted(taps_of(segment.module)))
     kinds, freeze_parts = (
         sorted(stacked_parts(segment.module)),
@@ -71,7 +71,7 @@ def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _row_keys(segment: Segment, part: str, key: Array) -> Array:
-    """The key of each row that is held of a stacked part."""
+    """The key of each stored row of a stacked part."""
     keys = jax.random.split(key, n_stacked_layers(segment.module, part))
     return keys[np.array(segment.layer_rows[part])]
 
@@ -88,7 +88,7 @@ def _zeros_program(segment: Segment) -> Callable[[], Params]:
 
 @lru_cache(maxsize=64)
 def _draw_program(segment: Segment, impl: Any) -> Callable[[Array], Params]:
-    """The program that draws: it takes the data of a key."""
+    """The program that draws parameters from the data of a key."""
 
     structs, zero_specs = initial_structs(segment), initial_zero_specs(segment)
 
@@ -115,8 +115,9 @@ def _draw_program(segment: Segment, impl: Any) -> Callable[[Array], Params]:
 def _draw_layers(
     segment: Segment, part: str, key: Array, structs: Params, zero_specs: Params
 ) -> Params:
-    """A part of the segment's layers, of one key each: every stage draws its own, one after the
-    other, since a vectorised draw would have other values; a data rank keeps its piece of each."""
+    """A part of the segment's layers, each from its own key. Every stage draws its layers one after
+    the other, since a vectorised draw would give other values; a data rank keeps its shard of
+    each."""
     dp = segment.data_ranks
     keys = _row_keys(segment, part, key)
     # Traced out here: a library's annotations could take the manual mesh for their own.

@@ -1,4 +1,4 @@
-"""Parts of a module: their names, and what they take and give on one data rank, as structs."""
+"""Parts of a module: their names, and structs of their inputs and outputs on one data rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times fast
 
 
 def segment_parts(s: SegmentPlan, module: Module) -> tuple[str, ...]:
-    """Parts of its module that a segment holds."""
+    """The parts of its module that a segment owns."""
     kinds = segment_layer_kinds(s, module)
     stacked = {part: kind in kinds for part, kind in stacked_parts(module).items()}
     layer_parts = {part: is_read for part, is_read in stacked.items() if part in kinds}
@@ -60,16 +60,16 @@ def layer_kinds_until(s: SegmentPlan, module: Module) -> tuple[str, ...]:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def init_part(module: Module, part: str, key: Array) -> Params:
-    """Fresh parameters of a part of a module, of one layer where it is stacked."""
+    """Fresh parameters of a part of a module; of one layer for a stacked part."""
     return module.init(part, key)
 
 
-# What follows is asked for again and again, for every segment, shape and program.
+# The functions below are called for every segment, shape and program, so their results are cached.
 
 
 @lru_cache(maxsize=256)
 def part_struct(module: Module, part: str) -> Params:
-    """A part, or one layer of it, as the module's functions are given it."""
+    """Structs of a part, or of one layer of it, in the dtypes that the module's functions get."""
 
     float32 = float32_names_of(module)
 
@@ -113,7 +113,7 @@ def hidden_struct(module: Module, shape: Shape) -> Tree:
 
 @lru_cache(maxsize=1024)
 def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
-    """What a tap gives."""
+    """The struct of a tap's output."""
     fields = {k: struct for part in ("entry", *dict.fromkeys(layer_kinds_of(module)), name)
               for k, struct in _field_structs(module, part, shape).items()}  # fmt: skip
     params = part_struct(module, name) if name in module.inputs else None
@@ -123,7 +123,7 @@ def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
 
 @lru_cache(maxsize=1024)
 def exit_struct(module: Module, shape: Shape) -> Tree:
-    """What the exit gives: features, or a loss's sums by name."""
+    """Structs of the exit's output: features, or a loss's sums by name."""
     fields, hidden = _field_structs(module, "exit", shape), hidden_struct(module, shape)
     entry = part_struct(module, "entry") if module.tied else None
     return jax.eval_shape(module.exit, part_struct(module, "exit"), hidden, fields, entry)

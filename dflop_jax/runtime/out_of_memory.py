@@ -1,5 +1,5 @@
-"""What a device's memory does not hold: told before a program is run, or by XLA's error after; and
-a plan's programs while it is tried out."""
+"""Detects that a device's memory is too small, before a program runs or from XLA's error; and runs
+the programs of a plan that may run out of memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dflop_jax.runtime.programs import Key, Program, Programs, output_structs
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+) ?([KMGT]?)(?:i?B|\b)"
-# XLA's words, by allocator: what it lacks, or what was asked for and what was free.
+# XLA's messages, by allocator: the missing bytes, or the requested and the free bytes.
 _EXCEEDED_BYTES = re.compile(rf"[Ee]xceeded \w+ capacity by {_NUMBER}")
 _REQUESTED_BYTES = re.compile(rf"(?:allocat|reserv)(?:e|ing) {_NUMBER}")
 _FREE_BYTES = re.compile(rf"[Tt]here (?:are|is) {_NUMBER} free")
 
 
 class OutOfMemory(RuntimeError):
-    """A device's memory does not hold what is to run; `short_bytes` are missing, 0: not known."""
+    """A device's memory is too small; `short_bytes` are missing, 0: unknown."""
 
     def __init__(self, message: str, short_bytes: float = 0.0):
         super().__init__(message)
@@ -30,7 +30,7 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is of memory that a device does not have."""
+    """Whether an error says that a device ran out of memory."""
     raised_by_xla = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(
         error
     )
@@ -38,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def short_bytes(error: BaseException, devices: Iterable[jax.Device]) -> float:
-    """Bytes that were missing, as far as the error and the devices tell; 0: not known."""
+    """Missing bytes, according to the error and the devices; 0: unknown."""
     if isinstance(error, OutOfMemory):
         return error.short_bytes
     text = str(error)
@@ -49,12 +49,12 @@ def short_bytes(error: BaseException, devices: Iterable[jax.Device]) -> float:
         return 0.0
     free_by_device = [n for d in devices if (n := free_bytes(d)) is not None]
     available_bytes = _parse_bytes(free) if free else min(free_by_device, default=None)
-    # What is free in pieces too small for it may be more than was asked for.
+    # Fragmented free memory may be more than was requested.
     return 0.0 if available_bytes is None else max(0.0, _parse_bytes(requested) - available_bytes)
 
 
 def free_bytes(device: jax.Device) -> float | None:
-    """Bytes of a device that are free; None where it does not say (CPU)."""
+    """Free bytes of a device; None if it does not report them (CPU)."""
     stats = device.memory_stats() or {}
     if not stats.get("bytes_limit"):
         return None
@@ -62,7 +62,7 @@ def free_bytes(device: jax.Device) -> float | None:
 
 
 def check_free_memory(program: str, needed_bytes: float, devices: Iterable[jax.Device]) -> None:
-    """OutOfMemory unless every one of the devices that says so has as many bytes free."""
+    """Raise OutOfMemory unless every device that reports its free bytes has as many."""
     free_by_device = [n for d in devices if (n := free_bytes(d)) is not None]
     available_bytes = min(free_by_device, default=needed_bytes)
     if needed_bytes > available_bytes:
@@ -76,12 +76,11 @@ def _parse_bytes(number: re.Match[str]) -> float:
 
 
 class TrialPrograms:
-    """`Programs` that go on where memory does not hold one of them; `failed` is the first error.
+    """`Programs` that continue when one of them runs out of memory; `failed` is the first error.
 
-    Processes match the transfers between them by counting these (`communicator`): none may leave
-    out what the others wait for. So what a program takes is compared with what is free before it is
-    run, and the others are told before they depend on it. One that fails all the same gives zeros,
-    which are sent in its place.
+    Processes match the transfers between them by counting (`communicator`), so no process may skip
+    a transfer. A program's bytes are therefore compared with the free bytes before it runs. If it
+    fails nevertheless, it returns zeros, which are sent in place of its outputs.
     """
 
     def __init__(self, programs: Programs):
@@ -95,7 +94,7 @@ class TrialPrograms:
         return partial(self._run, key)
 
     def check_free_memory(self, key: Key) -> None:
-        """OutOfMemory unless this process's devices have what a segment's program takes."""
+        """Raise OutOfMemory unless this process's devices have the bytes of a segment's program."""
         if key[0] not in self._programs.local_segments:
             return
         analysis = self._programs.compiled[key].memory_analysis()

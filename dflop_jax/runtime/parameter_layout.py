@@ -1,4 +1,4 @@
-"""How a segment's parameters, and the gradients of those that train, are held on its submesh."""
+"""Structs and shardings of a segment's parameters and gradients on its submesh."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def program_structs(s: Segment) -> Params:
 def sharded_struct(
     s: Segment, zero_spec: ZeroSpec, shape: tuple[int, ...], dtype: Any
 ) -> jax.ShapeDtypeStruct:
-    """What the segment's devices hold of an array of a shape that is cut so."""
+    """The stored struct of an array of this shape."""
     return jax.ShapeDtypeStruct(
         zero_spec.stored_shape(shape), dtype, sharding=s.sharding(*zero_spec.spec)
     )
 
 
 def owned_param_structs(s: Segment) -> Params:
-    """`program_structs` of the segment's own parts."""
+    """`program_structs` of the segment's owned parts."""
     structs = program_structs(s)
     return {part: structs[part] for part in s.owned_parts}
 
 
 def has_masters(s: Segment) -> bool:
-    """Whether the optimizer keeps float32 masters of what trains, beside what programs read."""
+    """Whether the optimizer keeps float32 masters beside the parameters that programs read."""
     return working_dtype_of(s.module) != jnp.float32
 
 
 def initial_structs(s: Segment) -> Params:
-    """The segment's own parts as they are drawn, read and saved: masters of what trains, if it has
-    them, split over data ranks; all else as programs read it."""
+    """Structs of the owned parts as they are drawn, read and saved: sharded masters of trained
+    parts, if there are any; other parts as programs read them."""
     structs, zero_specs = param_structs(s), initial_zero_specs(s)
     return {
         part: jax.tree.map(
@@ -75,7 +75,7 @@ def initial_structs(s: Segment) -> Params:
 
 
 def initial_zero_specs(s: Segment) -> Params:
-    """How `initial_structs` are cut."""
+    """The `ZeroSpec` of each leaf of `initial_structs`."""
     state_specs_by_part, param_specs_by_part = state_zero_specs(s), param_zero_specs(s)
     return {
         p: state_specs_by_part[p] if _is_master(s, p) else param_specs_by_part[p]
@@ -88,7 +88,7 @@ def _is_master(s: Segment, part: str) -> bool:
 
 
 def param_specs(s: Segment) -> Params:
-    """How parameters are sharded over stages and tensor ranks; whole on every data rank.
+    """How parameters are sharded over stages and tensor ranks, whole on every data rank.
 
     Raises:
       ValueError: a degree does not divide a dim.
@@ -122,7 +122,8 @@ def _check_degree_divides(s: Segment, path: Any, leaf: jax.ShapeDtypeStruct, spe
 
 
 def state_zero_specs(s: Segment) -> Params:
-    """How data ranks share optimizer state, gradients from ZeRO 2 on, and parameters in ZeRO 3."""
+    """The `ZeroSpec` of optimizer state, of gradients from ZeRO 2 on, and of parameters in ZeRO
+    3."""
     structs, specs = param_structs(s), param_specs(s)
     dp = int(s.plan.shard_ranks(s.data_ranks, s.tp))
     make = partial(make_zero_spec, dp=dp, tp=s.tp, n_replicas=s.data_ranks // dp)
@@ -133,7 +134,7 @@ def state_zero_specs(s: Segment) -> Params:
 
 
 def param_zero_specs(s: Segment) -> Params:
-    """How the parameters that programs read are cut."""
+    """The `ZeroSpec` of the parameters that programs read."""
     return state_zero_specs(s) if s.plan.zero == 3 else _replicated_zero_specs(s)
 
 
@@ -142,8 +143,9 @@ def _replicated_zero_specs(s: Segment) -> Params:
 
 
 def grad_structs(s: Segment) -> Params:
-    """Float32 accumulators. Their leading dim keeps ranks apart that are added up at the step's
-    end: stages, of the ends, and data ranks, unless each has its piece of their sum."""
+    """Structs of the float32 accumulators. Their leading dim counts ranks whose gradients are
+    summed at the step's end: stages, for entry and exit, and data ranks, unless each has its shard
+    of the sum."""
 
     def accumulator(
         ranks: tuple[str, ...], leaf: jax.ShapeDtypeStruct, zero_spec: ZeroSpec

@@ -1,9 +1,8 @@
-"""A pure function and its gradient, cut in two: `forward` gives what `backward` needs besides the
-arguments that are still at hand then.
+"""A pure function and its gradient in two programs: `forward` returns the residuals that `backward`
+needs besides its arguments.
 
-What is kept are the leaves of `jax.vjp`'s function, without those that backward has anyway:
-parameters and fields, and what follows from them alone (weights in another dtype, rotary tables,
-masks). Backward computes these again.
+Residuals are the leaves of `jax.vjp`'s function, without those that backward has or can compute
+from parameters and fields alone (weights in another dtype, rotary tables, masks).
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ _CHEAP_PRIMITIVES = frozenset(_ELEMENTWISE.split())
 
 
 def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
-    if primitive.name == "sharding_constraint":  # whole on every rank, it is gathered again
+    if (
+        primitive.name == "sharding_constraint"
+    ):  # an array that is whole on every rank is gathered again
         return any(axis is not None for axis in params["sharding"].spec)
     return primitive.name not in _CHEAP_PRIMITIVES
 
@@ -44,13 +45,13 @@ def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
 _checkpoint = partial(jax.checkpoint, prevent_cse=False)  # inside scans nothing is merged anyway
 _policies = jax.checkpoint_policies
 _save_expensive = partial(_checkpoint, policy=_is_expensive)
-# What backward computes again of a piece.
+# What backward recomputes of a function.
 REMAT: dict[Remat, Callable[[SplitFunction], SplitFunction]] = {
     "none": _save_expensive,
     "dots": partial(_checkpoint, policy=_policies.dots_with_no_batch_dims_saveable),
     "named": partial(_checkpoint, policy=_policies.save_only_these_names(*SAVED_NAMES)),
     "layers": _checkpoint,
-    "segment": _save_expensive,  # the backward task runs all of it again, and keeps as much
+    "segment": _save_expensive,  # the backward task reruns forward and saves as much
 }
 
 
@@ -98,7 +99,7 @@ class SplitVjp:
         self._n_out = n_out = len(jax.tree.leaves(out))
         leaves = closed.jaxpr.outvars[n_out:]
         cast_from = {e.outvars[0]: e.invars[0] for e in closed.jaxpr.eqns if _is_widening_cast(e)}
-        # leaf -> its place among what is kept; kept: (place among the outputs, dtype)
+        # leaf -> number of its residual; by residual: (index among the outputs, dtype)
         self._residual_of_leaf: dict[int, int] = {}
         self._residual_outputs: list[tuple[int, Any]] = []
         residual_of_root: dict[Any, int] = {}
@@ -124,7 +125,7 @@ class SplitVjp:
     def forward(
         self, trained: Tree, h: Tree, edge_inputs: Tree, constants: Tree
     ) -> tuple[Tree, list[Array]]:
-        """(output, what is kept for backward)."""
+        """(output, residuals)."""
         if not self.has_gradient:
             return self._function(trained, h, edge_inputs, constants), []
         outputs = self._run(*jax.tree.leaves((h, trained, edge_inputs, constants)))
@@ -134,8 +135,8 @@ class SplitVjp:
     def backward(
         self, residuals: list[Array], trained: Tree, edge_inputs: Tree, constants: Tree, dout: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        """The gradients of (free, h, placed) for the output's cotangent; None for hidden states
-        whose gradient is not wanted."""
+        """The gradients of (trained, h, edge_inputs) for the output's cotangent; None for hidden
+        states without one."""
         if not self.has_gradient:
             return {}, None, {}
         arguments = jax.tree.leaves((trained, edge_inputs, constants))
@@ -161,8 +162,8 @@ def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:
 
 
 def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
-    """(the jaxpr with only some of its outputs, which of its inputs it then reads). jax's own
-    elimination of dead code never drops a kernel."""
+    """(the jaxpr with only the used outputs, which of its inputs it reads). jax's own dead code
+    elimination never drops a kernel."""
     outs = [v for v, u in zip(jaxpr.outvars, used, strict=True) if u]
     needed = {v for v in outs if not isinstance(v, Literal)}
     eqns = []
@@ -182,7 +183,7 @@ def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
 
 
 def _is_widening_cast(eqn: Any) -> bool:
-    """Whether an equation casts to a wider float, so that its input can be kept in its place."""
+    """Whether an equation casts to a wider float, so that its input can be saved instead."""
     if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype

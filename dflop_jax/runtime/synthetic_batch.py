@@ -1,7 +1,7 @@
-"""Values that stand in for a batch's where programs are timed.
+"""Synthetic batches, on which programs are timed.
 
-A device that multiplies zeros draws little power and clocks higher, and attention skips rows that
-hold no piece: so values are random and rows are full.
+A device that multiplies zeros draws little power and clocks higher, and attention skips empty rows,
+so values are random and rows are full.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dflop_jax.records import Group, Shape
 from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.simulate.task_graph import feeding_groups
 
-# Pieces in a row, where programs are timed and their number makes no difference.
+# Pieces in a row, if their number does not change the timed programs.
 PIECES_PER_ROW = 4
 VALUE_STD = 0.05  # standard deviation of random parameters and activations: none overflows
 _N_RANDOM_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
@@ -38,8 +38,8 @@ def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
 def packed_field(
     name: str, shape: tuple[int, ...], dtype: Any, n_pieces: int, below: int
 ) -> np.ndarray:
-    """A field [microbatches, rows, ...] of rows that are full of about so many pieces of equal
-    length each; what is not about pieces is random."""
+    """A field [microbatches, rows, ...] of full rows with about `n_pieces` pieces of equal length;
+    fields that do not describe pieces are random."""
     if name not in ("segment_ids", "positions", "weights"):
         return random_values(shape, dtype, below)
     tokens = shape[2]
@@ -54,7 +54,7 @@ def packed_field(
 
 
 def content_of_rows(module: Module, shape: Shape, n_pieces: int = PIECES_PER_ROW) -> dict[str, int]:
-    """Content of rows that `packed_field` fills, by feature."""
+    """Content of the rows of `packed_field`, by feature."""
     length = -(-shape.tokens // n_pieces)
     whole, rest = divmod(shape.tokens, length)
     of_whole, of_rest = content_of(module, length), content_of(module, rest)
@@ -64,8 +64,7 @@ def content_of_rows(module: Module, shape: Shape, n_pieces: int = PIECES_PER_ROW
 def synthetic_groups(
     programs: Programs, bucket: int
 ) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
-    """One group of every module of a bucket, without samples, and arrays as those of full rows
-    are."""
+    """One group without samples for every module of a bucket, and arrays of full rows."""
     layout = programs.layout
     shapes = dict(layout.buckets[bucket].shapes)
     index_of = {m: i for i, m in enumerate(shapes)}
@@ -77,7 +76,7 @@ def synthetic_groups(
 
 
 def synthetic_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
-    """Arrays of groups as those of full rows are, whatever samples the groups hold."""
+    """Arrays of full rows for these groups, whatever samples the groups hold."""
     feeding, found = feeding_groups(groups), []
     for n, group in enumerate(groups):
         fields: dict[str, np.ndarray] = {}

@@ -1,12 +1,13 @@
-"""Activations on tensor ranks: between products each rank has its tokens, inside of attention and
-of an MLP its heads or hidden units of all tokens (sequence parallelism, arXiv 2205.05198).
+"""Shards activations over tensor ranks (sequence parallelism, arXiv 2205.05198): between products
+each rank has its tokens; inside attention and an MLP it has its heads or hidden units of all
+tokens.
 
-A layer is run by its own jaxpr, in which every product with a matrix that is split over the mesh
-axis "model" gets its activations laid out: all tokens are gathered before split columns, and the
-terms of split rows are reduced to each rank's tokens. So no matrix moves and nothing is reduced
-whole. Backward lays gradients out the other way round.
+A layer runs by interpreting its jaxpr. Activations of every product with a matrix that is split
+over the mesh axis "model" get a sharding: all tokens are gathered before split columns, and the
+terms of split rows are reduce-scattered to each rank's tokens. So no matrix moves and nothing is
+all-reduced. Backward shards gradients the opposite way.
 
-The functions here are called under a `shard_map` that leaves "model" automatic, or traced alone.
+The functions here run under a `shard_map` that leaves "model" automatic, or are traced alone.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from dflop_jax.runtime.module_parts import logical_axes, part_struct
 
 Tree = Any
 TENSOR_AXIS = "model"
-# Of one operand, of its own or of another dtype: a matrix stays a matrix, its dims in place.
+# Operations on one matrix that keep its dims in place.
 _CASTS = frozenset({"convert_element_type", "copy", "copy_p", "pcast", "pvary", "stop_gradient"})
 
 
 def run_module_part(
     module: Any, name: str, tp: int, params: Tree, h: Tree, x: Tree, fields: Tree
 ) -> Tree:
-    """What a module's "entry", layer of a kind, "exit", tap or inlet gives on one of `tp` tensor
+    """The output of a module's "entry", layer of a kind, "exit", tap or inlet on one of `tp` tensor
     ranks.
 
     Args:
       params: by part, of one layer for those that are stacked.
       h: hidden states [rows, tokens, ...], one array or a tree of them; None for the entry.
-      x: what edges place, by name.
+      x: inputs from edges, by name.
     """
     if h is None:
         return _shard_after_entry(module.entry(with_adapter(name, params), {**fields, **x}), tp)
@@ -57,7 +58,7 @@ def run_module_part(
 
 
 def rows_and_tokens(h: Tree) -> tuple[int, int]:
-    """Those of hidden states, which all their arrays have."""
+    """(rows, tokens) of hidden states, equal for all their arrays."""
     rows, tokens, *_ = jax.tree.leaves(h)[0].shape
     return rows, tokens
 
@@ -69,26 +70,28 @@ def token_spec(rows: int, tokens: int, tp: int) -> tuple[str | None, str | None]
 
 
 def shard_tokens(h: Tree, tp: int) -> Tree:
-    """Hidden states [rows, tokens, ...], and their gradient, each rank its tokens."""
+    """Hidden states [rows, tokens, ...] and their gradient, sharded by tokens."""
     spec = _token_spec_or_none(h, tp)
     return h if spec is None else jax.tree.map(lambda a: _constrain(a, spec, tp), h)
 
 
 def gather_tokens(h: Array, tp: int) -> Array:
-    """Hidden states [rows, tokens, ...] whole on every rank, their gradient by tokens."""
+    """Hidden states [rows, tokens, ...] whole on every rank; their gradient is sharded by
+    tokens."""
     spec = _token_spec_or_none(h, tp)
     return h if spec is None else _constrain_with_gradient((P(), spec, tp), h)
 
 
 def scatter_tokens(h: Array, tp: int) -> Array:
-    """Hidden states [rows, tokens, ...] by tokens, their gradient whole on every rank."""
+    """Hidden states [rows, tokens, ...] sharded by tokens; their gradient is whole on every
+    rank."""
     spec = _token_spec_or_none(h, tp)
     return h if spec is None else _constrain_with_gradient((spec, P(), tp), h)
 
 
 def _constrain(a: Array, spec: P, tp: int) -> Array:
-    """An array laid out by a spec, in a program; elsewhere, where a part is traced for what it
-    costs, as far as a trace can tell."""
+    """An array with a sharding constraint; where a function is traced alone for its cost, with an
+    abstract mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = spec if TENSOR_AXIS in mesh.axis_names else NamedSharding(_abstract_mesh(tp), spec)
     return lax.with_sharding_constraint(a, sharding)
@@ -100,13 +103,13 @@ def _abstract_mesh(tp: int) -> AbstractMesh:
 
 
 def _token_spec_or_none(h: Tree, tp: int) -> P | None:
-    """How [rows, tokens, ...] is split; None: it is not."""
+    """How [rows, tokens, ...] is sharded; None: it is not."""
     rows, tokens = rows_and_tokens(h)
     return None if token_dim(rows, tokens, tp) is None else P(*token_spec(rows, tokens, tp))
 
 
-# An end of a module works on all tokens, forward and backward: left to the compiler, the split
-# would reach into its lookups and its loops over chunks of tokens.
+# Entry and exit work on all tokens, forward and backward: otherwise the compiler would shard their
+# lookups and their loops over chunks of tokens.
 
 
 def _shard_after_entry(h: Tree, tp: int) -> Tree:
@@ -124,8 +127,8 @@ def gather_before_exit(h: Tree, tp: int) -> Tree:
 
 
 def run_per_tensor_rank(collective: Callable[[Array], Array], h: Array, tp: int) -> Array:
-    """A collective over another axis, of hidden states [microbatches, rows, tokens, ...], on what
-    each tensor rank has of them: left to the compiler, "model" is gathered first."""
+    """A collective over another axis on each tensor rank's part of hidden states [microbatches,
+    rows, tokens, ...]: left to the compiler, "model" would be gathered first."""
     _, rows, tokens, *_ = h.shape
     if token_dim(rows, tokens, tp) is None:
         return collective(h)
@@ -155,16 +158,16 @@ _constrain_with_gradient.defvjp(
 
 @dataclass(frozen=True)
 class TensorDim:
-    """The dim of a matrix that tensor parallelism names, and whether it is split: one that the
-    degree does not divide may be whole."""
+    """The dim of a matrix that tensor parallelism names, and whether it is split; it is whole if
+    the degree does not divide it."""
 
     dim: int
     is_split: bool
 
 
 def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields: Tree) -> Tree:
-    """A layer with its activations laid out. Where the degree divides neither rows nor tokens it is
-    left to the compiler."""
+    """A layer with sharded activations; the compiler shards them if the degree divides neither rows
+    nor tokens."""
     arguments, layer = with_adapter(kind, params), layer_of(module, kind)
     if _token_spec_or_none(h, tp) is None:
         return layer(arguments, h, fields)
@@ -179,8 +182,8 @@ def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields
 
 @lru_cache(maxsize=256)
 def tensor_dims(module: Module, part: str, tp: int) -> Tree:
-    """Of each parameter of a part (of one layer) how tensor parallelism cuts it, None for others;
-    a tree of the part's form."""
+    """The `TensorDim` of each parameter of a part (of one layer), None without one; a tree of the
+    part's structure."""
 
     def cut(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> TensorDim | None:
         named = split_dim(leaf.shape, axes, 1)
@@ -249,7 +252,7 @@ class _JaxprInterpreter:
 
 
 def _free_dim_index(eqn: Any, side: int, dim: int) -> int:
-    """Where a product has a dim of one of its sides that it does not contract."""
+    """The index, in a product's output, of a dim of one side that it does not contract."""
     contracted, _ = eqn.params["dimension_numbers"]
 
     def free(side: int) -> Iterator[int]:
@@ -260,7 +263,7 @@ def _free_dim_index(eqn: Any, side: int, dim: int) -> int:
 
 
 def _run_equation(jaxpr: Any, eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """What an equation of a jaxpr gives for these inputs."""
+    """The outputs of one equation of a jaxpr for these inputs."""
     read = {v: a for v, a in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
     debug_info = jaxpr.debug_info.with_unknown_names()
     one_equation = jaxpr.replace(

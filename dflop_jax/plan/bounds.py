@@ -105,7 +105,7 @@ def step_lower_bound_s(
     groups: Array,
     devices: Mapping[str, Array],
     cores: float,
-    groups_together: Mapping[str, Array],
+    sub_microbatches: Mapping[str, Array],
 ) -> Array:
     """Seconds that no schedule beats, the mean over the sampled batches.
 
@@ -114,7 +114,7 @@ def step_lower_bound_s(
       groups: of each sampled batch, [n_batches, ...].
       devices: that a task of each module takes.
       cores: devices that compute at once.
-      groups_together: groups of a module that go with one of `groups`; missing: one.
+      sub_microbatches: of a module for one of `groups`; missing: one.
     """
     forward, backward, reduce, update = (
         [s[kind] for m in dict.fromkeys(graph.modules) for s in seconds[m]] for kind in range(4)
@@ -125,7 +125,7 @@ def step_lower_bound_s(
     # Part of a group takes that part of the seconds of a whole one.
     first_group = np.minimum(groups, 1.0).mean(axis=0)
     work_s = [
-        mean_groups * (f + b) * groups_together.get(m, 1)
+        mean_groups * (f + b) * sub_microbatches.get(m, 1)
         for f, b, m in zip(forward, backward, graph.modules, strict=True)
     ]
     by_resource: dict[int, list[int]] = defaultdict(list)
@@ -157,9 +157,9 @@ class Space:
       groups_per_batch, group_sizes: of every granularity.
       tables, table_rows: of every module, and the row of its table for each layout.
       block_minima: of every block of modules that share devices.
-      is_tried: whether the search may take a layout and granularity.
-      groups_together: with sub-microbatches, mean groups of a module that go with one of the other
-        modules, [1, n_granularities]; `fan_in` at most.
+      is_allowed: whether the search may take a layout and granularity.
+      sub_microbatches: mean number for a group of the other modules, by module,
+        [1, n_granularities]; missing: 1. `fan_in` is the maximum.
       whole_buckets: of every granularity, before it is divided into sub-microbatches.
     """
 
@@ -173,8 +173,8 @@ class Space:
     table_rows: Mapping[str, np.ndarray]
     module_options: Mapping[str, ModuleOptions]
     block_minima: Mapping[tuple[str, ...], BlockMinimum]
-    is_tried: Array = True
-    groups_together: Mapping[str, Array] = field(default_factory=dict)
+    is_allowed: Array = True
+    sub_microbatches: Mapping[str, Array] = field(default_factory=dict)
     fan_in: Sequence[int] = ()
     whole_buckets: Sequence[Bucket] = ()
 
@@ -215,7 +215,7 @@ class Space:
     def lower_bound_s(self) -> Array:
         """Lower bound of the mean makespan of the sampled batches with any options; infinite for
         what the search does not take."""
-        is_usable = self.is_trusted & self.fits & self.is_tried & ~self.is_repeated
+        is_usable = self.is_trusted & self.fits & self.is_allowed & ~self.is_repeated
         seconds = {
             m: s
             for block, x in self.block_minima.items()
@@ -232,10 +232,10 @@ class Space:
         columns: slice,
     ) -> Array:
         """`step_lower_bound_s` of some layouts and granularities."""
-        together = {m: n[:, columns] for m, n in self.groups_together.items()}
+        n_subs = {m: n[:, columns] for m, n in self.sub_microbatches.items()}
         devices = {m: t.n_devices[self.table_rows[m]][layouts] for m, t in self.tables.items()}
         cores = self.context.profile.concurrency
-        return step_lower_bound_s(self.graph, seconds, groups, devices, cores, together)
+        return step_lower_bound_s(self.graph, seconds, groups, devices, cores, n_subs)
 
     def layout_at(self, p: int, c: int) -> Layout:
         """Layout `p` with the group size of granularity `c`, without buckets."""
@@ -249,10 +249,10 @@ class Space:
         plan = build_plan(self.layout_at(p, c), self.policy, (bucket,), self.context, options)
         return plan.with_layout(fan_in=self.fan_in[c]) if self.fan_in else plan
 
-    def groups_together_at(self, c: int) -> dict[str, int]:
-        """Groups of every module that go together."""
-        together = self.groups_together
-        return {m: int(together[m][0, c]) if m in together else 1 for m in self.tables}
+    def sub_microbatches_at(self, c: int) -> dict[str, int]:
+        """Sub-microbatches of every module for a group of the others."""
+        n_subs = self.sub_microbatches
+        return {m: int(n_subs[m][0, c]) if m in n_subs else 1 for m in self.tables}
 
     def _blocks_at(self, p: int, c: int) -> Iterator[tuple[tuple[str, ...], list[ModuleOptions]]]:
         """Each block of modules that share devices, with the modules' options."""
@@ -274,9 +274,9 @@ class Space:
         granularity says, or fewer where shapes cannot be smaller."""
         n = min(float(self.groups_per_batch[c]), float(self.min_groups[:, p, c].mean()))
         contents = {}
-        for m, n_together in self.groups_together_at(c).items():
+        for m, n_subs in self.sub_microbatches_at(c).items():
             ranks = self.tables[m].data[self.table_rows[m][p]]
-            content = group_content(self.context.volumes[m], np.array(n * n_together), ranks)
+            content = group_content(self.context.volumes[m], np.array(n * n_subs), ranks)
             contents[m] = tuple(map(int, content))
         return contents
 

@@ -184,7 +184,7 @@ class Candidate:
         self, evaluator: Evaluator, space: Space, p: int, c: int
     ) -> list[Candidate]:
         """A candidate for each choice of options."""
-        contents, together = space.contents_at(p, c), space.groups_together_at(c)
+        contents, n_subs = space.contents_at(p, c), space.sub_microbatches_at(c)
         choices = list(range(len(self.fitting_options)))
         if space.whole_buckets:  # simulation is expensive, and the others differ by little
             choices = [int(self.batch_bounds_s.mean(axis=0).argmin())]
@@ -193,7 +193,7 @@ class Candidate:
             options = {m: space.tables[m].options[o] for m, o in self.fitting_options[i].items()}
             plan = with_options(self.plan, options)
             trainable = evaluator.context.trainable(plan.layout)
-            simulator = OneBucketSimulator(plan, contents, evaluator.prices, trainable, together)
+            simulator = OneBucketSimulator(plan, contents, evaluator.prices, trainable, n_subs)
             bounds_s = self.batch_bounds_s[:, [i]]
             candidates.append(self._with_bounds(bounds_s, plan=plan, simulator=simulator))
         return candidates

@@ -187,18 +187,20 @@ def _bounded_space(context: SearchContext, layout: Layout) -> Space:
     graph = segment_graph(layout, context)
     data: Array = np.array([[rank.data]])
     mesh = replace(rank.shape, data=data)
-    tables, module_options, groups_together = {}, {}, {}
+    tables, module_options, sub_microbatches = {}, {}, {}
     for m in layout.modules:
         directions, resources, _ = graph.module_key(m)
         segments = layout.segments_of(m)
         shapes = [one.buckets[0].shape(m) for one in divided]
         rows, tokens = np.array([(s.rows, s.tokens) if s else (0, 0) for s in shapes]).T[:, None]
         each = zip(n_groups.tolist(), divided, strict=True)
-        groups_together[m] = np.array([[_groups_together(context, m, n, one) for n, one in each]])
-        max_together = np.array([one.fan_in if m in one.divided else 1 for one in divided])
+        sub_microbatches[m] = np.array(
+            [[_mean_sub_microbatches(context, m, n, one) for n, one in each]]
+        )
+        max_subs = np.array([one.fan_in if m in one.divided else 1 for one in divided])
         tables[m] = module_table(
             context, segments, directions, mesh, (n_groups, group_sizes), (rows, tokens),
-            groups_together[m], max_together,
+            sub_microbatches[m], max_subs,
         )  # fmt: skip
         in_flight = [np.array([[limits[n][s.name] for n in fan_in]]) for s in segments]
         module_options[m] = ModuleOptions.from_table(tables[m], resources, in_flight)
@@ -215,26 +217,28 @@ def _bounded_space(context: SearchContext, layout: Layout) -> Space:
         table_rows=dict.fromkeys(block, np.zeros(1, int)),
         module_options=module_options,
         block_minima={block: block_minimum(options, limit)},
-        groups_together=groups_together,
+        sub_microbatches=sub_microbatches,
         fan_in=fan_in,
         whole_buckets=whole_buckets,
     )
     fits_unsaved = block_minimum([m.with_option(0) for m in options], limit).fits
     fits_unsaved = fits_unsaved & space.is_trusted
-    return replace(space, is_tried=_is_tried(n_groups, len(layout.submeshes), fits_unsaved))
+    return replace(space, is_allowed=_is_allowed(n_groups, len(layout.submeshes), fits_unsaved))
 
 
-def _groups_together(context: SearchContext, module: str, n_groups: int, layout: Layout) -> int:
-    """Groups of a module that go together, where a mean batch takes `n_groups` of other modules."""
+def _mean_sub_microbatches(
+    context: SearchContext, module: str, n_groups: int, layout: Layout
+) -> int:
+    """Sub-microbatches of a module for a group, where a mean batch takes `n_groups` groups."""
     shape = layout.buckets[0].shape(module)
     if shape is None or module not in layout.divided:
         return 1
     capacity = context.group_capacity(module, shape.rows, shape.tokens) * layout.data_ranks(module)
-    n_together = context.volumes[module].mean_per_batch * HEADROOM / (n_groups * capacity)
-    return min(max(1, math.ceil(n_together - 1e-9)), layout.fan_in)
+    n_subs = context.volumes[module].mean_per_batch * HEADROOM / (n_groups * capacity)
+    return min(max(1, math.ceil(n_subs - 1e-9)), layout.fan_in)
 
 
-def _is_tried(n_groups: np.ndarray, n_ranks: int, fits_unsaved: Array) -> Array:
+def _is_allowed(n_groups: np.ndarray, n_ranks: int, fits_unsaved: Array) -> Array:
     """Whether the search takes a granularity, [1, n_granularities]: at least a group for each rank,
     and at most `_MAX_GROUPS_PER_RANK` where memory holds a coarser one without saving options."""
     fills_ranks = n_groups >= min(n_ranks, n_groups[-1])

@@ -129,9 +129,9 @@ class Evaluator:
             shapes = layout.shapes(s.module)
             programs = [ProgramId(s.name, max(shapes), d) for d in directions[s.name] if shapes]
             volume, n_ranks = self.context.volumes[s.module], n * layout.data_ranks(s.module)
-            together = layout.fan_in if s.module in layout.divided else 1
-            content = [amount / n_ranks / together for amount in volume.content]
-            total_s += n * together * sum(prices.programs[p].seconds(content) for p in programs)
+            n_subs = layout.fan_in if s.module in layout.divided else 1
+            content = [amount / n_ranks / n_subs for amount in volume.content]
+            total_s += n * n_subs * sum(prices.programs[p].seconds(content) for p in programs)
         return total_s
 
     def _groups_per_mean_batch(self, layout: Layout) -> float:

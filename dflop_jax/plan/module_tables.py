@@ -214,8 +214,8 @@ def module_table(
     mesh: MeshShape,
     granularities: tuple[Array, Array],
     row_shapes: tuple[Array, Array],
-    groups_together: Array = 1,
-    max_groups_together: Array = 1,
+    sub_microbatches: Array = 1,
+    max_sub_microbatches: Array = 1,
 ) -> ModuleTable:
     """The table of a module.
 
@@ -224,7 +224,7 @@ def module_table(
       mesh: with rising data degrees, [n_rows, 1].
       granularities: groups of a mean batch, and microbatches of a group.
       row_shapes: rows of a rank at each granularity, and tokens of a row.
-      groups_together, max_groups_together: groups of the module for one of other modules.
+      sub_microbatches, max_sub_microbatches: groups of the module for one of other modules.
     """
     module, (n_groups, group_size), (rows, tokens) = segments[0].module, granularities, row_shapes
     volume, n_tokens = context.volumes[module], rows * tokens
@@ -232,7 +232,7 @@ def module_table(
     min_tokens = n_tokens[:, [int((n_groups * group_size).argmax())]]
     capacity = context.group_capacity(module, rows, tokens) * data * group_size
     predictions = context.costs.predict(module, mesh.model, rows, tokens)
-    content = group_content(volume, n_groups * groups_together, data)
+    content = group_content(volume, n_groups * sub_microbatches, data)
     by_kind: dict[tuple[object, ...], tuple[Array, SegmentBytes]] = {}
     costs = []
     for s, tasks in zip(segments, directions, strict=True):
@@ -248,7 +248,7 @@ def module_table(
         rows,
         tokens,
         n_tokens <= np.maximum(context.max_trusted_tokens(module), min_tokens),
-        min_groups(volume, capacity * max_groups_together, context.bucket_shares[0]),
+        min_groups(volume, capacity * max_sub_microbatches, context.bucket_shares[0]),
         seconds,
         n_bytes,
     )

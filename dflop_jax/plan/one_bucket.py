@@ -53,14 +53,14 @@ class OneBucketSimulator:
     """Simulates steps of a plan with one bucket, by their number of groups.
 
     content: of each group of a module. price_layout: called for what is simulated only, since a
-    search has thousands. groups_together: groups of each module that go together.
+    search has thousands. sub_microbatches: of each module for a group of the others.
     """
 
     plan: Plan
     content: Mapping[str, tuple[int, ...]]
     price_layout: Callable[[Layout], Prices]
     trainable: Sequence[str]
-    groups_together: Mapping[str, int]
+    sub_microbatches: Mapping[str, int]
     _makespans: dict[int, float] = field(default_factory=dict)
 
     @cached_property
@@ -72,12 +72,12 @@ class OneBucketSimulator:
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
 
     def _groups(self, n: int) -> tuple[Group, ...]:
-        """`n` times the groups that go together, of every module of the bucket, without pieces."""
+        """`n` groups of every module of the bucket, with their sub-microbatches, without pieces."""
         layout, (bucket,) = self.plan.layout, self.plan.layout.buckets
-        numbers: dict[str, range] = {}  # of the groups of each module that go together
+        numbers: dict[str, range] = {}  # of the sub-microbatches of each module
         size = 0
         for m in (m for m in layout.modules if bucket.shape(m) is not None):
-            numbers[m] = range(size, size + self.groups_together[m])
+            numbers[m] = range(size, size + self.sub_microbatches[m])
             size = numbers[m].stop
         groups: list[Group] = []
         for first in range(0, n * size, max(size, 1)):

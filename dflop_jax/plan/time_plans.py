@@ -142,10 +142,10 @@ def choose_by_timing(
     """
     session = _TimingSession(evaluator, time_plan, try_step)
     finalists = plans_to_time(plans, n)
-    for together in (finalists, *([p] for p in plans if p not in finalists)):
-        alone = len(together) == 1
+    for plan_set in (finalists, *([p] for p in plans if p not in finalists)):
+        alone = len(plan_set) == 1
         timed = [
-            c for p in together for c in session.time_candidate(p, is_timed=n > 0, alone=alone)
+            c for p in plan_set for c in session.time_candidate(p, is_timed=n > 0, alone=alone)
         ]
         while timed := [c for c in timed if session.evaluator.fits(c.plan)]:
             fastest, *timed = successive_halving(evaluator, timed)

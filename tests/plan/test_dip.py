@@ -184,7 +184,7 @@ def every_candidate_s(evaluator):
             steps = ranked.simulator
             found_s = mean_makespan_s(
                 plan, layout_prices(plan.layout, costs), names, steps.content, n_groups,
-                steps.groups_together,
+                steps.sub_microbatches,
             )  # fmt: skip
             assert bound_s <= found_s * (1 + 1e-9)
             makespan_by_candidate[ranked.name, ranked.groups_per_batch] = found_s

@@ -77,14 +77,11 @@ def search_plan(
       ValueError: no device, no placement, or nothing fits into `memory_bytes`, or by trial into the
         devices; the message says by how much.
     """
-    evaluator = build_evaluator(
-        profile, data, replace(spec, **changes) if spec else SearchSpec(**changes)
-    )
+    spec = replace(spec, **changes) if spec else SearchSpec(**changes)
+    evaluator = build_evaluator(profile, data, spec)
     context = evaluator.context
-    config = context.spec.config
-    search = BestFirstSearch(
-        evaluator, list(search_spaces(context)), allowed_baselines(context.space_limits)
-    )
+    baselines = allowed_baselines(context.space_limits)
+    search = BestFirstSearch(evaluator, list(search_spaces(context)), baselines)
     ranked = search.rank_placements(on_progress)
     if not ranked:
         raise ValueError(explain_no_fit(context, *search.smallest_candidate()))
@@ -92,9 +89,8 @@ def search_plan(
     if context.spec.refine:
         plans = refine_candidates(search, ranked, data.tail)
         if time_plan:
-            plan, n_timed = choose_by_timing(
-                evaluator, plans, config.finalists, time_plan, try_step
-            )
+            n = context.spec.config.finalists
+            plan, n_timed = choose_by_timing(evaluator, plans, n, time_plan, try_step)
         else:
             plan = evaluator.evaluate(plans[0], plans[0].predicted.makespan_s)
     return SearchResult(
@@ -110,7 +106,7 @@ def search_plan(
 
 
 def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> Evaluator:
-    """What judges plans for a spec, with the job's own limits where it gives none."""
+    """The evaluator of a spec, with the job's limits where the spec has none."""
     spec = with_limits(spec, profile, data.loads)
     batches = sample_batches(data.loads, spec.global_batch, _RANKING_BATCHES_RATIO * spec.n_batches)
     volumes = {

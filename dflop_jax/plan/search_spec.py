@@ -29,17 +29,17 @@ _MIN_RANKED = 3  # placements of which a plan is chosen
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """What a plan is searched for.
+    """Devices, batch and settings of a search.
 
     Attributes:
-      memory_bytes: memory of a device; 0: not checked.
+      memory_bytes: memory of a device; 0: no limit.
       remat, zero: "auto" (the cheapest for each module that memory holds), or the value of every
         segment.
       token_multiple: token capacities are multiples of it (128 on GPU).
       trains: whether a segment has trainable parameters.
       allowed: whether the devices at hand can form a submesh.
       n_shown: placements that are ranked exactly, for `SearchResult.candidates`.
-      refine: whether buckets are chosen for the plan; else it has the one that it was ranked with.
+      refine: whether the plan gets chosen buckets; else it has the one by which it was ranked.
     """
 
     n_devices: int
@@ -63,12 +63,12 @@ class SearchSpec:
 
     @property
     def limits(self) -> dict[str, int]:
-        """How far the space reaches, as given or as the job needs (`with_limits`)."""
+        """Limits of the space, as configured or as the job needs (`with_limits`)."""
         return {name: getattr(self.config, name) for name in DEFAULT_LIMITS}
 
     @property
     def n_batches(self) -> int:
-        """Global batches that are sampled."""
+        """Number of sampled global batches."""
         scale = min(1.0, LARGE_BATCH / self.global_batch)
         return max(1, round(self.config.sampled_batches * scale))
 

@@ -22,7 +22,7 @@ from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.schedule.sampled_batches import sample_batches
 from dflop_jax.simulate.steps import Noise, simulate_schedules
 
-# Sampled batches of whose schedules the fullest is taken; twice as many find a fuller one or none.
+# Sampled batches whose schedules are compared; twice as many find a fuller one or none.
 _REHEARSED_BATCHES = 4
 
 
@@ -54,7 +54,7 @@ def simulate(
 
 
 def loads_that_fit(plan: Plan, loads: Sequence[Load]) -> list[Load]:
-    """Those of the samples that the plan has room for; ValueError: none."""
+    """The samples that the plan has room for; ValueError if there is none."""
     large = set(oversize_samples(loads, plan))
     if len(large) == len(loads):
         raise ValueError("the plan's shapes hold no sample of this data; plan for it")
@@ -68,8 +68,8 @@ def fullest_schedule(
     prices: Prices,
     trainable: Collection[str],
 ) -> Schedule:
-    """Of schedules of sampled batches, as far as the plan's shapes hold their samples, that which
-    holds the most tokens at once from forward to backward.
+    """The schedule of a sampled batch with the most tokens between forward and backward at once;
+    batches leave out samples that the plan's shapes do not hold.
 
     Raises:
       ValueError: the plan's shapes hold no sample.
@@ -80,8 +80,7 @@ def fullest_schedule(
 
 
 def _max_live_tokens(schedule: Schedule) -> int:
-    """Tokens of the shapes of groups that wait for their backward, at the moment when these are
-    most."""
+    """Maximum tokens, over a step, of the shapes of groups between forward and backward."""
     forward, backward = (
         {(t.segment, t.group) for t in schedule.order if t.direction == d}
         for d in (FORWARD, BACKWARD)

@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 
 from dflop_jax.plan.bounds import Space, bound_families
-from dflop_jax.plan.candidate import Candidate, Key
+from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate, Key
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import dip_spaces
 from dflop_jax.plan.evaluate import Evaluator
@@ -36,9 +36,7 @@ _BASELINE_MICROBATCHES = (4, 8, 16, 32, 64)
 # of one policy. Twice as many take up to twice the time where they are reached.
 _MAX_STEPS, _MAX_SCREEN_STEPS = 1_500, 400
 _N_FINISHED = 5  # candidates of lowest bound that are made exact then; each simulates all batches
-# Makespans over the best one's, up to which a candidate gets other buckets, and the maximum number
-# of these candidates; each takes some tenths of a second.
-CLOSE_RATIO, MAX_CLOSE = 1.05, 8
+MAX_CLOSE = 8  # candidates that get other buckets; each takes some tenths of a second
 _MAX_SCREENED = 4  # candidates that the screen of a policy returns
 
 

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dflop_jax.plan.best_first import CLOSE_RATIO, MAX_CLOSE, BestFirstSearch, first_of_placements
-from dflop_jax.plan.candidate import Candidate
+from dflop_jax.plan.best_first import MAX_CLOSE, BestFirstSearch, first_of_placements
+from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.plan.candidate import Candidate
+from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.evaluate import TRIAL_WORK, Evaluator
 from dflop_jax.records import Plan, Prices
 from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
@@ -28,9 +28,6 @@ _MAX_SLOWDOWN = 1.1
 # Standard errors of the mean difference that make it certain, once there are so many trials, and
 # the share of a step that is too small to matter.
 _STANDARD_ERRORS, _MIN_TESTED_TRIALS, _EQUAL_SHARE = 2.0, 4, 0.001
-# Seconds over the fastest's, up to which variants of a plan are tried; a larger share takes
-# planning time and misses fewer.
-_CLOSE_RATIO = 1.05
 # Units of work: of a batch beside the scheduler's limit (larger batches take more); of all trials
 # beyond the first ones; and how many times that with effort "full".
 _BATCH_COST, _MAX_WORK, _FULL_EFFORT_RATIO = 500, 75_000, 4
@@ -46,7 +43,7 @@ def screen(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candid
 
 def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that are close to the fastest in the first trials."""
-    max_s = _CLOSE_RATIO * min(c.mean_trial_s(_MIN_TRIALS) for c in candidates)
+    max_s = CLOSE_RATIO * min(c.mean_trial_s(_MIN_TRIALS) for c in candidates)
     return [c for c in candidates if c.mean_trial_s(_MIN_TRIALS) <= max_s]
 
 

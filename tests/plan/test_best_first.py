@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import dflop_jax.plan.space as space_module
-from dflop_jax.plan.best_first import CLOSE_RATIO
 from dflop_jax.plan.bounds import bound_families
-from dflop_jax.plan.candidate import Candidate
+from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.placement import layout_name
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import search_families

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-import dflop_jax.plan.best_first as ranking_module
 from dflop_jax.plan import refine_buckets
 from dflop_jax.plan.best_first import BestFirstSearch, search_spaces
+from dflop_jax.plan.candidate import CLOSE_RATIO
 from dflop_jax.plan.evaluate import LOOKAHEADS, work_budget
 from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import layout_name
@@ -355,7 +355,7 @@ def test_screen_of_a_policy_finds_its_best(policy):
     assert (best.policy, best.name, best.lower_bound_s) == (policy, alone.name, alone.makespan_s)
     spans = [c.lower_bound_s for c in (best, *others)]
     assert spans == sorted(spans)
-    assert spans[-1] <= ranking_module.CLOSE_RATIO * spans[0]
+    assert spans[-1] <= CLOSE_RATIO * spans[0]
     assert len({c.granularity for c in (best, *others)}) == len(spans)
     assert ranking.screen_policy(policy, 1.001 * best.lower_bound_s)[0] == best
     assert ranking.screen_policy(policy, 0.999 * best.lower_bound_s) == []

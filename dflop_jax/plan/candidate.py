@@ -20,8 +20,8 @@ from dflop_jax.schedule import BucketChoice
 
 # Candidates of equal makespan are ordered by it.
 Key = tuple[object, ...]
-# Seconds over the best candidate's, up to which another one gets other buckets and options; a larger
-# share takes planning time and misses fewer.
+# Seconds over the best candidate's, up to which another one gets other buckets and options; a
+# larger ratio takes planning time and misses fewer.
 CLOSE_RATIO = 1.05
 # Share of a step that second recompute policies must save, since they double the programs to
 # compile; twice as much leaves useful ones out.

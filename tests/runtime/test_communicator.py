@@ -1,5 +1,5 @@
 """Moving arrays between any two meshes equals slicing on the host, on every device that holds a
-piece. Between processes: tests/test_two_processes.py; here their route is taken inside one."""
+piece; equal shards take the same route as between processes (tests/test_two_processes.py)."""
 
 from __future__ import annotations
 
@@ -71,18 +71,6 @@ def assert_everywhere(got, host, sharding):
         np.testing.assert_array_equal(piece, host[bounds(sharding, host.shape, device)])
 
 
-class OfManyProcesses:
-    """An array that says it is only in part here, so that it is sent as between processes."""
-
-    is_fully_addressable = False
-
-    def __init__(self, array):
-        self._array = array
-
-    def __getattr__(self, name):
-        return getattr(self._array, name)
-
-
 @pytest.mark.parametrize("target", SIDES)
 @pytest.mark.parametrize("source", SIDES)
 def test_send_between_any_two_meshes(source, target):
@@ -93,33 +81,6 @@ def test_send_between_any_two_meshes(source, target):
         array = shard_array(host, before)
         assert_everywhere(array, host, before)
         assert_everywhere(send(array, after), host, after)
-
-
-def cuts(sharding):
-    found = (bounds(sharding, SHAPE, d) for d in sharding.mesh.devices.flat)
-    return {tuple((s.start, s.stop) for s in spans) for spans in found}
-
-
-def test_the_route_between_processes_gives_the_same():
-    """Both sides must cut alike there; the replicas of a piece may differ."""
-    shardings = {name: sharding_of(side) for name, side in SIDES.items()}
-    host = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
-    sent = set()
-    for source, before in shardings.items():
-        array = OfManyProcesses(shard_array(host, before))
-        for target, after in shardings.items():
-            if cuts(before) == cuts(after):
-                assert_everywhere(send(array, after), host, after)
-                sent.add((source, target))
-    assert {("one device", "all replicas"), ("all replicas", "another device")} <= sent
-    assert ("stage 4 x data 2", "stage 2, on every stage") in sent
-    assert len(sent) > len(SIDES)
-
-
-def test_pieces_cut_otherwise_are_refused():
-    array = OfManyProcesses(shard_array(np.zeros(SHAPE, np.float32), sharding_of(SIDES["data 4"])))
-    with pytest.raises(AssertionError, match="pieces differ"):
-        send(array, sharding_of(SIDES["data 3 x model 2"]))
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 8])

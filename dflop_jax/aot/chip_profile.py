@@ -1,10 +1,10 @@
-"""The profile of a model on a chip that is not here, from programs compiled for it.
+"""The profile of a model on a chip that is not on this machine, from programs compiled for it.
 
-Of every module a few layers are compiled (`worker.Probe`) with every recompute policy: two depths,
-whose difference is a layer, at a small and a large shape. Seconds are those of the compiled kernels
-under the roofline, bytes the compiler's own. What no program tells comes from traces: how much of
-attention is computed again, and what a segment that runs forward and backward in one task would
-hand over.
+A few layers of every module are compiled (`worker.Probe`) under every recompute policy, at two
+depths and at a small and a large shape; the difference of two depths is one layer. Seconds are
+those of the compiled kernels under the roofline, bytes are the compiler's. What programs do not
+show comes from traces: how much of attention is recomputed, and what a segment that runs forward
+and backward in one task would hand over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def predict_profile(
     on_message: Callable[[str], None] = print,
 ) -> Profile:
     """The profile of data for `plan.hardware`: from programs compiled for it, or from data sheets
-    where these cannot be had, which `say` is told in a line.
+    if there is no compiler; `on_message` gets a line about that.
 
     Raises:
       ValueError: a module does not compile for the chip at any tensor-parallel degree.
@@ -79,8 +79,8 @@ def predict_profile(
 def _probe_shapes(
     data: DataProfile, module: str, model: MultimodalModel, multiple: int
 ) -> list[Shape]:
-    """A small and a large shape, of up to twice or four times the largest sample: powers of two, so
-    that other data ask for the same ones."""
+    """A small and a large shape of a module, up to four times the largest sample. Sizes are powers
+    of two, so that similar data reuse compiled probes."""
     if module in model.piece_tokens:
         max_pieces = max(len(load.lengths(module)) for load in data.loads)
         rows = 2 * _next_power_of_two(max_pieces)
@@ -92,7 +92,7 @@ def _probe_shapes(
 
 
 def _next_power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -105,8 +105,12 @@ def compile_profile(
     n_devices: int,
     on_progress: OnProgress | None = None,
 ) -> ModelProfile:
-    """A profile like a measured one, for the chip that `plan.hardware` names, from programs of
-    these per-rank shapes, two of each module, the small first, and tensor-parallel degrees."""
+    """A profile from compiled programs for the chip `plan.hardware`.
+
+    Args:
+      shapes: per-rank shapes of each module, a small and a large one.
+      degrees: tensor-parallel degrees.
+    """
     traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
     remat = config.train.remat
     policies = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
@@ -139,8 +143,11 @@ def compile_profile(
 def _compilable(
     probe_sets: Sequence[ProbeSet], results: Mapping[Probe, ProbeResult], hardware: Hardware
 ) -> list[ProbeSet]:
-    """Those of degrees at which layers of all kinds of their module compile; ValueError where a
-    module has none."""
+    """The probe sets of those degrees at which every kind of layer of the module compiles.
+
+    Raises:
+      ValueError: a module compiles at no degree.
+    """
     errors = {(k.module, k.tp): results[p].error for k in probe_sets for p in k.probes
              if results[p].error}  # fmt: skip
     compilable = [k for k in probe_sets if (k.module, k.tp) not in errors]
@@ -158,7 +165,7 @@ _Cost = np.ndarray
 
 
 def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
-    """What a probe that compiles costs."""
+    """The cost of a probe that compiles."""
     assert result.backward is not None, "what does not compile has an error"
     seconds = (
         program_s(program.kernels if program else (), probe.tp, hardware)
@@ -170,11 +177,11 @@ def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """Probes of a module with layers of one kind at a tensor-parallel degree: two depths, a small
+    """Probes of a module with layers of one kind at one tensor-parallel degree: two depths, a small
     and a large shape.
 
-    A module that ends in a loss runs forward and backward in one program where it is whole, so its
-    layers are compiled without the ends, too (`has_loss`): once, as there is nothing but layers.
+    A module that ends in a loss runs forward and backward in one program. Its layers are therefore
+    compiled without the ends as well, at one depth (`has_loss`).
     """
 
     module: str
@@ -197,7 +204,8 @@ class ProbeSet:
     def _split_layer(
         self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True
     ) -> tuple[_Cost, _Cost]:
-        """What (one layer, all else) of programs with the module's ends, or without, costs."""
+        """(cost of one layer, cost of all else) of the programs with the module's ends, or
+        without."""
         if not ends:
             whole = costs[self._probe(shape, remat, _DEPTHS[1], ends)]
             shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
@@ -207,7 +215,7 @@ class ProbeSet:
         return layer, deep - _DEPTHS[1] * layer
 
     def timing(self, traced: LayerTiming, costs: Mapping[Probe, _Cost]) -> LayerTiming:
-        """A timing of the compiled programs at the shape of one that was traced."""
+        """The traced timing with seconds and bytes of the compiled programs at its shape."""
         shape = traced.shape
         hidden_bytes = float(costs[self._probe(shape, "none", _DEPTHS[0], True)][_HIDDEN])
         layer, ends = self._split_layer(costs, shape, "none")
@@ -240,7 +248,7 @@ class ProbeSet:
         hidden_bytes: float,
         content_s: dict[str, float],
     ) -> Recompute:
-        """What a policy costs; seconds over those of none."""
+        """Cost of a recompute policy; its seconds are those beyond the policy "none"."""
         layer, ends = self._split_layer(costs, shape, remat)
         none = self._split_layer(costs, shape, "none")
         more_s = [a[_BACKWARD_S] - b[_BACKWARD_S] for a, b in zip((layer, ends), none, strict=True)]

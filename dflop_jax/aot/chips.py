@@ -1,5 +1,4 @@
-"""Where XLA's GPU compiler lies, GPUs as it wants them described, and devices of such a kind that
-are not there.
+"""Finds XLA's GPU compiler, describes GPUs to it, and makes device objects for absent GPUs.
 
 Sizes are those of the vendor's data sheets and tuning guides; memory and its bandwidth are those of
 `dflop_jax.hardware`. The compiler reads them to choose tile sizes and to order the program.
@@ -66,10 +65,10 @@ CHIPS = {
 
 
 def find_chip(name: str) -> Chip:
-    """The chip of a name in `dflop_jax.hardware`.
+    """The chip with a name of `dflop_jax.hardware`.
 
     Raises:
-      ValueError: none is described; the message lists those that are.
+      ValueError: the chip is not described; the message lists the known ones.
     """
     chip = CHIPS.get(name.strip().lower())
     if chip is None:
@@ -123,10 +122,10 @@ device_description_str: "{chip.device}"
 
 
 def absent_devices(name: str, hardware: Hardware, n_devices: int) -> list[jax.Device]:
-    """`n_devices` of a chip that programs can be compiled for, a process to each node.
+    """`n_devices` devices of a chip to compile for, one process for each node.
 
     Raises:
-      ValueError: the chip is not described, or nodes would not be full.
+      ValueError: the chip is not described, or the devices do not fill whole nodes.
     """
     chip = find_chip(name)
     per_node = min(n_devices, hardware.devices_per_node)

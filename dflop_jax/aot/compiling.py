@@ -1,4 +1,4 @@
-"""Compiles plans, and probes of modules, for chips that are not here, in processes of their own."""
+"""Compiles plans, and probes of modules, for absent chips, in separate processes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _SOURCES = ("runtime/*.py", "aot/*.py", "contract.py", "profile/shallow.py")
 
 
 class CompilerDied(RuntimeError):
-    """The compiler's process ended instead of answering; the message has its last words."""
+    """The compiler's process ended without an answer; the message has its last output."""
 
 
 class Compiler:
-    """A process that compiles, started at the first request, and again where it has died.
+    """A process that compiles. It starts at the first request, and again after it has died.
 
     Raises:
       ValueError: the compiler is not installed.
@@ -55,10 +55,10 @@ class Compiler:
         self._child: Child | None = None
 
     def request(self, request: Request) -> bytes:
-        """The answer to a request.
+        """The encoded response to a request.
 
         Raises:
-          CompilerDied: there is none.
+          CompilerDied: the process ended without a response.
         """
         if self._child is None:
             self._child = Child(
@@ -142,8 +142,8 @@ def compile_probes(
     probes: Sequence[Probe],
     on_progress: OnProgress | None = None,
 ) -> dict[Probe, ProbeResult]:
-    """What each probe comes to on the chip that `config.plan.hardware` names, kept on disk; one
-    that does not compile says so.
+    """Results of probes on the chip `config.plan.hardware`, cached on disk; a probe that does not
+    compile has an `error`.
 
     Raises:
       ValueError: the compiler is not installed, or the chip is not described.
@@ -169,8 +169,8 @@ def compile_probes(
 def _result_files(
     config: Config, model: MultimodalModel, probes: Sequence[Probe]
 ) -> dict[Probe, Path]:
-    """Where each probe's result is kept, by a digest of all that its programs depend on: sources,
-    sizes, chip, compiler; not the modules beside its own."""
+    """The cache file of each probe's result, named by a digest of everything that its programs
+    depend on: sources, sizes, chip and compiler, but not the other modules."""
     models = {Path(inspect.getfile(type(m))).parent for m in model.modules.values()}
     sources = [*(f for name in _SOURCES for f in _PACKAGE.glob(name)),
                *(f for folder in models for f in folder.glob("*.py"))]  # fmt: skip
@@ -194,7 +194,7 @@ def _result_files(
 def _compile_in_processes(
     config: Config, probes: Sequence[Probe]
 ) -> Iterator[tuple[Probe, ProbeResult]]:
-    """Answers as they come, of a process for each core."""
+    """Results as they arrive from one process for each core."""
     workers = [Compiler() for _ in range(min(os.cpu_count() or 1, len(probes)))]
     idle: SimpleQueue[Compiler] = SimpleQueue()
     for compiler in workers:

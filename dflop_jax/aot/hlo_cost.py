@@ -151,8 +151,8 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
     if i.opcode == "dynamic-update-slice":
         return Kernel(COPY, 0.0, 2 * i.operands[1].arrays[0].n_bytes)
     if i.opcode in ("gather", "scatter"):
-        looked_up = i.arrays[0] if i.opcode == "gather" else i.reads[-1]
-        return Kernel(LOOKUP, 0.0, 2 * looked_up.n_bytes)
+        lookup_values = i.arrays[0] if i.opcode == "gather" else i.reads[-1]
+        return Kernel(LOOKUP, 0.0, 2 * lookup_values.n_bytes)
     return Kernel(COPY if opcode in _COPY_OPS else ELEMENTWISE, 0.0, n_bytes)
 
 
@@ -177,7 +177,8 @@ def _product_kernel(i: Instruction) -> Kernel:
 
 
 def _fusion_kernel(module: HloModule, body: Computation) -> Kernel:
-    """A fused kernel: a copy, elementwise work, a lookup, or a product with what hangs on it."""
+    """A fused kernel: a copy, elementwise work, a lookup, or products with the work fused to
+    them."""
     n_bytes = _fused_bytes(body)
     products = [_product_kernel(dot) for dot in _fused_dots(module, body)]
     if products:
@@ -209,7 +210,7 @@ def _fused_bytes(body: Computation) -> float:
 
 
 def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]) -> float:
-    """Bytes that are read of a fusion's operand."""
+    """Bytes that a fusion reads of one operand."""
     used = 0.0
     for user in users.get(source, ()):
         if user.opcode == "bitcast":
@@ -224,7 +225,7 @@ def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]
 
 
 def _result_bytes(output: Instruction) -> float:
-    """Bytes that a fusion writes of a result; where it updates an array in place, those of the
+    """Bytes that a fusion writes for one result; if it updates an array in place, bytes of the
     update."""
     source = output
     while source.opcode == "bitcast" and source.operands:
@@ -242,7 +243,7 @@ _LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
 def _group(i: Instruction) -> tuple[int, int]:
-    """(devices that a collective joins, their distance in the numbering)."""
+    """(number of devices in the collective's group, distance of neighbours in their numbering)."""
     if i.opcode.startswith("collective-permute"):
         return 2, 1
     text = i.attributes

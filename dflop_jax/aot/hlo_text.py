@@ -1,5 +1,5 @@
-"""Reads the text of an optimized HLO module into computations of instructions, walks those that
-run, and finds arrays in it that grow with the square of a row's tokens."""
+"""Parses the text of an optimized HLO module, walks the instructions that run, and finds arrays
+that grow with the square of a row's tokens."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Instruction:
 
     @cached_property
     def operands(self) -> list[Instruction]:
-        """The instructions that it reads."""
+        """The instructions whose results it reads."""
         return [self.computation[n] for n in self.operand_names if n in self.computation]
 
     @property
     def reads(self) -> list[ArrayType]:
-        """Arrays that it reads, the first of each operand."""
+        """The first array of each operand."""
         return [o.arrays[0] for o in self.operands if o.arrays]
 
     @property
@@ -92,7 +92,8 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often it runs them, a loop as often as the text says; None where it does not say."""
+        """Number of runs of the called computations, 1 except for loops; None if the text does not
+        say."""
         if self.opcode != "while":
             return 1
         n = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)
@@ -109,7 +110,7 @@ Computation = Mapping[str, Instruction]  # by name, in the order of the text
 
 @dataclass(frozen=True)
 class HloModule:
-    """Computations by name, and the name of the one that runs first."""
+    """Computations by name, and the name of the entry computation."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -149,7 +150,7 @@ def parse_hlo(text: str) -> HloModule:
 
 
 def _parse_instruction(line: str, computation: Computation) -> Instruction | None:
-    """The instruction of a computation's line; None for other lines."""
+    """The instruction in a line of a computation; None for other lines."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -173,7 +174,8 @@ def _parse_instruction(line: str, computation: Computation) -> Instruction | Non
 
 
 def _closing_parenthesis(text: str, start: int) -> int:
-    """Place of the parenthesis that closes the one at `start`; the end if none does."""
+    """Index of the parenthesis that closes the one at `start`; the text's length if there is
+    none."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match.group() == "(" else -1
@@ -183,7 +185,7 @@ def _closing_parenthesis(text: str, start: int) -> int:
 
 
 def _parse_arrays(text: str) -> tuple[ArrayType, ...]:
-    """Arrays of a type's text, layouts left out; a dynamic size counts as its bound."""
+    """Arrays of a type's text, without layouts; a dynamic size counts as its bound."""
     arrays = []
     for match in _ARRAY.finditer(text):
         dtype = match.group(1) or match.group(3)

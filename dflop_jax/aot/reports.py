@@ -1,5 +1,5 @@
-"""What compiling a plan's programs told: frozen records, whether a device holds the programs, and
-what would help where it does not."""
+"""Reports of a compiled plan: its programs, the memory of its devices, and a remedy if it does not
+fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ProgramReport:
 
     @property
     def work_bytes(self) -> float:
-        """What the program takes beside its arguments while it runs."""
+        """Bytes beside the program's arguments while it runs."""
         return self.temp_bytes + self.output_bytes - self.aliased_bytes
 
 
@@ -123,7 +123,7 @@ class CompileReport:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command: 1 where a program does not compile or fit."""
+        """The command's exit code: 1 if a program does not compile or fit."""
         return 0 if self.fits else 1
 
 
@@ -132,10 +132,13 @@ def device_memory(
     programs: Sequence[ProgramReport],
     planned_peaks: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[DeviceMemory, ...]:
-    """Peak of each block of devices: what its segments hold, the inputs of the groups in flight and
-    what their forward gave, and the one program that takes most beside them. While segments are
-    reduced and updated, all reduced gradients on the block are there too. `planned` are the plan's
-    own peaks by submesh."""
+    """Peak bytes of each block of devices: state of its segments, inputs and residuals of the
+    groups in flight, and temporaries of the largest program. During reduction and update all
+    reduced gradients of the block are in memory too.
+
+    Args:
+      planned_peaks: the plan's own peaks by submesh.
+    """
     resource = {s.segment: s.resource for s in segments}
     shards: dict[int, float] = {}
     for s in segments:
@@ -181,11 +184,15 @@ def describe_fit(
     programs: Sequence[ProgramReport],
     segments: Sequence[SegmentMemory],
 ) -> tuple[bool, str]:
-    """Whether everything compiles and fits, and a line that says so, or what does not."""
+    """(whether every program compiles and the plan fits, a line that says so or names what
+    fails)."""
     failed = [p for p in programs if p.error]
     if failed:
-        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        return False, f"{failed[0].name}{others} cannot be compiled for {chip}: {failed[0].error}"
+        more_errors = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return (
+            False,
+            f"{failed[0].name}{more_errors} cannot be compiled for {chip}: {failed[0].error}",
+        )
     worst = max(memory, key=lambda m: m.peak_bytes)
     spare_bytes = budget_bytes - worst.peak_bytes
     breakdown = (
@@ -205,7 +212,7 @@ def describe_fit(
 
 
 def _suggest_remedy(worst: DeviceMemory, segments: Sequence[SegmentMemory]) -> str:
-    """What would make the most of a peak smaller."""
+    """What would lower the largest part of the peak."""
     segments_there = [s for s in segments if s.submesh in worst.submesh.split(", ")]
     if worst.state_bytes > worst.work_bytes + worst.kept_bytes:
         more_sharding = "plan.zero 3, " * any(s.zero < 3 for s in segments_there)

@@ -1,7 +1,7 @@
-"""The process that compiles: it answers each `Request` on its stdin with a line on its stdout.
+"""The process that compiles: it answers each `Request` on stdin with a line on stdout.
 
-A process of its own, since jax has to find the compiler in its environment when it starts, and
-since the compiler ends its process where it meets what it cannot bear.
+It is a separate process because jax has to find the compiler in the environment when it starts, and
+because the compiler aborts its process on some programs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ Tree = Any
 @dataclass(frozen=True)
 class Probe:
     """`depth` layers of one kind of a module at a per-rank shape, with the module's ends or
-    without, on one of `tp` tensor-parallel devices. `forward`: whether the forward that hands
-    over to its backward is asked for, too."""
+    without, on one of `tp` tensor-parallel devices. `forward`: whether the forward program is
+    compiled, too."""
 
     module: str
     tp: int
@@ -77,8 +77,9 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe came to. `residual_bytes` go from forward to backward, 0 where one program runs
-    both; `error` says in a line why it does not compile, `died` that the compiler did."""
+    """The compiled programs of a probe. `residual_bytes` go from forward to backward, 0 if one
+    program runs both; `error` says in a line why the probe does not compile; `died`: the compiler
+    died."""
 
     backward: CompiledProgram | None = None
     forward: CompiledProgram | None = None
@@ -90,8 +91,8 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class PlanPrograms:
-    """What a plan has to be compiled: what its segments hold, and its programs, without figures;
-    or why it is refused."""
+    """The programs of a plan before they are compiled, and the memory of its segments; or the
+    `error` for which the plan is refused."""
 
     memory: tuple[SegmentMemory, ...] = ()
     programs: tuple[ProgramReport, ...] = ()
@@ -100,8 +101,8 @@ class PlanPrograms:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compiled for the chip that a configuration names (`plan.hardware`): a probe, or
-    of a plan the program of a number in the order of its `OpenPlan`, which no number asks for."""
+    """What to compile for the chip `config.plan.hardware`: a probe, or the program of a plan with
+    an index in its `PlanPrograms`; a plan without an index asks for the `PlanPrograms`."""
 
     config: Config
     plan: Plan | None = None
@@ -110,7 +111,7 @@ class Request:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until stdin ends."""
     requests, responses = open_child_pipes()
     worker = Worker()
     for request_line in requests:
@@ -120,8 +121,8 @@ def main() -> None:
 
 
 class Worker:
-    """Answers requests. It keeps the programs of the last plan, and of equal programs the report of
-    the first."""
+    """Answers requests. It keeps the programs of the last plan, and reports of compiled
+    programs."""
 
     def __init__(self) -> None:
         self._config: Config | None = None
@@ -164,7 +165,7 @@ class Worker:
 
 
 def program_header(programs: Programs, key: Any) -> ProgramReport:
-    """A program's name and place, before it is compiled."""
+    """The report of a program before it is compiled: names and submesh."""
     name, *rest = key
     segment = lowering_of(programs, key).segment
     kind, description = _describe_key(rest)
@@ -179,7 +180,7 @@ def program_header(programs: Programs, key: Any) -> ProgramReport:
 
 
 def _describe_key(key: list[Any]) -> tuple[str, str]:
-    """(kind, words) of the key of a segment's program."""
+    """(kind, description) of the key of a segment's program."""
     if isinstance(key[0], SegmentLink):
         link, low, high, backward = key
         suffix = " back" * backward
@@ -247,7 +248,7 @@ def compile_program(
 
 
 def segment_memory(plan: Plan, programs: Programs) -> tuple[SegmentMemory, ...]:
-    """What each segment of a plan holds on a device."""
+    """Memory of each segment of a plan on a device."""
     in_flight, resource_of = in_flight_limit(plan), submesh_resources(programs.layout)
     states = []
     for name, segment in programs.segments.items():
@@ -311,6 +312,6 @@ def _read_program(executable: jax.stages.Compiled, *, content: bool) -> Compiled
 
 
 def error_line(error: BaseException) -> str:
-    """What an error says, in one line of bounded length."""
+    """An error's message in one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}..."

@@ -61,9 +61,9 @@ def ring_s(
         # Each of its steps passes on a part of the bytes.
         step_s = ring_bytes / ring_size / bandwidth + latency_s
         # A ring that reaches across goes on where the other has started.
-        is_started = across & (inside > 1)
+        inner_ring_started = across & (inside > 1)
         steps = (ring_size - 1) * (ALL_REDUCE_PASSES if collective == "all_reduce" else 1)
-        seconds = seconds + (ring_size > 1) * (steps * step_s + start_s * ~is_started)
+        seconds = seconds + (ring_size > 1) * (steps * step_s + start_s * ~inner_ring_started)
     return np.where(n_bytes == 0, 0.0, seconds)[()]
 
 

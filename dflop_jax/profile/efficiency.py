@@ -1,6 +1,6 @@
-"""Seconds of kernels on a device: the roofline, and what is reached of it, in one record.
+"""Seconds of kernels on a device by the roofline, with the efficiencies in one record.
 
-Kernels come from programs that were compiled for the chip, or else from traces.
+Kernels come from programs that were compiled for the chip, or from traces.
 """
 
 from __future__ import annotations

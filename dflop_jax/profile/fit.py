@@ -82,8 +82,8 @@ def _program_seconds(timings: Sequence[LayerTiming], direction: str, depth: int)
 
 
 class Fits:
-    """The fits of all modules of a ModelProfile, each made once; methods are pure. `layers` names a
-    module with layers of one kind (`layer_key`)."""
+    """The fits of all modules of a ModelProfile, each computed once; methods are pure. `layers`
+    names a module with layers of one kind (`layer_key`)."""
 
     def __init__(self, profile: ModelProfile):
         self.profile = profile
@@ -108,7 +108,7 @@ class Fits:
         return tuple(r for r in get_args(Remat) if r == "segment" or all(r in k for k in policies))
 
     def _fit_uncached(self, layers: str, tp: int, quantity: str) -> np.ndarray:
-        """A coefficient of each feature, 0 of those that are left out."""
+        """A coefficient for each feature, 0 for those that are left out."""
         timings = self._timings(layers, tp)
         terms = _distinguishable_features(timings)
         features_at = _features_at(t.shape for t in timings)
@@ -116,11 +116,11 @@ class Fits:
         if _is_direct(quantity):
             coefficients[terms] = fit_nonnegative(shapes, _measured_values(timings, quantity))
             return coefficients
-        part, _, direction = quantity.partition("_")
+        term, _, direction = quantity.partition("_")
         features = np.vstack([np.hstack([d * shapes, shapes]) for d in DEPTHS])
         values = np.concatenate([_program_seconds(timings, direction, d) for d in DEPTHS])
         layer, ends = np.split(fit_nonnegative(features, values), 2)
-        coefficients[terms] = ends if part == "ends" else layer
+        coefficients[terms] = ends if term == "ends" else layer
         return coefficients
 
     def _fitted(self, layers: str, tp: int, quantity: str, features: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ class Fits:
     def _corrections_uncached(
         self, layers: str, tp: int, quantity: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(log sizes, rising; timed over fitted at each), a single 1 where tokens vary."""
+        """(log sizes, rising; timed over fitted value at each); a single 1 where tokens vary."""
         timings = self._timings(layers, tp)
         if len({t.shape.tokens for t in timings}) > 1:
             return np.zeros(1), np.ones(1)
@@ -144,8 +144,8 @@ class Fits:
         else:
             direction = quantity.partition("_")[2]
             layer, ends = (
-                self._fitted(layers, tp, f"{part}_{direction}", features)
-                for part in ("layer", "ends")
+                self._fitted(layers, tp, f"{term}_{direction}", features)
+                for term in ("layer", "ends")
             )
             fitted = DEPTHS[-1] * layer + ends
             values = _program_seconds(timings, direction, DEPTHS[-1])
@@ -168,7 +168,7 @@ class Fits:
 
     def predict(self, layers: str, tp: int, features: np.ndarray, quantity: str) -> np.ndarray:
         """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes
-        of these features; 0 without rows."""
+        with these features; 0 without rows."""
         sizes, ratio = self._corrections(layers, tp, quantity)
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)
@@ -176,7 +176,7 @@ class Fits:
 
 
 def _is_direct(quantity: str) -> bool:
-    """Whether a quantity is fitted as it was measured, not from whole programs."""
+    """Whether a quantity is fitted to its own measured values, not to whole programs."""
     return quantity == "hidden" or "." in quantity
 
 

@@ -1,9 +1,8 @@
 """Kernels of a traced function: matrix products, attention, lookups and fused elementwise work.
 
-Operations between two products that hang together become one kernel that reads and writes each
-array once, as XLA fuses them. Products of two activations (those with a batch dim) are "attention",
-and so are kernels that a trace does not show the inside of: of these the bytes are known here, the
-FLOPs are said by the module (`attention_flops`).
+Connected operations between two products become one kernel that reads and writes each array once,
+as XLA fuses them. Products of two activations (with a batch dim) count as attention, and so do
+kernels without a jaxpr; a trace gives their bytes, and the module their FLOPs (`attention_flops`).
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
         elif op.name in _ATTENTION_CALLS:
             kernels.append(_attention_kernel(op, repeats))
         elif op.name in _LOOKUPS:
-            looked_up = op.outputs[0] if op.name == "gather" else op.inputs[-1]
-            kernels.append(Kernel(LOOKUP, 0.0, 2 * looked_up.n_bytes, repeats=repeats))
+            lookup_values = op.outputs[0] if op.name == "gather" else op.inputs[-1]
+            kernels.append(Kernel(LOOKUP, 0.0, 2 * lookup_values.n_bytes, repeats=repeats))
     for v in region.reduced:  # scattered: as a gather, of what each has of the sum's terms
         whole_bytes = v.n_bytes * (1 if v.dim is None else v.tp)
         kind = REDUCE if v.dim is None else GATHER
@@ -131,7 +130,8 @@ def _convolution_kernel(op: Op, repeats: int) -> Kernel:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Elementwise operations that run as one kernel, what it reads and what it writes."""
+    """Elementwise operations that run as one kernel, the values that it reads and those it
+    writes."""
 
     ops: list[Op]
     read: set[Value]
@@ -144,7 +144,7 @@ def is_kernel(op: Op) -> bool:
 
 
 def is_resharded(op: Op) -> bool:
-    """Whether an operation lays an array out another way: gathers it, or scatters a sum."""
+    """Whether an operation changes an array's sharding: gathers it, or scatters a sum."""
     return op.name == RESHARD and op.inputs[0].dim != op.outputs[0].dim
 
 
@@ -194,13 +194,13 @@ def fusions(region: Region) -> list[Fusion]:
 
 
 def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) -> float:
-    """Most bytes alive at once of what a region makes, without what enters and leaves it.
+    """Peak bytes of the values that a region computes, without its inputs and outputs.
 
-    Elementwise work writes over an input of the same size that nothing reads later, and a scatter
-    into what the region made.
+    Elementwise work overwrites an input of the same size that nothing reads later; a scatter writes
+    into an array of the region in place.
 
     Args:
-      size: bytes of a value on one device.
+      value_bytes: bytes of a value on one device.
     """
     fused = fusions(region)
     position = {op: i for i, op in enumerate(region.ops)}
@@ -209,8 +209,8 @@ def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) 
     first_op: dict[Value, int] = {v: end_of[f.ops[0]] for f in fused for v in f.written}
     last_op: dict[Value, int] = {}
     for i, op in enumerate(region.ops):
-        is_in_place = op.name in _SCATTERS and op.inputs[0] not in region.inputs
-        if (op.name in LAYOUT_OPS and not is_resharded(op)) or is_in_place:
+        writes_in_place = op.name in _SCATTERS and op.inputs[0] not in region.inputs
+        if (op.name in LAYOUT_OPS and not is_resharded(op)) or writes_in_place:
             buffer_of |= dict.fromkeys(op.outputs, buffer_of.get(op.inputs[0], op.inputs[0]))
         elif is_kernel(op):  # a loop's carries stay where they began
             first_op |= dict.fromkeys(op.outputs[len(op.carry) :], i)
@@ -238,6 +238,6 @@ def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) 
 
 
 def _reusable_bytes(allocated: Sequence[float], freed: Sequence[float]) -> float:
-    """Sum of the sizes that stand in both lists."""
+    """Sum of the sizes that are in both lists."""
     reusable = Counter(allocated) & Counter(freed)
     return sum(n * count for n, count in reusable.items())

@@ -1,6 +1,6 @@
-"""Measures what crosses links: collectives and sends between devices of a node and of several.
+"""Measures collectives and sends between devices of a node and of several nodes.
 
-Each is timed at two sizes: what both take is its latency, what the larger takes more its bandwidth.
+Each is timed at two sizes: the common seconds are its latency, the difference gives its bandwidth.
 Every node runs the same at once, as data ranks do, so that devices share a network as in a step.
 """
 
@@ -66,7 +66,7 @@ def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
 
 
 def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[LinkTiming]:
-    """What this process sees, next to no seconds where it takes no part; all processes call this.
+    """Timings that this process measures, near 0 s where it takes no part; all processes call this.
 
     Args:
       node: devices of a node.
@@ -84,7 +84,7 @@ def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[Lin
 
 
 def max_over_processes(process_timings: Sequence[Sequence[LinkTiming]]) -> list[LinkTiming]:
-    """Of what every process saw, the longest of those that took part."""
+    """The longest of the timings of each collective over processes."""
     return [
         replace(timings[0], seconds=max(t.seconds for t in timings))
         for timings in zip(*process_timings, strict=True)
@@ -92,7 +92,7 @@ def max_over_processes(process_timings: Sequence[Sequence[LinkTiming]]) -> list[
 
 
 def hardware_with_links(kind: str, node: int, timings: Sequence[LinkTiming]) -> Hardware:
-    """The data sheet of a kind of device, with nodes and links as they are here."""
+    """The data sheet of a kind of device, with the nodes and links that were measured."""
     by_link: dict[tuple[Collective, bool], list[LinkTiming]] = {}
     for t in timings:
         by_link.setdefault((t.collective, t.across), []).append(t)
@@ -121,7 +121,7 @@ Call = Callable[[], jax.Array]
 def _collective_calls(
     collective: Collective, across: bool, blocks: Sequence[Sequence[jax.Device]], n_bytes: int
 ) -> list[Call]:
-    """What this process calls, for each node that runs it at once."""
+    """The calls of this process, one for each node that runs the collective at once."""
     if collective == "send":
         pairs = [(blocks[0][0], blocks[1][0])] if across else [(b[0], b[1]) for b in blocks]
         return [_send_call(*pair, n_bytes) for pair in pairs]
@@ -171,7 +171,7 @@ def collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
 
 
 def _median_call_s(calls: Sequence[Call], sync: Sync) -> float:
-    """Median seconds of one of some calls in a row, the first of which warms up."""
+    """Median seconds of one of several calls in a row, after a warm-up."""
 
     def run(n: int) -> float:
         sync()

@@ -66,8 +66,8 @@ def profile_key(
     shapes: Mapping[str, Sequence[Shape]],
     *extra_facts: Any,
 ) -> str:
-    """Names what a profile depends on: the model's programs, shapes measured, devices, versions
-    and what else the caller says."""
+    """A digest of what a profile depends on: the model's programs, shapes measured, devices,
+    versions and the caller's facts."""
     programs = [
         Lowering(shallow_segment(model, m, 1, devices, MeshShape(), kind=kind))
         .lower(shapes[m][0], BACKWARD)
@@ -97,7 +97,8 @@ def model_profile(
     *,
     key: str,
 ) -> ModelProfile:
-    """The profile that timings make. `concurrency` is the number of devices; see `together`."""
+    """The profile of measured timings. `concurrency` is the number of devices; see
+    `measure_concurrent_rate`."""
     return build_profile(
         model,
         shapes,
@@ -116,8 +117,7 @@ def build_profile(
     timings: Sequence[LayerTiming],
     **facts: Any,
 ) -> ModelProfile:
-    """A profile of timings from anywhere, with the model's sizes; `facts` are fields of
-    `ModelProfile`."""
+    """A profile of any timings with the model's sizes; `facts` are fields of `ModelProfile`."""
     modules = model.modules
     ends = {m: [forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
             for m, module in modules.items()}  # fmt: skip
@@ -138,7 +138,7 @@ def build_profile(
 
 
 def _split_ends(shallow: float, deep: float) -> tuple[float, float]:
-    """(one layer, both ends) of what programs of the two depths take."""
+    """(seconds of one layer, of both ends) from programs of the two depths."""
     step = DEPTHS[1] - DEPTHS[0]
     # Noise can make the deeper program look faster; a layer never costs less than nothing.
     layer = max(deep - shallow, 0.02 * deep) / step
@@ -148,8 +148,8 @@ def _split_ends(shallow: float, deep: float) -> tuple[float, float]:
 def _split_content(
     layer_s: Sequence[float], contents: Sequence[Mapping[str, int]], flops: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """(seconds without content, those of a unit of each feature) of a layer that was timed with
-    rows of each content; what these have nothing of costs for its `flops` what the rest does."""
+    """(seconds without content, seconds of a unit of each feature) of a layer that was timed with
+    rows of each content. A feature that no row had is priced by its FLOPs."""
     if not flops:
         return layer_s[0], {}
     names = [name for name in flops if any(c[name] for c in contents)]
@@ -197,7 +197,7 @@ def time_layer(
     layer_f, content_f = _split_content([f for (f, _), _ in split], contents, flops)
     layer_b, content_b = _split_content([b for _, (b, _) in split], contents, flops)
     layer_temp = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
-    layer_residuals = (high.kept_bytes - low.kept_bytes) / (DEPTHS[1] - DEPTHS[0])
+    layer_residuals = (high.residual_bytes - low.residual_bytes) / (DEPTHS[1] - DEPTHS[0])
     timing = LayerTiming(
         module=module,
         model=tp,
@@ -222,8 +222,8 @@ def time_layer(
 def _add_policies(
     model: MultimodalModel, timings: Sequence[LayerTiming], device: jax.Device
 ) -> list[LayerTiming]:
-    """Timings with what every recompute policy adds to them."""
-    with_policies = []
+    """Timings with the costs of every recompute policy."""
+    timings_with_policies = []
     for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in timings):
         predictor = Predictor(
             single_kind_module(on_chip(model.modules[module], chip_of(device)), kind),
@@ -232,10 +232,10 @@ def _add_policies(
             hardware_of_kind(device.device_kind),
             half_bytes=4 if device.platform == "cpu" else 2,
         )
-        with_policies += predictor.add_policies(
+        timings_with_policies += predictor.add_policies(
             [t for t in timings if (t.module, t.kind, t.model) == (module, kind, tp)]
         )
-    return with_policies
+    return timings_with_policies
 
 
 def measure_concurrent_rate(

@@ -84,11 +84,11 @@ class Products:
 def needed_flops(
     model: MultimodalModel, row_tokens: Mapping[str, int], frozen: Collection[str] = ()
 ) -> dict[str, PieceFlops]:
-    """What a piece needs, by module.
+    """FLOPs of a piece, by module.
 
     Args:
-      row_tokens: of each module to count, tokens of a row that its functions take; those of a piece
-        where a row holds one.
+      row_tokens: for each module to count, tokens of a row; those of a piece if a row has
+        one.
       frozen: freeze groups that do not train.
     """
     has_gradient: dict[tuple[str, str], bool] = {}  # (module, tap): its outputs need a gradient
@@ -167,8 +167,8 @@ def segment_flops(
 
 
 def visible_pair_share(module: Module, tokens: int) -> float:
-    """Share of a row's pairs of tokens that see each other, in the mean of the layers of which the
-    module says it; 1 where it says it of none."""
+    """Share of a row's pairs of tokens that see each other, the mean over layers that declare it; 1
+    if none does."""
     visible_shares = []
     for kind, kind_module in single_kind_modules(module).items():
         if attention := attention_flops_of(kind_module):
@@ -253,7 +253,7 @@ def _hidden_input(needs_gradient: bool) -> Names:
 
 @lru_cache(maxsize=1024)
 def part_products(
-    module: Module, part: str, shape: Shape, trains: frozenset[str], with_gradient: Names
+    module: Module, part_name: str, shape: Shape, trains: frozenset[str], with_gradient: Names
 ) -> Products:
     """Products of a part (of one layer for "layers", its adapter with it) at a shape.
 
@@ -261,8 +261,10 @@ def part_products(
       trains: names of the parts that train.
       with_gradient: inputs that need a gradient, "hidden" or fields of the entry that edges fill.
     """
-    edge_fields = with_gradient if part == "entry" else ()
-    closed, inputs = trace_forward_parts(TraceSpec(module, part, shape, edge_fields=edge_fields))
+    edge_fields = with_gradient if part_name == "entry" else ()
+    closed, inputs = trace_forward_parts(
+        TraceSpec(module, part_name, shape, edge_fields=edge_fields)
+    )
     region = trace(closed, [None] * len(inputs), 1)
     active_names = {"params": trains, "x": frozenset(with_gradient), "fields": frozenset[str]()}
     named_inputs = list(zip(region.inputs, inputs, strict=True))
@@ -298,8 +300,8 @@ def _count_products(region: Region, data: set[Value], active: set[Value]) -> Pro
 
 
 def _marked_inputs(op: Op, marked: Collection[Value], any_marked: bool) -> list[Value]:
-    """Inputs of a loop's body that are marked: where they come from is, or, of what goes from turn
-    to turn, where anything is that the loop reads."""
+    """Inputs of a loop's body that are marked: those whose outer value is, and, if any input of the
+    loop is marked, those that the loop carries."""
     assert op.body is not None
     n = len(op.body.inputs)
     outer = op.inputs[len(op.inputs) - n :]

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of every parameter, as a profile has it."""
+"""Parameters of a model with the bytes of their optimizer state, as a profile has them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FLOAT32_BYTES = 4  # of an element
 def parameter_dims(
     model: MultimodalModel, tx: Optimizer | None = None, frozen: Collection[str] = ()
 ) -> dict[str, Any]:
-    """`layer_dims` and `ends_dims` of a model's profile: every parameter, whether it trains, being
-    in no `frozen` group, and what `tx` keeps of it; None: what AdamW keeps."""
+    """`layer_dims` and `ends_dims` of a model's profile: every parameter, whether it trains (it is
+    in no `frozen` group), and the bytes of its state under `tx`; None: under AdamW."""
     layer_dims, ends_dims = {}, {}
     for name, module in model.modules.items():
         stacked = stacked_parts(module)
@@ -53,7 +53,7 @@ def _param_dims(
 
 
 def _state_element_bytes(tx: Optimizer, module: Module, part: str) -> list[float]:
-    """Bytes of each element's state of each parameter of a part; what belongs to none, such as a
+    """Bytes of state for an element of each parameter of a part; state of no parameter, such as a
     count, is left out."""
     structs = part_struct(module, part)
     params = {part: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), structs)}

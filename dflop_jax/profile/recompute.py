@@ -1,7 +1,7 @@
-"""What recompute policies cost: predicted from the module's own functions, or measured in part.
+"""Costs of recompute policies: predicted from the module's functions, or partly measured.
 
-What a policy computes again is in the trace of its backward. Of programs that were timed only the
-gradient and forward are known; a policy then takes the share of forward that the roofline says.
+The trace of a backward under a policy shows what it recomputes. For timed programs only forward and
+the gradient are measured; a policy then takes the share of forward that the roofline predicts.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class Predictor:
         return min(1.0, max(0.0, recomputed / max(products(FORWARD), 1)))
 
     def policy_costs(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, Recompute]]:
-        """Every policy's cost at shapes, without what content costs.
+        """Costs of every policy at shapes, without the cost of content.
 
-        It is traced at no more of them than a shape has features; that of others follows, since it
-        is a sum of these.
+        At most as many shapes are traced as a shape has features; costs at the others follow, since
+        they are sums of these features.
         """
         traced_shapes = _shapes_to_trace(shapes)
         traced = {s: {r: self._policy_cost(s, r) for r in POLICIES} for s in traced_shapes}
@@ -118,9 +118,9 @@ class Predictor:
         return by_shape
 
     def add_policies(self, timings: Sequence[LayerTiming]) -> list[LayerTiming]:
-        """Timings of programs that recompute nothing with every policy's cost: of forward's seconds
-        the share that it computes again here, of what their layers keep beside what "layers" does
-        the share that it keeps here."""
+        """Timings of programs that recompute nothing, with costs of every policy added. Recomputed
+        seconds are a predicted share of the forward seconds; residual bytes beyond those of
+        "layers" are a predicted share of the measured ones."""
         largest = max((t.shape for t in timings), key=lambda s: s.size)
         layer_s, ends_s = self.part_s("layers", FORWARD, largest), self.ends_s(FORWARD, largest)
         ends_in_loss = has_loss(self.module, largest)
@@ -156,21 +156,21 @@ def _ratio(value: float, whole: float) -> float:
 
 
 def _shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes that tell of all: the largest, the smallest, and, where rows differ in length, one
-    of many tokens in rows of another length than the largest's."""
+    """The shapes whose costs determine all others: the largest, the smallest, and, if rows differ
+    in length, a large one whose rows are not as long as the largest's."""
     by_size = sorted(set(shapes), key=lambda s: (s.size, s))
     other_lengths = [s for s in by_size[1:-1] if s.tokens != by_size[-1].tokens]
     return list(dict.fromkeys([by_size[-1], by_size[0], *other_lengths[-1:]]))
 
 
 def _features(shapes: Sequence[Shape]) -> np.ndarray:
-    """What costs are sums of, [n_shapes, features]."""
+    """Features of shapes in units of a usual shape, [n_shapes, n_features]."""
     rows, tokens = np.array([(s.rows, s.tokens) for s in shapes]).T
     return shape_features(rows, tokens) / shape_features(_UNIT_SHAPE.rows, _UNIT_SHAPE.tokens)
 
 
 def _weighted_sum(costs: Sequence[Recompute], weights: np.ndarray) -> Recompute:
-    """The weighted sum, as far as it is not negative."""
+    """The weighted sum of costs, at least 0."""
     names = [f.name for f in fields(Recompute) if f.name != "content_s"]
     rows = np.array([[getattr(c, name) for name in names] for c in costs])
     mixed = np.maximum(0.0, round_to_float32(weights @ rows)).tolist()

@@ -1,11 +1,12 @@
-"""Predicted timings of models and hardware that are not at hand, as measuring would give them.
+"""Predicted timings of a model on hardware that is not on this machine, in the records of measured
+ones.
 
-A kernel takes max(FLOPs / (peak * efficiency), bytes / (bandwidth * efficiency)) plus its launch;
-kernels come from the module's own functions (`parts`, `kernels`), so any model works. A product
-reaches less of the peak the fewer rows, columns or depth it has on one device, which is what small
-batches and high degrees of tensor parallelism cost. Modules are taken as the chip runs them
-(`contract.on_chip`). Attention whose kernel skips what is not in a piece costs its content's FLOPs,
-at the share of the peak that attention reaches, and its tokens what pieces cost beside their pairs.
+A kernel takes max(FLOPs / (peak * efficiency), bytes / (bandwidth * efficiency)) plus its launch.
+Kernels come from traces of the module's own functions (`traced_parts`, `kernels`), so any model
+works. Products with few rows, columns or depth on one device reach less of the peak, as small
+batches and high tensor-parallel degrees have. Modules are those that the chip runs
+(`contract.on_chip`). Attention whose kernel skips other pieces costs the FLOPs of its content at
+the attention's share of the peak, and a fixed number of pairs for each token.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def roofline_profile(
         edge_names = edge_fields(model, name)
         one_piece_rows = name in model.piece_tokens
         for kind, kind_module in single_kind_modules(module).items():
-            predictors = [Predictor(kind_module, edge_names, ways, hardware) for ways in degrees]
+            predictors = [Predictor(kind_module, edge_names, tp, hardware) for tp in degrees]
             kind_timings = [
                 t
                 for p in predictors
@@ -107,8 +108,8 @@ _CONTENT_BACKWARD = 3.5
 def _predict_timings(
     predictor: Predictor, name: str, shapes: Sequence[Shape], *, one_piece_rows: bool
 ) -> list[LayerTiming]:
-    """What measuring a module at shapes would give. `alone` says whether a row is one piece: what
-    pads rows then costs as much, so attention is in the layers' seconds."""
+    """Timings as measuring a module at shapes would give them. `one_piece_rows`: each row is one
+    piece, so padding costs as much as content, and attention is part of the layers' seconds."""
     costs, timings = predictor.policy_costs(shapes), []
     recomputed = {remat: predictor.recomputed_attention(shapes[-1], remat) for remat in POLICIES}
     backward_ratio = _CONTENT_BACKWARD * Efficiency().attention / Efficiency().attention_back

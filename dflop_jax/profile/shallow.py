@@ -1,5 +1,5 @@
-"""A module as if all of its layers were of one kind, and a few of them as a segment: what is timed,
-or compiled, to know what a layer costs."""
+"""Modules whose layers are all of one kind, and segments of a few layers: the programs that are
+timed or compiled to price a layer."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from dflop_jax.runtime.segment import Segment
 
 
 def single_kind_modules(module: Module) -> dict[str, Module]:
-    """By kind, in the order in which they come first, the module with layers of that kind alone;
-    itself where there is one kind that has no name."""
+    """By kind, in the order of first use, the module with layers of that kind alone; the module
+    itself if its layers have no kinds."""
     kinds = dict.fromkeys(layer_kinds_of(module))
     return {kind: single_kind_module(module, kind) for kind in kinds}
 
 
 def single_kind_module(module: Module, kind: str) -> Module:
-    """The module with layers of one kind alone, which are its part "layers"."""
+    """The module with layers of one kind alone, under the name "layers"."""
     return _SingleKindModule(module, kind) if hasattr(module, "layer_kinds") else module
 
 
@@ -54,7 +54,7 @@ class _SingleKindModule:
         return value.get(self.kind) if by_kind else value
 
     def _select_parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What a mapping by part says of this kind's parts, and of those that are not stacked."""
+        """The values of this kind's parts and of parts that are not stacked."""
         stacked = stacked_parts(self.module)
         kind_parts = {self.kind: LAYERS, adapter_of(self.kind): ADAPTER}
         return {
@@ -112,10 +112,11 @@ def shallow_segment(
     ends: bool = True,
     kind: str = "",
 ) -> Segment:
-    """`depth` layers of a module, all of one kind (""; of its first layer's): the first, with all
-    that leaves and enters it, or, without `ends`, layers between others.
+    """A segment of `depth` layers of a module, all of one kind ("": that of its first layer).
 
-    What leaves or enters deeper is moved to the first layer, so that every depth runs it once.
+    With `ends` they are the first layers with everything that enters and leaves them; edges and
+    taps of deeper layers move to the first layer, so that every depth runs them once. Without
+    `ends` they are layers between others.
     """
     edges = tuple(
         replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1)) for e in edges_of(model)

@@ -1,4 +1,4 @@
-"""Which shapes are worth timing, from the data that a run will see."""
+"""Chooses the shapes to time, from the data that a run will see."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def shapes_to_time(
 ) -> dict[str, list[Shape]]:
     """Per-rank shapes of every module, from a few pieces to several of the largest samples.
 
-    The last one of a module is a large one. A module that the data do not use gets small ones, so
-    that a plan of it has prices.
+    The last shape of a module is a large one. A module that the data do not use gets small shapes,
+    so that its plans have prices.
     """
     return {
         m: _module_shapes(data, m, model.piece_tokens.get(m), token_multiple) for m in model.modules
@@ -64,14 +64,14 @@ def _module_shapes(
 def shapes_within(
     shapes: dict[str, list[Shape]], memory_bytes: float, bytes_of: Callable[[str, Shape], float]
 ) -> dict[str, list[Shape]]:
-    """The shapes whose CPU programs need no more than `memory_bytes`, and of each module the least
-    one and a row of the longest piece.
+    """The shapes whose CPU programs need at most `memory_bytes`; the smallest shape and a row of
+    the longest piece are always included.
 
     Args:
-      bytes_of: what a trace of a module's program counts at a shape.
+      bytes_of: bytes that a trace of a module's program counts at a shape.
 
     Raises:
-      ValueError: a row of the longest piece needs more.
+      ValueError: a row of the longest piece needs more than `memory_bytes`.
     """
     max_bytes, fitting = memory_bytes / _MAX_OVER_TRACE, {}
     for module, module_shapes in shapes.items():

@@ -49,9 +49,9 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One operation; a loop has a `body` that runs `repeats` times and its first
-    outputs go from turn to turn, beginning as `carry`. The outputs of a `partial` one are terms of
-    a sum over the group."""
+    """One operation. A loop has a `body` that runs `repeats` times; its first outputs are carried
+    from iteration to iteration, starting with `carry`. Outputs of a `partial` operation are terms
+    of a sum over the group."""
 
     name: str
     inputs: list[Value]
@@ -65,8 +65,8 @@ class Op:
 
 @dataclass(eq=False)
 class Region:
-    """Operations in order, which values enter and leave them, which the group adds up (a sharded
-    one piece by piece), and which it makes whole."""
+    """Operations in order, the values that enter and leave them, the values that the group reduces
+    (scattered if sharded), and those that it gathers."""
 
     inputs: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -124,7 +124,7 @@ def _walk(jaxpr: Any, inputs: Sequence[Value], tp: int) -> Region:
 
 
 def _called_jaxpr(params: dict[str, Any]) -> Any:
-    """The jaxpr of a call; of a choice between branches the last."""
+    """The jaxpr of a call; of a conditional the last branch."""
     jaxpr = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -155,7 +155,7 @@ def _scan(eqn: Any, args: list[Value], tp: int) -> Op:
 
 
 def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many of the values of a loop have the same rank outside as inside."""
+    """Number of values with the same rank outside and inside a loop."""
 
     def rank(a: Any) -> int:
         return len(getattr(a, "aval", a).shape)
@@ -172,7 +172,7 @@ def _while(params: dict[str, Any], args: list[Value], tp: int) -> Op:
 
 
 def _output_sharding(op: Op, output: Value) -> tuple[int | None, bool]:
-    """(dim of an output that is sharded, whether the output is a sum over the group)."""
+    """(sharded dim of an output, whether the output is a sum over the group)."""
     if op.name == "dot_general":
         return _dot_dim(op)
     if op.name == RESHARD:
@@ -226,7 +226,7 @@ def _dot_dim(op: Op) -> tuple[int | None, bool]:
 
 
 def _shard_inputs(region: Region) -> None:
-    """Shards what a sharded consumer of the same shape reads and what need not be whole."""
+    """Shard values whose sharded consumer has the same shape and that need not be whole."""
     producer = {output: op for op in region.ops for output in op.outputs}
     for op in reversed(region.ops):
         if op.body is not None:
@@ -267,7 +267,7 @@ def _eliminate_dead_ops(region: Region) -> Region:
 
 
 def _reduced_values(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Value]:
-    """Values that the group has to add up. Terms are added before that, as XLA does
+    """Values that the group reduces. Terms are added before the reduction, as XLA does
     (AllReduceReassociate), so three products of one sum cost one reduction."""
     partial_sums: dict[Value, None] = {}
     reduced: dict[Value, None] = {}
@@ -282,7 +282,7 @@ def _reduced_values(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Value]:
 
 
 def _gathered_values(ops: Sequence[Op]) -> list[Value]:
-    """Values that are whole where they were sharded before; those of one array once."""
+    """Values that are gathered from a sharded array, once for each array."""
     resharded = (op for op in ops if op.name == RESHARD)
     whole = {op.inputs[0]: op.outputs[0] for op in resharded
              if op.inputs[0].dim is not None and op.outputs[0].dim is None}  # fmt: skip

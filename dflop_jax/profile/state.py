@@ -1,5 +1,5 @@
-"""What a segment's parameters come to on a device: their bytes, those of gradients and optimizer
-state, and the seconds in which data ranks bring each other their parts (ZeRO)."""
+"""Parameters, gradients and optimizer state of a segment on a device: their bytes, and the seconds
+of their collectives over data ranks (ZeRO)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class SegmentBytes:
 
 @dataclass(frozen=True)
 class ShardSeconds:
-    """Seconds of what programs of a segment bring from and to other data ranks (ZeRO): parameters
-    of a layer and of the ends, gathered; their gradients, scattered. A layer's are on their way
-    while the one before is computed; the ends' parameters come once a call, their gradients go once
-    a tick."""
+    """Seconds that programs of a segment gather parameters from other data ranks and scatter
+    gradients to them (ZeRO), for a layer and for the ends. Transfers of a layer overlap the
+    computation of the layer before; the ends' parameters are gathered once a call, their gradients
+    scattered once a tick."""
 
     layer_gather_s: Array = 0.0
     layer_scatter_s: Array = 0.0
@@ -93,7 +93,7 @@ class ShardedState:
         )
 
     def state_bytes(self, *, trained: bool) -> Array:
-        """Parameters, gradients and what the optimizer keeps; masters too where the parameters are
+        """Bytes of parameters, gradients and optimizer state, with masters if the parameters are
         not float32. `trained`: whether the segment has trainable parameters."""
         ranks = self.ranks if self.segment.zero == 3 else 1
         n_bytes = self.n_bytes(working_bytes, ranks, exact=True)
@@ -149,9 +149,9 @@ class ShardedState:
         )
 
     def reduce_s(self) -> Array:
-        """Seconds to add up gradients over data ranks at the step's end, where the programs do not;
-        each keeps its part of the sum. What blocks of ranks have is added up over these, whoever
-        added it up within them."""
+        """Seconds to reduce gradients over data ranks at the step's end, if the programs do not;
+        each rank keeps its part of the sum. Between blocks of ranks the sums of the blocks are
+        reduced."""
         size = self.n_bytes(trained_bytes)
         seconds = self._collective_s(reduce_scatter_s, size * (self.segment.zero == 1))
         hardware, devices = self.profile.hardware, self.segment.shard_devices
@@ -165,8 +165,8 @@ class ShardedState:
         )
 
     def update_s(self) -> Array:
-        """Seconds that the optimizer takes of memory on each rank's part, and of the new
-        parameters' way to all ranks where these hold all of them."""
+        """Seconds of the optimizer's memory traffic on each rank's part, and of gathering the new
+        parameters if every rank has all of them."""
         hardware = self.profile.hardware
         working = self.n_bytes(trained_working_bytes) * (self.segment.zero != 3)
         gathered = self._collective_s(all_gather_s, working)
@@ -185,7 +185,7 @@ class ShardedState:
 
     @cached_property
     def _layer_dims(self) -> list[tuple[Dims, int]]:
-        """(parameters of a layer, layers) of the kinds of layers."""
+        """(parameters of a layer, number of layers) of each kind of layers."""
         kinds, dims = self.profile.kinds_in(self.segment), self.profile.layer_dims
         return [(dims[layer_key(self.segment.module, kind)], n) for kind, n in kinds.items()]
 
@@ -199,22 +199,22 @@ class ShardedState:
 
 
 def working_bytes(p: ParamDims) -> float:
-    """Of an element as programs read it."""
+    """Bytes of an element as programs read it."""
     return p.working_bytes
 
 
 def trained_bytes(p: ParamDims) -> float:
-    """Of an element's gradient, or its master: none of what is frozen."""
+    """Bytes of an element's gradient, or of its master; 0 if it is frozen."""
     return 4.0 * p.trains
 
 
 def trained_working_bytes(p: ParamDims) -> float:
-    """Of an element as programs read it, where it changes."""
+    """Bytes of an element as programs read it; 0 if it is frozen."""
     return p.working_bytes * float(p.trains)
 
 
 def optimizer_bytes(p: ParamDims) -> float:
-    """Of what the optimizer keeps of an element, beside its master."""
+    """Bytes of an element's optimizer state, without its master."""
     return p.element_state_bytes
 
 
@@ -222,9 +222,9 @@ def optimizer_bytes(p: ParamDims) -> float:
 def _padded_bytes(
     dims: Dims, degrees: tuple[int, ...], tp: int, element_bytes: ElementBytes, exact: bool
 ) -> np.ndarray:
-    """Bytes of the elements that one device has, by how many data ranks split them: they cut what a
-    tensor rank has of each parameter into equal pieces (`runtime.zero_sharding`), the last of which
-    may have zeros at its end."""
+    """Bytes of the elements on one device, by the number of data ranks that split them. The ranks
+    cut what a tensor rank has of each parameter into equal pieces (`runtime.zero_sharding`), the
+    last of which may be padded with zeros."""
     ranks, total = np.array(degrees), np.zeros(len(degrees))
     for p in dims:
         n_elements = prod(p.sizes) // (tp if p.split >= 0 or not exact else 1)

@@ -1,4 +1,4 @@
-"""A segment's programs with arguments at hand, compiled and timed on the devices."""
+"""Compiles a segment's programs and times them on the devices with random arguments."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MIN_RUNS, MAX_RUNS, MAX_RUNS_S = 3, 25, 0.5
 
 @dataclass(frozen=True)
 class TimedPrograms:
-    """A segment's compiled programs with arguments at hand, and the bytes that they need.
+    """A segment's compiled programs with their arguments, and the bytes that they need.
 
-    `runs`: for each number of pieces in a row, calls of forward and of backward, which begins with
-    what forward hands over (`kept_bytes`), or else runs forward itself.
+    `runs`: for each number of pieces in a row, calls of forward and of backward. Backward starts
+    from the residuals of forward (`residual_bytes`), or runs forward itself.
     """
 
     runs: tuple[tuple[Run, Run], ...]
     temp_bytes: float
-    kept_bytes: float
+    residual_bytes: float
     hidden_bytes: float
     saves_residuals: bool
 
@@ -47,10 +47,8 @@ def median_seconds(
     *,
     max_runs: int = MAX_RUNS,
 ) -> list[float]:
-    """Median seconds of each of some awaited calls, made by turns after one each to warm up.
-
-    By turns, so that what disturbs a machine for a while disturbs all of them alike.
-    """
+    """Median seconds of each of several awaited calls. After a warm-up they run in turns, so that a
+    disturbance of the machine affects all of them alike."""
     for run in runs:
         jax.block_until_ready(run())
     run_seconds: list[list[float]] = [[] for _ in runs]
@@ -70,7 +68,7 @@ def place_random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
 
 
 def place_packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], n_pieces: int, below: int) -> Any:
-    """Fields of rows that are full of about so many pieces of equal length each."""
+    """Fields of rows that are filled with about `n_pieces` pieces of equal length each."""
     return {
         name: shard_array(packed_field(name, s.shape, s.dtype, n_pieces, below), s.sharding)
         for name, s in fields.items()
@@ -80,7 +78,7 @@ def place_packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], n_pieces: int,
 def compile_timed_programs(
     segments: Sequence[Segment], shape: Shape, below: int, piece_counts: Sequence[int]
 ) -> list[TimedPrograms]:
-    """Forward, with its loss, and backward of each segment, on rows of each number of pieces."""
+    """Forward with its loss, and backward, of each segment, on rows of each number of pieces."""
     compiling = []
     with ThreadPoolExecutor(threads_for(segments)) as pool:
         for segment in segments:
@@ -111,8 +109,7 @@ def prepare_backward(
     below: int,
     piece_counts: Sequence[int],
 ) -> tuple[Any, Any, list[tuple[Any, Run]]]:
-    """(backward's parameters, its inputs, and for each number of pieces in a row its fields and a
-    call)."""
+    """(backward's parameters, its inputs, and for each number of pieces its fields and a call)."""
     params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
     params, x, dy, residual_values = jax.tree.map(
         partial(place_random, below=below), (params, x, dy, residuals)

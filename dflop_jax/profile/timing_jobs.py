@@ -1,4 +1,4 @@
-"""Which processes time which programs of a profile: jobs for groups of devices, done at once."""
+"""Distributes the programs of a profile over processes and times them, several at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _BARRIER_BYTES = 64  # that processes add up to meet; any number would do
 
 @dataclass(frozen=True)
 class TimingJob:
-    """A module, with layers of one kind, at a per-rank shape, to be timed on as many `devices` as
-    its tensor-parallel degree. Where they are of several processes, these all time it, and the
-    first one's figures count."""
+    """A module with layers of one kind at a per-rank shape, to time on as many `devices` as its
+    tensor-parallel degree. If the devices belong to several processes, all of them time it, and the
+    first process returns the timing."""
 
     module: str
     shape: Shape
@@ -39,7 +39,8 @@ class TimingJob:
 
     @property
     def max_runs(self) -> int:
-        """Of every program: several processes, whose clocks differ, have to run as often."""
+        """Runs of every program; several processes, whose clocks differ, have to run equally
+        often."""
         return MAX_RUNS if len(self.processes) == 1 else MIN_RUNS
 
 
@@ -48,8 +49,8 @@ def timing_jobs(
     shapes: Mapping[str, Sequence[Shape]],
     blocks: Sequence[Sequence[tuple[jax.Device, ...]]],
 ) -> list[TimingJob]:
-    """Every module, with each kind of its layers, at its `shapes` on every tensor-parallel degree
-    that its sizes divide by.
+    """Jobs for every module and kind of layers at its `shapes`, at every tensor-parallel degree
+    that divides its sizes.
 
     Args:
       blocks: for every degree, groups of as many devices, which time different jobs at once.
@@ -75,9 +76,9 @@ def time_layers(
     on_progress: Progress | None = None,
     sync: Callable[[], None] = lambda: None,
 ) -> list[LayerTiming]:
-    """Time this process's jobs, those of several processes last; of a module's shapes all but the
-    least may be too large for the device's memory, and are left out then. `sync` waits for all
-    processes, which call this with the same jobs."""
+    """Timings of this process's jobs; jobs of several processes come last. All shapes of a module
+    but the smallest are left out if they exceed the device's memory. All processes call this with
+    the same jobs; `sync` waits for them."""
     min_shape = {j.module: min(k.shape for k in jobs if k.module == j.module) for j in jobs}
     process = jax.process_index()
     own_jobs = sorted((j for j in jobs if process in j.processes), key=_is_shared)
@@ -116,8 +117,8 @@ def _is_shared(job: TimingJob) -> bool:
 
 
 def _barrier(job: TimingJob) -> None:
-    """Wait for all processes of a job: gloo's scattering reductions fail where one of them comes
-    30 s after another, its sums do not."""
+    """Wait for all processes of a job. gloo's scattering reductions fail if a process arrives 30 s
+    late; its all-reduce does not."""
     if not _is_shared(job):
         return
     jax.block_until_ready(_barrier_call(job.devices)())

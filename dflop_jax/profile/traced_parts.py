@@ -1,7 +1,7 @@
 """The parts of a module as functions to trace: what one layer, or an end, computes per microbatch.
 
 A part is "entry", "layers" (one layer), "exit" or the name of a tap; of a module that names kinds
-of layers each kind is taken alone (`shallow.of_kind`). Backward is what the runtime
+of layers each kind is taken alone (`shallow.single_kind_module`). Backward is what the runtime
 runs: the gradient from what forward kept under a recompute policy, and its sum into the float32
 accumulators (`dflop_jax.runtime.residuals`). `edge_fields` names the fields of the entry that edges
 fill: they get a gradient too. What enters between layers is added to the hidden states there, and
@@ -49,13 +49,13 @@ class TraceSpec:
 
 
 def parameter_parts(module: Module) -> Names:
-    """Parts that hold a module's parameters, but for adapters."""
+    """Parts that have a module's parameters, without adapters."""
     kinds = dict.fromkeys(layer_kinds_of(module))
     return ("entry", *kinds, "exit", *(tap for tap in taps_of(module) if tap in module.inputs))
 
 
 def end_parts(module: Module) -> Names:
-    """Parts that run once for all layers: the ends, and taps, which are counted with them."""
+    """Parts that run once for all layers: the ends, and taps, which count as ends."""
     return (*ENDS, *taps_of(module))
 
 
@@ -72,29 +72,29 @@ def forward_flops(spec: TraceSpec) -> float:
 
 @lru_cache(maxsize=1024)
 def _at_traced_degree(spec: TraceSpec) -> TraceSpec:
-    """The part at the degree that it is traced at: 2 where that lays out its activations alike."""
+    """The spec at the degree to trace: 2 if activations are split alike at that degree."""
 
     def laid_out(tp: int) -> tuple[Any, ...]:
         rows, tokens = rows_and_tokens(hidden_struct(spec.module, spec.shape))
         return token_dim(rows, tokens, tp), tensor_dims(spec.module, spec.part, tp)
 
-    is_alike = spec.tp > 2 and laid_out(2) == laid_out(spec.tp)
-    return replace(spec, tp=2) if is_alike else spec
+    same_split = spec.tp > 2 and laid_out(2) == laid_out(spec.tp)
+    return replace(spec, tp=2) if same_split else spec
 
 
 @lru_cache
 def _record_gradient(spec: TraceSpec) -> tuple[SplitVjp, Tree, core.ClosedJaxpr, Tree]:
     """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
-    hidden states or None, what edges place, fields), the first half's jaxpr and what it gives:
-    (output, what is kept)."""
+    hidden states or None, edge fields, other fields), the jaxpr of the first half, and that half's
+    (output, residuals)."""
     params, x, fields = _argument_structs(spec)
     hidden = x.pop("hidden", None)
 
-    def piece(params: Tree, h: Tree, x: Tree, fields: Tree) -> Tree:
+    def forward(params: Tree, h: Tree, x: Tree, fields: Tree) -> Tree:
         return _forward(spec, params, x if h is None else {"hidden": h}, fields)
 
     args = (params, hidden, x, fields)
-    recorded = SplitVjp(REMAT[spec.remat], piece, *args, wants_hidden=hidden is not None)
+    recorded = SplitVjp(REMAT[spec.remat], forward, *args, wants_hidden=hidden is not None)
     closed, outputs = jax.make_jaxpr(recorded.forward, return_shape=True)(*args)
     return recorded, args, closed, outputs
 
@@ -106,15 +106,15 @@ def has_loss(module: Module, shape: Shape) -> bool:
 
 @lru_cache
 def _traced_forward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
-    """Jaxpr of a part, and its arguments (parameters, what gets a gradient, fields)."""
+    """Jaxpr of a part, and its arguments (parameters, inputs that get a gradient, fields)."""
     args = _argument_structs(spec)
     return jax.make_jaxpr(partial(_forward, spec))(*args), args
 
 
 @lru_cache
 def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
-    """Jaxpr of a part's gradient and of its sum into the accumulators, and its arguments
-    (parameters, what was kept, what edges place, fields, the output's gradient, accumulators)."""
+    """Jaxpr of a part's gradient and its sum into the accumulators, and its arguments (parameters,
+    residuals, edge fields, other fields, the output's gradient, accumulators)."""
     recorded, args, _, (output, residuals) = _record_gradient(spec)
     params, _, x, fields = args
 
@@ -130,7 +130,7 @@ def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
 
 
 def _param_splits(spec: TraceSpec) -> Dims:
-    """The dim of each parameter that a part reads that is split over devices."""
+    """The dim of each parameter of a part that is split over devices."""
     leaves = [
         leaf for p in sorted(_argument_structs(spec)[0]) for leaf in _param_structs(spec.module, p)
     ]
@@ -138,7 +138,7 @@ def _param_splits(spec: TraceSpec) -> Dims:
 
 
 def _trace_device(spec: TraceSpec, direction: str) -> Region:
-    """What one device runs of a part."""
+    """Operations of a part on one device."""
     split = _param_splits(spec)
     if direction != BACKWARD:
         closed, args = _traced_forward(replace(_at_traced_degree(spec), remat="none"))
@@ -149,7 +149,7 @@ def _trace_device(spec: TraceSpec, direction: str) -> Region:
 
 
 def _split_dims(args: Tree, spec: TraceSpec) -> Dims:
-    """The split dim of each array that a part is given: of hidden states that of their tokens."""
+    """The split dim of each argument of a part; hidden states are split by tokens."""
     structs = hidden_struct(spec.module, spec.shape)
     hidden = {a.shape for a in jax.tree.leaves(structs)}
     dim = token_dim(*rows_and_tokens(structs), spec.tp)
@@ -158,14 +158,14 @@ def _split_dims(args: Tree, spec: TraceSpec) -> Dims:
 
 @lru_cache
 def _trace_residuals(spec: TraceSpec) -> Region:
-    """What one device runs of a part's forward; its outputs are what is kept."""
+    """Operations of a part's forward on one device; its outputs are the residuals."""
     _, args, closed, (output, _) = _record_gradient(_at_traced_degree(spec))
     region = trace(closed, [*_param_splits(spec), *_split_dims(args[1:], spec)], spec.tp)
     return replace(region, outputs=region.outputs[len(jax.tree.leaves(output)) :])
 
 
 def _argument_structs(spec: TraceSpec) -> tuple[Tree, Tree, Tree]:
-    """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
+    """Structs of a part's (parameters by part, inputs that get a gradient, fields)."""
     module, part, shape = spec.module, spec.part, spec.shape
     init = partial(part_struct, module)
 
@@ -194,8 +194,8 @@ def _forward(spec: TraceSpec, params: Tree, x: Tree, fields: Tree) -> Tree:
 
 @lru_cache
 def trace_forward_parts(spec: TraceSpec) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
-    """Jaxpr of a part's forward, with its adapter, and of each input what it is of:
-    ("params", part), ("x", "hidden" or a field of `edge_fields`) or ("fields", field)."""
+    """Jaxpr of a part's forward with its adapter, and for each input its origin: ("params", part),
+    ("x", "hidden" or a field of `edge_fields`) or ("fields", field)."""
     params, x, fields = _argument_structs(spec)
     adapter = adapter_of(spec.part)
     if adapter in spec.module.freeze_groups:
@@ -218,11 +218,11 @@ def hidden_bytes(module: Module, shape: Shape) -> float:
 
 @lru_cache(maxsize=1024)
 def residual_bytes(spec: TraceSpec, half_bytes: int) -> float:
-    """Bytes on one device that a microbatch's forward of a part keeps for backward, as the runtime
-    hands them on: nothing that follows from parameters and fields alone.
+    """Bytes of residuals of a part on one device for one microbatch, as the runtime hands them to
+    backward: nothing that follows from parameters and fields alone.
 
     Args:
-      half_bytes: what an element of a half-precision activation takes: 2 on accelerators, 4 in
+      half_bytes: bytes of an element of a half-precision activation: 2 on accelerators, 4 in
         programs of XLA's CPU compiler.
     """
     return sum(value_bytes(v, half_bytes) for v in dict.fromkeys(_trace_residuals(spec).outputs))
@@ -230,7 +230,7 @@ def residual_bytes(spec: TraceSpec, half_bytes: int) -> float:
 
 @lru_cache(maxsize=4096)
 def live_bytes(spec: TraceSpec, half_bytes: int) -> float:
-    """Most bytes on one device that backward of a part has alive at once beside its arguments."""
+    """Peak live bytes of a part's backward on one device, without its arguments."""
     return peak_temporary_bytes(
         _trace_device(spec, BACKWARD), partial(value_bytes, half_bytes=half_bytes)
     )
@@ -239,9 +239,9 @@ def live_bytes(spec: TraceSpec, half_bytes: int) -> float:
 def program_bytes(
     whole: TraceSpec, half_bytes: int, *, loss: bool = False
 ) -> tuple[float, float, float]:
-    """(residual bytes of a layer, of both ends, live bytes of backward's largest part, however many
-    layers there are) of the module of a part; see `residual_bytes`. `loss`: the exit gives a loss,
-    whose gradient is computed at once."""
+    """(residual bytes of a layer, of both ends, live bytes of the largest part in backward) of the
+    module of a spec; see `residual_bytes`. `loss`: the exit gives a loss, whose gradient is
+    computed in forward."""
 
     def spec_of(part: str) -> TraceSpec:
         return replace(whole, part=part, edge_fields=whole.edge_fields if part == "entry" else ())
@@ -285,7 +285,7 @@ def _param_structs(module: Module, part: str) -> list[tuple[Any, tuple[str | Non
 
 
 def param_dims(module: Module, part: str) -> list[ParamDims]:
-    """Every parameter of a part, of one layer for "layers"."""
+    """Every parameter of a part; for "layers" those of one layer."""
     split = (split_dim(leaf.shape, names, 1) for leaf, names in _param_structs(module, part))
     return [
         ParamDims(tuple(leaf.shape), -1 if dim is None else dim, working_bytes=leaf.dtype.itemsize)
@@ -294,7 +294,7 @@ def param_dims(module: Module, part: str) -> list[ParamDims]:
 
 
 def divides(module: Module, tp: int) -> bool:
-    """Whether every dim that tensor parallelism splits divides over `tp` devices."""
+    """Whether `tp` divides every dim that tensor parallelism splits."""
     leaves = [leaf for part in parameter_parts(module) for leaf in _param_structs(module, part)]
     split = [(leaf.shape, split_dim(leaf.shape, names, tp)) for leaf, names in leaves]
     return not any(dim is not None and shape[dim] % tp for shape, dim in split)

@@ -17,7 +17,6 @@ from tests.simulate.cases import (
     TWO,
     batch,
     chain,
-    graph,
     names,
     prices,
     random_case,
@@ -133,16 +132,6 @@ def test_short_sends_cost_only_fill_and_drain(m):
     assert {(e.submesh, e.segment) for e in back} == {("b0 → a0", "a0")}
     producers = [i for i, g in enumerate(schedule.groups) if g.module == "a"]
     assert [e.group for e in there] == [e.group for e in back] == producers
-
-
-def test_every_reader_gets_its_own_send():
-    plan = graph("a", "b", "c", edges=["ab", "ac"])
-    sends = {("a0", n, d): 1.0 for n in ("b0", "c0") for d in (FORWARD, BACKWARD)}
-    trace = simulate_step(plan, batch(plan, 1), prices(plan, {}, sends), names(plan))
-    assert sorted(e.submesh for e in trace.events if e.direction in (SEND, RETURN)) == [
-        "a0 → b0", "a0 → c0", "b0 → a0", "c0 → a0",
-    ]  # fmt: skip
-    assert trace.makespan_s == 2.0  # over links of their own
 
 
 def test_segments_of_one_submesh_send_nothing():

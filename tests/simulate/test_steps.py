@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Edge, Schedule, Task
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Schedule, Task
 from dflop_jax.simulate.engine import SimJob, run_jobs
 from dflop_jax.simulate.steps import simulate_schedules, simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import step_graph
@@ -26,21 +26,6 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(order, stages, m):
     assert trace.makespan_s == pytest.approx((m + stages - 1) * 3.0)
     for fraction in trace.busy_fraction().values():
         assert fraction == pytest.approx(m / (m + stages - 1))
-
-
-def test_an_edge_between_layers_delays_only_its_readers():
-    """Features that leave after layer 1 of `a` and enter before layer 1 of `b`."""
-    deep = Edge("a", "b", "deep", tap="t", leaves=1, enters=1)
-    plan = graph("a:2", "b:2", edges=[deep])
-    schedule = batch(plan, 1)
-    seconds = {(n, d): 1.0 for n in names(plan) for d in (FORWARD, BACKWARD)}
-    seconds["a0", FORWARD] = 5.0
-    spans = spans_of(simulate_step(plan, schedule, prices(plan, seconds), names(plan)))
-    assert spans[Task("b0", 1, FORWARD)] == (0.0, 1.0)  # needs nothing of a
-    assert spans[Task("a1", 0, BACKWARD)] == (5.0, 6.0)  # nothing reads its exit
-    assert spans[Task("b1", 1, BACKWARD)] == (5.0, 6.0)  # waits for the tap, not for a1
-    assert spans[Task("a0", 0, BACKWARD)] == (6.0, 7.0)  # after both gradients
-    assert spans[Task("b0", 1, BACKWARD)] == (6.0, 7.0)
 
 
 def test_a_module_waits_for_the_gradients_of_both_readers():

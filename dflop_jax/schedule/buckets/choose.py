@@ -150,8 +150,8 @@ def choose_buckets(
     chain_sets = bucket_chains(sizes, problem)[: work.starts]
     if start is None:
         starts = [_grow_to_hold(one, front, sizes, problem.capacity) for one in chain_sets]
-        best_buckets = _best_start(starts, evaluator, n_first, work.finalists)
-        start = _evaluate_choice(_refine(best_buckets, sizes, evaluator, front, problem), evaluator)
+        best = _best_start(starts, evaluator, n_first, work.finalists)
+        start = _refined_choice(best, sizes, evaluator, front)
     if not with_milp:
         return start
     gap_by_set = solve_bucket_milp(
@@ -163,13 +163,11 @@ def choose_buckets(
         slacks=work.slacks,
         max_nodes=_MILP_NODES,
     )
-    other_sets = [buckets for buckets in gap_by_set if buckets != start.buckets]
     evaluator.remaining = round(_MILP_SHARE * budget)
     other_choice = start
-    if other_sets:
-        best_buckets = _best_start(other_sets, evaluator, len(batches), 1)
-        refined = _refine(best_buckets, sizes, evaluator, front, problem)
-        other_choice = _evaluate_choice(refined, evaluator)
+    if other_sets := [buckets for buckets in gap_by_set if buckets != start.buckets]:
+        best = _best_start(other_sets, evaluator, len(batches), 1)
+        other_choice = _refined_choice(best, sizes, evaluator, front)
     wins = is_less(other_choice.expected_s, start.expected_s)
     slower, faster = (start, other_choice) if wins else (other_choice, start)
     return replace(
@@ -178,6 +176,13 @@ def choose_buckets(
         gain=1 - faster.expected_s / slower.expected_s,
         gap=min(gap_by_set.values(), default=1.0),
     )
+
+
+def _refined_choice(
+    buckets: Buckets, sizes: Sizes, evaluator: BucketEvaluator, front: Batch
+) -> BucketChoice:
+    """The choice of these buckets after refinement."""
+    return _evaluate_choice(_refine(buckets, sizes, evaluator, front), evaluator)
 
 
 def _evaluate_choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
@@ -241,11 +246,7 @@ def _best_start(
 
 
 def _refine(
-    best_buckets: Buckets,
-    sizes: Sizes,
-    evaluator: BucketEvaluator,
-    front: Batch,
-    problem: BucketProblem,
+    best_buckets: Buckets, sizes: Sizes, evaluator: BucketEvaluator, front: Batch
 ) -> Buckets:
     """The set after moves that make the batches faster: scale one or all modules of a bucket, drop
     a module, or split its tokens into more or fewer rows."""
@@ -267,7 +268,7 @@ def _refine(
         if new_bucket is None or new_bucket in best_buckets:
             continue
         buckets = (*best_buckets[: move.bucket], new_bucket, *best_buckets[move.bucket + 1 :])
-        holds_all = front.any_can_hold(buckets, problem.capacity).all()
+        holds_all = front.any_can_hold(buckets, evaluator.problem.capacity).all()
         if holds_all and evaluator.is_faster(buckets, best_buckets):
             best_buckets, untried = buckets, len(moves)
     return best_buckets

@@ -72,7 +72,7 @@ class ModuleSizes:
 
     def shape(self, tokens: float, rows: int = 1, holds_largest: bool = False) -> Shape | None:
         """The shape of about `tokens` tokens on a rank, in about `rows` rows if they are packed.
-        `holds_all` makes it hold the largest sample. None: no tokens."""
+        `holds_largest` makes it hold the largest sample. None: no tokens."""
         if self.volume <= 0 or (tokens <= 0 and not holds_largest):
             return None
         tokens = min(tokens, self.limit)

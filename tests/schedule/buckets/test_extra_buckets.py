@@ -53,15 +53,3 @@ def test_only_oversize_samples_run_in_the_spare_bucket(grouping):
     shapes = [g.shape for g in schedule.groups if g.module == "b"]
     assert shapes.count(spare.shape("b")) == 1
     assert small.shape("b") in shapes
-
-
-def test_sub_microbatches_hold_a_sample_together():
-    """Three parts of two rows on two ranks: 12 tiles, as scheduled."""
-    plan = make_plan((bucket(2, (1, 64)),), RANKS).with_layout(fan_in=3)
-    assert plan.layout.divided == ("a",)
-    loads = [Load({"a": (TILE,) * n, "b": (20,)}) for n in (4, 12, 13)]
-    assert oversize_samples(loads, plan) == [2]
-    prices = make_prices(plan)
-    assert schedule_batch(loads[:2], plan, prices, ())
-    with pytest.raises(ValueError, match="sample 2"):
-        schedule_batch(loads, plan, prices, ())

@@ -9,7 +9,6 @@ from dflop_jax.config import (
     EFFECTIVE_WITH,
     Config,
     DataConfig,
-    PlanConfig,
     TrainConfig,
     fields,
     override,
@@ -88,8 +87,6 @@ def test_a_warm_up_that_is_requested_ends_within_the_run():
     asked = {"train.steps": "5"}
     assert override(Config(), asked).train.steps == 5  # the default is shortened
     assert override(Config(), {**asked, "train.warmup_steps": "5"}).train.warmup_steps == 5
-    with pytest.raises(ValueError, match=r"10 is longer than the run of 5 steps; set .* to 4 at"):
-        override(Config(), {**asked, "train.warmup_steps": "10"})
     epochs = {"train.epochs": "1", "train.warmup_steps": "10"}
     assert override(Config(), epochs).train.warmup_steps == 10  # how many steps is not known yet
 
@@ -125,58 +122,6 @@ def test_numbers(text, value):
 def test_booleans(text, value):
     base = Config(data=DataConfig(blank_images=not value))
     assert override(base, {"data.blank_images": text}).data.blank_images is value
-
-
-@pytest.mark.parametrize(
-    "values, says",
-    [
-        ({"train.step": "3"}, "unknown override train.step; did you mean train.steps?"),
-        ({"policy": "x"}, "unknown override policy"),
-        ({"train": "x"}, "unknown override train"),
-        ({"zzzzzz": "x"}, "unknown override zzzzzz; see --help for the names"),
-        ({"train.steps": "many"}, "Expected `int`, got `str` - at `train.steps`; give a whole"),
-        ({"train.steps": "1.5"}, "`train.steps`"),
-        ({"train.steps": ""}, "`train.steps`"),
-        (
-            {"train.learning_rate": "fast"},
-            "Expected `float`, got `str` - at `train.learning_rate`; give a n",
-        ),
-        ({"data.blank_images": "maybe"}, "`data.blank_images`"),
-        ({"model.dtype": "fp16"}, "model.dtype='float16' is not one of float32, bfloat16"),
-        ({"plan.policy": "best"}, "plan.policy='best' is not one of auto, dflop, orch, "),
-        *(
-            ({"train.profile_steps": text}, f"profile_steps={text!r}: write FIRST:LAST")
-            for text in ("3", "a:b", "2:", ":2", "-1:2", "3:2", "1:2:3", "1.0:2")
-        ),
-        ({"train.learning_rates": "vision"}, "has 'vision'; write NAME=RATE, such as vision=2e-6"),
-        ({"train.learning_rates": "vision="}, "has 'vision='; write NAME=RATE"),
-        ({"train.learning_rates": "=1e-5"}, "has '=1e-5'; write NAME=RATE"),
-        ({"train.learning_rates": "llm=fast"}, "has 'llm=fast'; write NAME=RATE"),
-        ({"train.learning_rates": "llm=0"}, "learning_rates llm=0.0 must be a finite number above"),
-        ({"train.learning_rates": "llm=inf"}, "learning_rates llm=inf must be a finite number"),
-        ({"train.learning_rates": "a=1,a=2"}, "gives 'a' twice; drop one of them"),
-        ({"train.weight_decays": "llm"}, "has 'llm'; write NAME=NUMBER, such as vision=0"),
-        ({"train.weight_decays": "llm=-1"}, "weight_decays llm=-1.0 must be a finite number, 0 or"),
-        ({"train.optimizer": "sgd"}, "train.optimizer='sgd' is not one of adamw, lion"),
-        (
-            {"train.moments_dtype": "bfloat16", "train.beta2": "0.999"},
-            "train.moments_dtype=bfloat16 cannot follow train.beta2=0.999",
-        ),
-        ({"train.remat": "true"}, "train.remat='true' is not one of auto, none, dots, named,"),
-        ({"train.remat_layers": "true"}, "unknown override train.remat_layers; did you mean train"),
-        ({"train.lora_ranks": "vision=0"}, "lora_ranks vision=0 must be a whole number above 0"),
-        ({"train.lora_ranks": "vision=2.5"}, "lora_ranks vision=2.5 must be a whole number"),
-        ({"train.lora_ranks": "vision"}, "has 'vision'; write PATTERN=RANK, such as vision=4"),
-        ({"train.steps": "3", "train.epochs": "1"}, "say the same in two ways; give one of them"),
-        ({"data.columns": "chat"}, "data.columns has 'chat'; write FIELD=COLUMN, such as"),
-        ({"data.columns": "image=a,image=b"}, "data.columns gives 'image' twice; drop one"),
-    ],
-)
-def test_mistakes_are_one_line(values, says):
-    with pytest.raises(ValueError, match=r".") as failed:
-        override(Config(), values)
-    assert says in str(failed.value)
-    assert "\n" not in str(failed.value)
 
 
 def test_what_says_the_same_in_another_way_is_out_of_force():
@@ -260,11 +205,7 @@ def test_the_rules_name_every_bound():
     assert bounded == {name for *_, names in RULES.values() for name in names.split()}
 
 
-def test_a_wrong_configuration_cannot_be_made_in_python_either():
-    with pytest.raises(ValueError, match=r"plan.policy='best' is not one of auto, dflop"):
-        Config(plan=PlanConfig(policy="best"))
-    with pytest.raises(ValueError, match=r"train.steps=0 must be at least 1"):
-        dataclasses.replace(Config(), train=TrainConfig(steps=0))
+def test_a_configuration_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run_dir = "elsewhere"
 
@@ -281,20 +222,6 @@ def test_json_round_trip():
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
 
 
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ('{"train": {"steps": 0}}', "`$.train.steps`"),
-        ('{"plan": {"policy": "best"}}', "`$.plan.policy`"),
-        ('{"train": {"learning_rates": ["llm=0"]}}', "llm=0.0 must be a finite number above 0"),
-    ],
-)
-def test_json_is_checked_too(text, says):
-    with pytest.raises(msgspec.ValidationError, match=r".") as failed:
-        msgspec.json.decode(text, type=Config)
-    assert says in str(failed.value)
-
-
 # ---- texts that stand for values: sizes with units, short names ----
 
 
@@ -308,12 +235,6 @@ def test_sizes(text, n_bytes):
         if n_bytes:
             assert get(override(Config(), {name: text}), name) == n_bytes
     assert override(Config(), {"plan.memory_bytes": text}).plan.memory_bytes == n_bytes
-
-
-@pytest.mark.parametrize("text", ["80 XB", "GB", "1.2.3GB", "80GB80", ""])
-def test_sizes_that_are_none(text):
-    with pytest.raises(ValueError, match="give a number, or a size such as 80GB"):
-        override(Config(), {"plan.memory_bytes": text})
 
 
 @pytest.mark.parametrize("name", ["model.dtype", "train.moments_dtype"])

@@ -1,16 +1,17 @@
-"""The tree obeys design.md: imports point one way, between modules too, and files and lists of
-arguments stay short.
+"""The tree obeys its rules: imports point one way, every module is reached, files and signatures
+stay short, and only `data/media` and models name a modality.
 
-Imports are read from the source by `ast`, nothing is executed. A stage is a file or folder directly
-under dflop_jax.
+Nothing is executed. A stage is a file or folder directly under dflop_jax.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
-from collections.abc import Iterator
-from functools import cache
+import tokenize
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -152,8 +153,7 @@ def circles(root: Path) -> list[list[str]]:
 
 
 def long_signatures(root: Path, allowed: set[str]) -> list[str]:
-    """Functions of more than MAX_ARGUMENTS arguments, as "file:function: arguments"; and those that
-    are allowed them but have no more."""
+    """Functions of more than MAX_ARGUMENTS arguments, and entries of `allowed` without need."""
     found = {}
     for top in (*TOP_MAY_IMPORT, "experiments"):
         for file in sorted((root / top).rglob("*.py")):
@@ -177,8 +177,7 @@ def is_private_jax(name: str) -> bool:
 
 
 def private_jax(root: Path, allowed: set[str]) -> list[str]:
-    """Uses of private names of jax outside of `allowed` files, as "file:line: name"; and files that
-    are allowed them but read none."""
+    """Private names of jax outside of `allowed` files, and entries of `allowed` without need."""
     found, users = [], set()
     for top in TOP_MAY_IMPORT:
         for file in sorted((root / top).rglob("*.py")):
@@ -191,8 +190,7 @@ def private_jax(root: Path, allowed: set[str]) -> list[str]:
 
 
 def names_of_jax(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every private name of jax in a file: imported, or reached as
-    `jax.x._y`."""
+    """(line, dotted name) of every private name of jax in a file, as `jax.x._y` too."""
     for node in ast.walk(parsed(file)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -219,154 +217,184 @@ def long_files(root: Path) -> list[str]:
     return found
 
 
-def test_imports_point_one_way():
-    assert forbidden_imports(ROOT) == []
+# ---- what runs ----
+
+# Started as processes of their own, by file or by name.
+STARTED = ("dflop_jax.data.pool.fork_server_main", "dflop_jax.data.build", "dflop_jax.aot.worker")
+NAMED = re.compile(r"dflop_jax[\w.]*:\w+")  # MODULE:FUNCTION, as configurations and models have it
 
 
-def test_no_modules_import_each_other():
-    assert circles(ROOT) == []
+@cache
+def product_files(root: Path) -> dict[str, Path]:
+    """The product's modules by dotted name."""
+    files = [f for top in TOP_MAY_IMPORT for f in sorted((root / top).rglob("*.py"))]
+    return {module_of(f, root).removesuffix(".__init__"): f for f in files}
 
 
-def test_what_takes_many_arguments_takes_a_record():
-    assert long_signatures(ROOT, MANY_ARGUMENTS) == []
+@cache
+def exports(root: Path) -> dict[str, str]:
+    """Package.NAME -> the module that a package takes the name from, on first use too."""
+    names = {}
+    for package, file in product_files(root).items():
+        for node in ast.walk(parsed(file)) if file.name == "__init__.py" else ():
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names |= {f"{package}.{a.asname or a.name}": node.module for a in node.names}
+            elif isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                names |= {
+                    f"{package}.{k.value}": str(v.value) for k, v in pairs if hasattr(v, "value")
+                }
+    return names
 
 
-def test_private_names_of_jax_are_read_in_stated_places():
-    assert private_jax(ROOT, PRIVATE_JAX) == []
+def used(module: str, root: Path) -> Iterator[str]:
+    """The modules that a module imports, by names that packages export, and as MODULE:FUNCTION."""
+    file, names = product_files(root)[module], exports(root)
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                target: str | None = f"{node.module}.{alias.name}"
+                while target is not None:
+                    yield target
+                    target = names.get(target) or names.get(f"{target}.{alias.name}")
+        elif isinstance(node, ast.Constant) and NAMED.fullmatch(str(node.value)):
+            yield str(node.value).partition(":")[0]
+    yield from (name for _, name in imported(file, root))
 
 
-@pytest.mark.parametrize(
-    "text, private",
-    [
-        ("from jax._src import xla_bridge", True),
-        ("def f():\n  from jaxlib import xla_client", True),
-        ("import jax\njax._src.core.f()", True),
-        ("from jax import numpy\nimport jax.experimental.pallas", False),
-        ("import jax\njax.config.update('jax_platforms', jax.__version__)\nself._jax = 1", False),
-    ],
-)
-def test_a_private_name_of_jax_is_found(tmp_path, text, private):
-    write(tmp_path, "models/a.py", text)
-    found = private_jax(tmp_path, set())
-    assert all(f.startswith("models/a.py:") for f in found)
-    assert bool(found) is private
-    assert private_jax(tmp_path, {"models/a.py"}) == (
-        [] if private else ["models/a.py: reads none any more"]
-    )
+def reached(starts: Iterable[str], root: Path, *, packages: bool = False) -> set[str]:
+    """The modules that some modules import, packages by name or, with `packages`, in whole."""
+    files, seen, rest = product_files(root), set[str](), [*starts]
+    while rest:
+        module = rest.pop()
+        if module in files and module not in seen:
+            seen.add(module)
+            if packages or files[module].name != "__init__.py":
+                rest += used(module, root)
+    return seen
 
 
-def test_no_file_is_long_without_a_reason():
-    assert long_files(ROOT) == []
+def unreached(root: Path) -> list[str]:
+    """Modules that nothing which runs imports: no command, started process or model factory."""
+    files = product_files(root)
+    starts = [m for m in files if m.startswith("dflop_jax.cli") or m in STARTED]
+    for m, file in files.items():
+        functions = {n.name for n in parsed(file).body if isinstance(n, ast.FunctionDef)}
+        starts += [m] if m.startswith("models.") and "build" in functions else []
+    packages = {m for m, file in files.items() if file.name == "__init__.py"}
+    return sorted(files.keys() - reached(starts, root) - packages)
 
 
-def test_the_walk_sees_this_tree():
-    """An empty walk would pass everything."""
-    here = set(imported(ROOT / "dflop_jax" / "report" / "compare.py", ROOT))
-    assert "dflop_jax.report.summary" in {name for _, name in here}
-    assert len(list((ROOT / "dflop_jax").rglob("*.py"))) > 10
+# ---- modalities ----
+
+ROOMS = ("runtime", "schedule", "plan", "simulate", "profile", "records", "data", "train")
+# Drawn scenes are pictures of so many tiles; a published tokenizer names its special token.
+MODALITY_WORDS = {"data/datasets/scenes.py": {"tiles"}, "data/text/tokenize.py": {"visual"}}
+WORDS = re.compile(r"(?<![a-z])(llms?|vision|visual|audio|tiles)(?![a-z])", re.IGNORECASE)
 
 
-def write(root: Path, name: str, text: str) -> None:
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_text(text)
+def modalities(text: str) -> list[tuple[int, str]]:
+    """(line, word) of every name and string of a source that names a modality."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    named = [t for t in tokens if t.type in (tokenize.NAME, tokenize.STRING)]
+    return [(t.start[0], word.lower()) for t in named for word in WORDS.findall(t.string)]
+
+
+# ---- the tree ----
+
+
+@pytest.mark.parametrize("check", [
+    forbidden_imports, circles, unreached, long_files,
+    partial(long_signatures, allowed=MANY_ARGUMENTS), partial(private_jax, allowed=PRIVATE_JAX),
+])  # fmt: skip
+def test_the_tree_obeys(check):
+    assert check(ROOT) == []
+
+
+def test_the_schedule_worker_imports_no_jax():
+    """`balance` is measured in its process, so it has to be what runs."""
+    modules = reached(["dflop_jax.schedule.worker"], ROOT, packages=True)
+    assert "dflop_jax.schedule.local_search" in modules
+    assert "jax" not in {name.split(".")[0] for m in modules for name in used(m, ROOT)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_modality_is_named(room):
+    root = ROOT / "dflop_jax"
+    files = [f for f in (root / room).rglob("*.py") if root / "data" / "media" not in f.parents]
+    assert files
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        words = modalities(file.read_text(encoding="utf-8"))
+        assert [w for w in words if w[1] not in MODALITY_WORDS.get(name, ())] == [], name
+
+
+# ---- the checks see what is wrong ----
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
 
 
 @pytest.mark.parametrize(
     "file, text, why",
     [
-        (
-            "dflop_jax/simulate/a.py",
-            "from dflop_jax.runtime.b import x",
-            "simulate imports runtime",
-        ),
+        ("dflop_jax/simulate/a.py", "from dflop_jax.runtime.b import x", "simulate imports runt"),
         ("dflop_jax/simulate/a.py", "from ..runtime import b", "simulate imports runtime"),
-        (
-            "dflop_jax/runtime/b.py",
-            "def f():\n  import dflop_jax.train.a",
-            "runtime imports train",
-        ),
+        ("dflop_jax/runtime/c.py", "def f():\n  import dflop_jax.train.a", "runtime imports tra"),
         ("dflop_jax/data/a.py", "from dflop_jax import balance", "data imports __init__"),
-        ("dflop_jax/records.py", "import dflop_jax.config", "records imports config"),
         ("dflop_jax/new/a.py", "import dflop_jax.config", "unknown stage new"),
         ("dflop_jax/train/a.py", "import models.llava", "dflop_jax imports models"),
         ("models/a.py", "from dflop_jax.contract import Module", "models imports dflop_jax"),
+        ("dflop_jax/simulate/a.py", "from dflop_jax.simulate.c import x\nimport jax", ""),
+        ("dflop_jax/__init__.py", "from dflop_jax.train.a import Trainer", ""),
+        ("experiments/demo.py", "import models.llava, dflop_jax", ""),
     ],
 )
-def test_a_forbidden_arrow_is_found(tmp_path, file, text, why):
-    write(tmp_path, "dflop_jax/runtime/b.py", "")
-    write(tmp_path, "dflop_jax/simulate/c.py", "")
-    write(tmp_path, file, text)
+def test_a_forbidden_import_is_found(tmp_path, file, text, why):
+    write(tmp_path, {"dflop_jax/runtime/b.py": "", "dflop_jax/simulate/c.py": "", file: text})
     found = forbidden_imports(tmp_path)
-    assert len(found) == 1
-    assert found[0].startswith(f"{file}:")
-    assert why in found[0]
+    assert len(found) == bool(why)
+    assert all(line.startswith(f"{file}:") and why in line for line in found)
 
 
-@pytest.mark.parametrize(
-    "file, text",
-    [
-        ("dflop_jax/simulate/a.py", "from dflop_jax.simulate.task_order import x"),
-        ("dflop_jax/runtime/b.py", "from ..simulate.task_order import x\nimport jax"),
-        ("dflop_jax/train/a.py", "from dflop_jax import report"),
-        ("dflop_jax/__init__.py", "from dflop_jax.train.a import Trainer"),
-        ("experiments/demo.py", "import models.llava, dflop_jax"),
-    ],
-)
-def test_a_right_arrow_is_not(tmp_path, file, text):
-    write(tmp_path, "dflop_jax/simulate/task_order.py", "")
-    write(tmp_path, "dflop_jax/report/a.py", "")
-    write(tmp_path, file, text)
-    assert forbidden_imports(tmp_path) == []
+def test_circles_long_signatures_private_names_and_long_files_are_found(tmp_path):
+    write(tmp_path, {
+        "models/a.py": "import typing\nif typing.TYPE_CHECKING:\n  from models.c import x",
+        "models/b.py": "def f():\n  from models import a",
+        "models/c.py": "from . import b",
+        "models/d.py": "import models.a",
+        "experiments/long.py": "def f(a, b, c, d, e, f, g, h, *more, **others): ...",
+        "models/private.py": "import jax\njax._src.core.f()\njax.config.update('_x', self._jax)",
+        "tests/file.py": "# Long because I say so\n" + "x = 1\n" * MAX_LINES,
+        "tests/table.py": '"""A.\n\nLong because it is one table.\n"""\n' + "x = 1\n" * MAX_LINES,
+    })  # fmt: skip
+    assert circles(tmp_path) == [
+        ["models.a", "models.c"], ["models.b", "models.a"], ["models.c", "models.b"]
+    ]  # fmt: skip
+    assert long_signatures(tmp_path, {"x"}) == [
+        "experiments/long.py:f: 10", "x: has no more any more"
+    ]  # fmt: skip
+    assert {f.split(":")[0] for f in private_jax(tmp_path, set())} == {"models/private.py"}
+    assert private_jax(tmp_path, {"models/private.py", "x"}) == ["x: reads none any more"]
+    assert [f.split(":")[0] for f in long_files(tmp_path)] == ["tests/file.py"]
 
 
-@pytest.mark.parametrize(
-    "texts, found",
-    [
-        ({"a": "from models.b import x", "b": "import models.c", "c": ""}, []),
-        ({"a": "import models.b", "b": "from models import a"}, [["a", "b"], ["b", "a"]]),
-        (
-            {
-                "a": "import typing\nif typing.TYPE_CHECKING:\n  from models.c import x",
-                "b": "def f():\n  from models import a",
-                "c": "from . import b",
-                "d": "import models.a",
-            },
-            [["a", "c"], ["b", "a"], ["c", "b"]],
-        ),
-        ({"p/__init__": "from models.p.q import x", "p/q": "import models.p"},
-         [["p", "p.q"], ["p.q", "p"]]),
-    ],
-)  # fmt: skip
-def test_a_circle_is_found(tmp_path, texts, found):
-    for name, text in texts.items():
-        write(tmp_path, f"models/{name}.py", text)
-    assert circles(tmp_path) == [[f"models.{m}" for m in circle] for circle in found]
-
-
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        ("def f(a, b, /, c, d, e, f, g, *, h): ...", []),
-        ("def f(a, b, c, d, e, f, g, h, *more, **others): ...", ["f: 10"]),
-        ("class A:\n  def f(self, a, b, c, d, e, f, g, h, i=1): ...", ["f: 9"]),
-    ],
-)
-def test_a_long_signature_is_found(tmp_path, text, found):
-    write(tmp_path, "experiments/a.py", text)
-    assert long_signatures(tmp_path, set()) == [f"experiments/a.py:{f}" for f in found]
-    gone = [] if found else ["experiments/a.py:f: has no more any more"]
-    assert long_signatures(tmp_path, {"experiments/a.py:f"}) == gone
-
-
-@pytest.mark.parametrize(
-    "n_lines, doc, ok",
-    [
-        (MAX_LINES, '"""A."""', True),
-        (MAX_LINES + 1, "# Long because I say so", False),
-        (MAX_LINES + 1, '"""A.\n\nLong because it is one table.\n"""', True),
-    ],
-)
-def test_a_long_file_needs_a_reason(tmp_path, n_lines, doc, ok):
-    filler = "x = 1\n" * (n_lines - len(doc.splitlines()))
-    write(tmp_path, "models/big.py", f"{doc}\n{filler}")
-    assert (long_files(tmp_path) == []) == ok
+def test_unreached_modules_and_modalities_are_found(tmp_path):
+    write(tmp_path, {
+        "dflop_jax/__init__.py": "",
+        "dflop_jax/cli/__init__.py": "from dflop_jax.cli.main import main",
+        "dflop_jax/cli/main.py": "def main():\n  from dflop_jax.a import x",
+        "dflop_jax/a/__init__.py": "from dflop_jax.a.b import x\nfrom dflop_jax.a.c import y",
+        "dflop_jax/a/b.py": "x = 1",
+        "dflop_jax/a/c.py": "y = 1",
+        "models/m.py": "import models.layers\ndef build(): ...",
+        "models/layers.py": "",
+        "models/left.py": "",
+    })  # fmt: skip
+    assert unreached(tmp_path) == ["dflop_jax.a.c", "models.left"]
+    source = 'x = "llm"\nvision_ranks = 1\ndef f(n_tiles): ...\na.audio.b\n'
+    assert [line for line, _ in modalities(source)] == [1, 2, 3, 4]
+    assert modalities("projectile = fertile = 1  # the llm\n") == []

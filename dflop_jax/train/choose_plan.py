@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import cached_property
 from statistics import mean
+from typing import Any
 
 import msgspec
 
@@ -17,7 +19,7 @@ from dflop_jax.data import Source
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.plan.simulate_batches import loads_that_fit
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES
-from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
+from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, with_remat
 from dflop_jax.report.number_format import duration, number
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
@@ -34,7 +36,12 @@ from dflop_jax.train.profiling import (
     parameter_bytes,
     profile_data,
 )
-from dflop_jax.train.resume import Continued, Meta, continued, planned_under
+from dflop_jax.train.resume import (
+    RunState,
+    is_other_device_count,
+    reuse_state,
+    run_settings,
+)
 from dflop_jax.train.run_context import RunContext
 
 # Batches of the profiled data whose mean step is what a plan predicts; twice as many are scheduled
@@ -48,8 +55,9 @@ class PlannedRun:
 
     Attributes:
       held_out: the samples to evaluate on.
+      state: the run's state before that step; its plan is the executor's.
       folder: process 0's.
-      start_s: what it took to come this far.
+      start_s: seconds that choosing, compiling and restoring took.
       ends_s: when `train.max_hours` are over, by `time.monotonic`.
       callbacks: the user's, that this process calls.
     """
@@ -57,15 +65,25 @@ class PlannedRun:
     context: RunContext
     source: Source
     held_out: Source | None
-    profile: Profile
+    state: RunState
     ex: Executor
-    prices: Prices
     saver: Checkpointer
     folder: RunFolder | None
     progress: Progress
     start_s: float
     ends_s: float
     callbacks: Callbacks
+
+    @property
+    def profile(self) -> Profile:
+        assert self.state.profile
+        return self.state.profile
+
+    @cached_property
+    def prices(self) -> Prices:
+        """The prices that batches are scheduled by."""
+        assert self.state.prices
+        return self.state.prices.prices
 
 
 def check_same_config(config: Config, peers: ProcessGroup) -> None:
@@ -136,45 +154,35 @@ def describe_remaining_time(plan: Plan, steps: int) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The plan of a run, and what is known of it before its first step.
-
-    Attributes:
-      executor: the plan's; its programs are compiled where they were `timed` for the choice.
-      prices: that batches are scheduled by: those of the checkpoint where the run goes on as it
-        was, so that it makes the same schedules.
-    """
-
-    executor: Executor
-    profile: Profile
-    prices: Prices
-    timed: TimedPlan | None
-
-
 def choose_plan(
     context: RunContext,
     source: Source,
-    meta: Meta | None,
+    stored: RunState | None,
     given_executor: Executor | None,
     profile: Profile | None,
     progress: Progress,
     on_checked: Callable[[], None],
-) -> Chosen:
-    """The plan to train under, all processes together: what is not known is measured and searched.
+) -> tuple[Executor, RunState, TimedPlan | None]:
+    """Choose the plan to train under, all processes together; what is not known is measured and
+    searched.
 
     Args:
-      meta: of the checkpoint that is resumed.
-      given, profile: the executor of a plan that is given, closed where another is taken, and a
-        profile; they go before what a checkpoint has.
-      is_checked: called once nothing speaks against it that is known unmeasured.
+      stored: the state of the checkpoint that is resumed.
+      given_executor, profile: the executor of a given plan, closed where another plan is chosen,
+        and a given profile; they go before those of the checkpoint.
+      on_checked: called once all is checked that can be checked without measuring.
+
+    Returns:
+      The executor; the run's state with plan, profile, prices and settings of this run; and the
+      compiled executor with its times where the choice compiled and timed it.
 
     Raises:
       ValueError: the checkpoint is of another model, or no plan fits.
     """
-    plan = given_executor.plan if given_executor else None
-    known = _reusable_state(context, meta, plan, profile, progress.log)
-    plan, profile, prices = known.plan, known.profile, known.prices
+    settings = run_settings(context)
+    state = _reuse_on_all(context, stored, given_executor, profile, settings, progress.log)
+    plan, profile = state.plan, state.profile
+    prices = state.prices.prices if state.prices else None
     check_before_measuring(context, source, profile, plan)
     on_checked()
     if profile is None:
@@ -190,10 +198,9 @@ def choose_plan(
         if context.peers.is_primary:
             if plan is None:
                 progress.log("planning")
-                result = make_plan(
+                plan = make_plan(
                     context, profile, time_plan=trials.prices, try_step=trials.try_step
-                )
-                plan = result.plan
+                ).plan
                 prices = trials.prices(plan)
             elif prices is None:
                 prices = trials.prices(plan)
@@ -211,33 +218,40 @@ def choose_plan(
         + (f"; up to {fan_in} groups feed one" if fan_in > 1 else "")
     )
     executor = timed.executor if timed else given_executor or make_executor(context, plan)
-    return Chosen(executor, profile, prices, timed)
+    price_list = PriceList.from_prices(prices)
+    state = replace(state, plan=plan, profile=profile, prices=price_list, settings=settings)
+    return executor, state, timed
 
 
-def _reusable_state(
+def _reuse_on_all(
     context: RunContext,
-    meta: Meta | None,
-    plan: Plan | None,
+    stored: RunState | None,
+    given_executor: Executor | None,
     profile: Profile | None,
+    settings: dict[str, Any],
     log: Callable[[str], None],
-) -> Continued:
-    """What a run goes on with, as process 0 was given it or finds it; only there are prices."""
-    known, is_given = Continued(plan, profile), profile is not None
-    if meta:
+) -> RunState:
+    """Return the state that a run begins with, with the plan and profile that process 0 was given
+    or finds in the checkpoint; only process 0 has prices."""
+    is_given, peers = profile is not None, context.peers
+    given_plan = given_executor.plan if given_executor else None
+    state = replace(stored or RunState(), plan=given_plan, profile=profile, prices=None)
+    if stored:
+        assert stored.profile
         remedy = "use the same model, or start a new run"
-        check_layers(context, meta.profile, "the checkpoint", remedy)
-    if meta and context.peers.is_primary:
-        known = continued(meta, planned_under(context), plan, profile)
-        if known.says:
-            log(known.says)
-    mine = known.plan, known.profile, known.recounted
-    plan, profile, recounted = context.peers.broadcast(
-        "given", mine, tuple[Plan | None, Profile | None, bool]
+        check_layers(context, stored.profile, "the checkpoint", remedy)
+        if peers.is_primary:
+            state, message = reuse_state(stored, settings, given_plan, profile)
+            if message:
+                log(message)
+    plan, profile = peers.broadcast(
+        "given", (state.plan, state.profile), tuple[Plan | None, Profile | None]
     )
-    if profile and profile.model.hardware and recounted and not is_given:
+    has_other_links = stored is not None and is_other_device_count(stored.settings, settings)
+    if profile and profile.model.hardware and has_other_links and not is_given:
         facts = replace(profile.model, hardware=measure_hardware(context))
         profile = replace(profile, model=facts)
-    return replace(known, plan=plan, profile=profile)
+    return replace(state, plan=plan, profile=profile)
 
 
 def check_before_measuring(

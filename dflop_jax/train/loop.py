@@ -20,12 +20,11 @@ from dflop_jax.distributed.hang_watch import Sections, TaskProgress
 from dflop_jax.distributed.process_exit import RunFailed, preemption
 from dflop_jax.distributed.processes import report_step
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.records import PriceList
 from dflop_jax.report.run_folder import CORRECTIONS
 from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
 from dflop_jax.runtime.step_result import StepHandle
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
-from dflop_jax.schedule.correction import CorrectionState, price_changes
+from dflop_jax.schedule.correction import price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
 from dflop_jax.train.choose_plan import PlannedRun
@@ -35,8 +34,7 @@ from dflop_jax.train.evaluate import Evaluator
 from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
 from dflop_jax.train.plan_trials import load_count_program
 from dflop_jax.train.redecide import NewPlan, Redecider
-from dflop_jax.train.resume import Meta, Resumed, planned_under, trained_under
-from dflop_jax.train.skipped_steps import SkippedSteps
+from dflop_jax.train.resume import RunState
 from dflop_jax.train.step_figures import row_tokens
 from dflop_jax.train.step_log import StepLog
 from dflop_jax.train.step_profile import StepProfiler
@@ -66,27 +64,26 @@ class TrainLoop:
         self._save_requested = False  # by process 0, as time goes
         self._stop_reason = ""
         # Of saves that await the end of their last steps, what is kept beside the state.
-        self._pending_states: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
+        self._pending_states: list[tuple[RunState, Future[Mapping[str, Any]]]] = []
         self._unreported_saves: list[int] = []  # steps whose saves callbacks are to be told of
 
-    def run(self, stack: ExitStack, resumed: Resumed | None) -> FitResult:
+    def run(self, stack: ExitStack) -> FitResult:
         """Run the steps that are left, and save what they reached."""
-        config, context = self.config, self._run.context
-        first_step, skips = 0, SkippedSteps()
-        if resumed:
-            first_step = self.loader.restore(resumed.state.loader, config.data.changed)
-            skips = resumed.state.skips
+        config, context, state = self.config, self._run.context, self._run.state
+        first_step = 0
+        if state.loader:
+            first_step = self.loader.restore(state.loader, config.data.changed)
         self._steps_done = self._saved_step = first_step
         self._saved_s = time.monotonic()
-        worker = self._start_worker(stack, first_step, resumed.state.learnt if resumed else None)
+        worker = self._start_worker(stack, first_step)
         if self._run.held_out is not None:
             self._evaluator = Evaluator(self._run, self.packer)
             self.saver.store.best = self._evaluator.best[0]
         counter = stack.enter_context(count_compiles())
         names = partial(sample_names, self._run.source, self.loader)
-        self.log = StepLog(self._run, counter, self._corrector, skips, names)
+        self.log = StepLog(self._run, counter, self._corrector, state.skips, names)
         steps = range(first_step, config.train.steps)
-        if resumed and steps and self._is_evaluation_due(first_step):
+        if first_step and steps and self._is_evaluation_due(first_step):
             self._evaluate(first_step)  # the run may have ended before it did
         batches = feed_batches(self.loader, worker, self.packer, steps)
         with preemption(self.progress.log) as signal_received:
@@ -129,17 +126,14 @@ class TrainLoop:
         run_dir, stop_reason = Path(config.run_dir), self._stop_reason
         return FitResult(run_dir, losses, evaluation, compiles, steps_done, preempted, stop_reason)
 
-    def _start_worker(
-        self, stack: ExitStack, first_step: int, stored_learnt: CorrectionState | None
-    ) -> ScheduleWorker | None:
-        """Start what solves the schedules, on process 0, and what corrects its prices; `known` is
-        what a checkpoint knows of these."""
+    def _start_worker(self, stack: ExitStack, first_step: int) -> ScheduleWorker | None:
+        """Start the schedule solver, on process 0, and the correction of its prices."""
         folder, prices, config = self._run.folder, self._run.prices, self.config.schedule
         if folder is None:
             return None
         learnt, samples = None, folder.rows[CORRECTIONS]
         if config.correct:
-            learnt = restore_learnt(prices, stored_learnt, samples, first_step)
+            learnt = restore_learnt(prices, self._run.state.learnt, samples, first_step)
         else:
             samples.drop_except(lambda sample: sample.step < first_step)
         plan = self.ex.plan
@@ -285,29 +279,25 @@ class TrainLoop:
         if steps_done == self._saved_step:
             return
         self._saved_step, self._saved_s = steps_done, time.monotonic()
-        run, meta = self._run, Future[Mapping[str, Any]]()
-        known = Meta(
-            steps_done,
-            self.loader.state(steps_done),
-            self.ex.plan,
-            run.profile,
-            PriceList.from_prices(run.prices),
-            planned_under(run.context) if self.peers.is_primary else {},
-            self._corrector.learnt(steps_done) if self._corrector else None,
-            trained_under=trained_under(self.config),
+        pending = Future[Mapping[str, Any]]()
+        state = replace(
+            self._run.state,
+            step=steps_done,
+            loader=self.loader.state(steps_done),
+            learnt=self._corrector.learnt(steps_done) if self._corrector else None,
         )
-        self._pending_states.append((known, meta))
+        self._pending_states.append((state, pending))
         self._complete_saves()
-        self.saver.save(steps_done, meta)
-        if run.callbacks.active:
+        self.saver.save(steps_done, pending)
+        if self._run.callbacks.active:
             self._unreported_saves.append(steps_done)
 
     def _complete_saves(self) -> None:
         """Complete what is kept of states whose steps are all finished: only then is known which
         updates were skipped."""
         while self._pending_states and self._pending_states[0][0].step <= self._steps_done:
-            known, meta = self._pending_states.pop(0)
-            meta.set_result(msgspec.to_builtins(replace(known, skips=self.log.skips)))
+            state, pending = self._pending_states.pop(0)
+            pending.set_result(msgspec.to_builtins(replace(state, skips=self.log.skips)))
 
     def _report_saves(self) -> None:
         """Tell callbacks of checkpoints that have become whole."""

@@ -1,5 +1,5 @@
-"""What a checkpoint keeps beside arrays, how one is found and restored, all processes together, and
-what of it a resumed run goes on with."""
+"""The state that a run goes on from beside its arrays, and how all processes together find the
+checkpoint that holds it and restore the arrays."""
 
 from __future__ import annotations
 
@@ -25,182 +25,193 @@ from dflop_jax.checkpoint.store import (
 from dflop_jax.config import Config, fields
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.records import Plan, PriceList, Prices, Profile
+from dflop_jax.records import Plan, PriceList, Profile
 from dflop_jax.schedule.correction import CorrectionState
 from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.skipped_steps import SkippedSteps
 
 log = logging.getLogger(__name__)
-_WORDS = {
+VERSION = 4  # of `RunState` in checkpoints
+_WARNINGS = {
     DAMAGED: "is damaged, using an older one",
     OTHER_VERSION: "is of another version of this program, using an older one",
 }
-_NONE = {
+_NONE_READABLE = {
     DAMAGED: "no checkpoint is whole; start again with --overwrite",
     OTHER_VERSION: "this version of the program reads none of the checkpoints; resume by the one "
     "that wrote them, or choose another --run_dir",
 }
-VERSION = 3  # of `Meta`
-PROCESSES, DEVICES = "processes", "devices"  # of `planned_under`: what may be another number
-_KIND, _MEMORY, _FROZEN = "kind of device", "memory of a device", "frozen parts"
-_COUNTS = {PROCESSES, DEVICES}
-# Flags of plan.* that say where, or when, and not which plan is the best.
+_PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
+_MEMORY, _FROZEN = "memory of a device", "frozen parts"
+_RECORDED_FLAGS = ("model.", "data.", "train.", "plan.")
+# Flags of plan.* that do not decide between plans.
 _NO_CHOICE = {"plan.devices", "plan.hardware", "plan.redecide_every"}
-_MORE_FLAGS = ("train.global_batch", "train.remat")
-_PROFILED_FLAGS = (
+# A profile is measured anew where one of these differs.
+_PROFILE_SETTINGS = {
     "plan.max_model",
     "plan.profile_samples",
     "model.dtype",
     "model.attention_kernel",
     "data.tokenizer",
     *(f"data.{name}" for name in vars(Limits())),
-)
-_PROFILED = {*_PROFILED_FLAGS, _KIND}
-# Share by which a device's memory may differ from that of the run before: what jax may take depends
-# a little on what else was there when it began, and plans leave as much free.
+    _KIND,
+}
+# A plan is searched anew where one of these differs, or a flag of plan.* but _NO_CHOICE.
+_PLAN_SETTINGS = _PROFILE_SETTINGS | {
+    "train.global_batch",
+    "train.remat",
+    _PROCESSES,
+    _DEVICES,
+    _MEMORY,
+    _FROZEN,
+}
+# Share by which a device's memory may differ from that of the run before: jax's limit depends a
+# little on what else was in memory when jax started, and plans leave as much free.
 _MEMORY_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What a checkpoint keeps beside arrays.
+class RunState:
+    """The state of a run beside its arrays. A checkpoint stores it, a run updates it.
 
     Attributes:
+      step: steps that are done.
       loader: see `Loader.state`.
-      prices: that batches are scheduled by.
-      planned_under: what the plan was chosen under, by name; see `planned_under`.
-      trained_under: the flags of model, data and training; see `trained_under`.
-      learnt: corrections of the prices, where they are corrected.
-      skips: of the updates that were left out.
+      plan, profile: None where they are to be made anew.
+      prices: that batches are scheduled by; None where they are to be made anew.
+      settings: flags and devices of the run, by name; see `run_settings`.
+      learnt: corrections of the prices, where the run corrects them.
+      skips: counts of the updates that were left out.
     """
 
-    step: int
-    loader: dict[str, Any]
-    plan: Plan
-    profile: Profile
-    prices: PriceList
-    planned_under: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    loader: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    profile: Profile | None = None
+    prices: PriceList | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
     learnt: CorrectionState | None = None
     skips: SkippedSteps = field(default_factory=SkippedSteps)
-    trained_under: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
 
-def read_meta(record: Mapping[str, Any]) -> Meta:
-    """The reverse of `msgspec.to_builtins` of a `Meta`.
+def read_state(record: Mapping[str, Any]) -> RunState:
+    """Return the `RunState` that a checkpoint stores as `msgspec.to_builtins` gave it.
 
     Raises:
-      OtherVersion: of a version that this program does not read.
+      OtherVersion: the record is of a version that this program does not read.
     """
     if (version := record.get("version")) != VERSION:
         raise OtherVersion(f"its state has version {version}, this program reads {VERSION}")
     try:
-        return msgspec.convert(record, Meta)
+        return msgspec.convert(record, RunState)
     except msgspec.ValidationError as e:  # what the checksums cover is as it was written
         raise OtherVersion(f"its state is of another version of this program: {e}") from None
 
 
-def planned_under(context: RunContext) -> dict[str, Any]:
-    """What a plan follows from, by name, as JSON has it: the flags that decide between plans, and
-    the devices."""
-    values = flags_that_plan(context.config)
-    values[PROCESSES], values[DEVICES] = context.peers.n_processes, len(context.devices)
-    values[_KIND] = context.devices[0].device_kind
-    values[_MEMORY] = context.bytes_limit
-    values[_FROZEN] = ", ".join(sorted(context.trained.frozen)) or "none"
-    return values
-
-
-def frozen_parts(record: Mapping[str, Any]) -> list[str]:
-    """The parts that were frozen, as a checkpoint's record of a `Meta` says.
-
-    Raises:
-      OtherVersion: see `read_meta`.
-    """
-    return read_meta(record).planned_under[_FROZEN].split(", ")
-
-
-def flags_that_plan(config: Config) -> dict[str, Any]:
-    """The flags that decide between plans, by dotted name."""
-    return {
-        leaf.name: msgspec.to_builtins(leaf.value(config))
-        for leaf in fields()
-        if (leaf.name.startswith("plan.") and leaf.name not in _NO_CHOICE)
-        or leaf.name in (*_MORE_FLAGS, *_PROFILED_FLAGS)
+def run_settings(context: RunContext) -> dict[str, Any]:
+    """Return the flags of model, data, training and planning and the devices of a run, by name, as
+    JSON has them."""
+    return flag_settings(context.config) | {
+        _PROCESSES: context.peers.n_processes,
+        _DEVICES: len(context.devices),
+        _KIND: context.devices[0].device_kind,
+        _MEMORY: context.bytes_limit,
+        _FROZEN: ", ".join(sorted(context.trained.frozen)) or "none",
     }
 
 
-def trained_under(config: Config) -> dict[str, str]:
-    """The flags of model, data and training, by dotted name, as text."""
-    leaves = (leaf for leaf in fields() if leaf.name.startswith(("model.", "data.", "train.")))
-    return {leaf.name: _text(leaf.value(config)) for leaf in leaves}
+def flag_settings(config: Config) -> dict[str, Any]:
+    """Return the flags of model, data, training and planning, by dotted name, as JSON has them."""
+    flags = {leaf.name: leaf.value(config) for leaf in fields()}
+    recorded = {n: v for n, v in flags.items() if n.startswith(_RECORDED_FLAGS)}
+    return {n: [*v] if isinstance(v, tuple) else v for n, v in recorded.items()}
 
 
-def changed_flags(meta: Meta, config: Config) -> str:
-    """Name the flags under which a run goes on that differ from those of its checkpoint, with both
-    values; "" for none."""
-    then, now = meta.trained_under, trained_under(config)
-    changed = (name for name in now if name in then and now[name] != then[name])
-    return ", ".join(f"{name} {now[name]} (was {then[name]})" for name in changed)
+def frozen_parts(record: Mapping[str, Any]) -> list[str]:
+    """Return the parts that were frozen in the run of a checkpoint's record.
+
+    Raises:
+      OtherVersion: see `read_state`.
+    """
+    return read_state(record).settings[_FROZEN].split(", ")
 
 
-@dataclass(frozen=True)
-class Continued:
-    """What a run goes on with; None is to be made anew. `says` is for the log, "" is nothing.
-    `recounted`: the run had other numbers of devices or processes."""
-
-    plan: Plan | None
-    profile: Profile | None
-    prices: Prices | None = None
-    says: str = ""
-    recounted: bool = False
+def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that differ, by name: "NOW (was BEFORE)" as text."""
+    return {
+        name: f"{_text(value)} (was {_text(before[name])})"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    }
 
 
-def continued(
-    meta: Meta, now: Mapping[str, Any], plan: Plan | None, profile: Profile | None
-) -> Continued:
-    """What of a checkpoint still serves: its plan and prices where nothing that decides between
-    plans differs now, its profile where nothing differs that it was measured under; numbers of
-    devices and processes may. A plan or a profile that is given goes before the checkpoint's.
+def describe_changed_flags(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Name the flags of model, data and training that differ, with both values; "" for none."""
+    changes = find_changes(before, now)
+    training = [n for n in changes if n.startswith(("model.", "data.", "train."))]
+    return ", ".join(f"{name} {changes[name]}" for name in training)
+
+
+def is_other_device_count(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the numbers of devices or processes differ."""
+    return bool({_PROCESSES, _DEVICES} & find_changes(before, now).keys())
+
+
+def reuse_state(
+    stored: RunState, now: Mapping[str, Any], plan: Plan | None, profile: Profile | None
+) -> tuple[RunState, str]:
+    """Return the plan, profile and prices that a resumed run can use, and a line for the log ("":
+    none).
+
+    The stored plan and prices serve where no setting that decides between plans differs. The stored
+    profile serves where no setting differs that it was measured under; other numbers of devices and
+    processes are allowed. A plan or a profile that is given goes before the stored one.
+
+    Args:
+      now: settings of the resumed run.
+      plan, profile: that are given.
 
     Raises:
       ValueError: other parts train now.
     """
-    then = meta.planned_under
-    changed = [n for n in now if n in then and now[n] != then[n]]
-    if _MEMORY in changed and isclose(then[_MEMORY], now[_MEMORY], rel_tol=_MEMORY_TOLERANCE):
-        changed.remove(_MEMORY)
-    if _FROZEN in changed:
+    before = stored.settings
+    changes = {
+        name: text
+        for name, text in find_changes(before, now).items()
+        if name in _PLAN_SETTINGS or (name.startswith("plan.") and name not in _NO_CHOICE)
+    }
+    if _MEMORY in changes and isclose(before[_MEMORY], now[_MEMORY], rel_tol=_MEMORY_TOLERANCE):
+        del changes[_MEMORY]
+    if _FROZEN in changes:
         raise ValueError(
-            f"the checkpoint was trained with {then[_FROZEN]} frozen, this run with {now[_FROZEN]}:"
-            " it is of another model or choice of frozen parts; give the same train.stage, "
-            "train.freeze and train.lora_rank, or start a new run"
+            f"the checkpoint was trained with {before[_FROZEN]} frozen, this run with "
+            f"{now[_FROZEN]}: it is of another model or choice of frozen parts; give the same "
+            "train.stage, train.freeze and train.lora_rank, or start a new run"
         )
-    other_count = bool(_COUNTS.intersection(changed))
-    if profile is None and not _PROFILED.intersection(changed):
-        profile = meta.profile
-        if DEVICES in changed:
-            profile = for_devices(profile, then[DEVICES], now[DEVICES])
-    if plan is not None:
-        same = plan == meta.plan and not changed
-        prices = meta.prices.prices if same else None
-        return Continued(plan, profile, prices, recounted=other_count)
-    if changed:
-        says = "; ".join(f"{n} was {_text(then[n])}, now {_text(now[n])}" for n in changed)
-        return Continued(None, profile, says=f"{says}: planning anew", recounted=other_count)
-    return Continued(meta.plan, profile, meta.prices.prices)
+    if profile is None and not _PROFILE_SETTINGS & changes.keys():
+        profile = stored.profile
+        if profile and _DEVICES in changes:
+            profile = scale_concurrency(profile, before[_DEVICES], now[_DEVICES])
+    if not changes and plan in (None, stored.plan):
+        return replace(stored, profile=profile), ""
+    message = ""
+    if plan is None:
+        names = "; ".join(f"{name} {text}" for name, text in changes.items())
+        message = f"{names}: planning anew"
+    return replace(stored, plan=plan, profile=profile, prices=None), message
 
 
-def for_devices(profile: Profile, then: int, now: int) -> Profile:
-    """A profile that was measured with `then` devices, for `now` of the same: layers take what they
-    took, and of `now` devices as large a share computes at once."""
+def scale_concurrency(profile: Profile, before: int, now: int) -> Profile:
+    """Return a profile measured with `before` devices for `now` of the same kind: the times of
+    layers stay, and the same share of the devices computes at once."""
     model = profile.model
-    at_once = min(float(now), model.concurrency * now / then)
-    return replace(profile, model=replace(model, concurrency=at_once))
+    concurrency = min(float(now), model.concurrency * now / before)
+    return replace(profile, model=replace(model, concurrency=concurrency))
 
 
 def _text(value: Any) -> str:
-    return (",".join(value) if isinstance(value, tuple) else str(value)) or "empty"
+    return (",".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"
 
 
 @dataclass(frozen=True)
@@ -219,32 +230,27 @@ class Resume:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A checkpoint that some process cannot read, or that is passed over: why it is set aside, and
-    what was met."""
+    """A checkpoint to set aside: some process cannot read it, or an older one was requested.
+
+    Attributes:
+      why: DAMAGED, OTHER_VERSION or PASSED_OVER.
+      error: the message of the error that was raised; "" for PASSED_OVER.
+    """
 
     step: int
     why: str
-    met: str
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint to continue from, open on this process; the newer ones that are `unreadable`."""
-
-    state: Meta
-    reader: CheckpointReader
-    unreadable: tuple[Unreadable, ...] = ()
+    error: str
 
 
 def find_checkpoint(
-    folder: Path,
-    peers: ProcessGroup,
-    unreadable: tuple[Unreadable, ...] = (),
-    at: int | None = None,
-) -> Resumed | None:
-    """Return the newest checkpoint that every process can open, older than those known to be
-    `unreadable`; None if there is none at all. Others are named and left as they are. Where a step
-    `at` is asked for, newer ones are passed over.
+    folder: Path, peers: ProcessGroup, unreadable: list[Unreadable], at: int | None = None
+) -> tuple[RunState, CheckpointReader] | None:
+    """Return the newest checkpoint that every process can open, older than those in `unreadable`;
+    None if there is none at all. Newer ones that cannot be opened are logged, left as they are and
+    added to `unreadable`.
+
+    Args:
+      at: the step to resume from; newer ones are added to `unreadable`.
 
     Raises:
       ValueError: none of those that are there can be read, or there is none of step `at`.
@@ -258,56 +264,63 @@ def find_checkpoint(
     if at is not None:
         if at not in steps:
             raise ValueError(store.describe_missing_step(at, steps))
-        newer = [Unreadable(s, PASSED_OVER, "") for s in steps if s > at]
-        unreadable, steps = (*unreadable, *newer), [s for s in steps if s <= at]
+        unreadable += [Unreadable(s, PASSED_OVER, "") for s in steps if s > at]
+        steps = [s for s in steps if s <= at]
     for step in steps:
-        resumed, trouble = None, None
+        error, opened = None, None
         try:
             reader = store.open(step)
-            resumed = Resumed(read_meta(reader.run_state), reader, unreadable)
+            opened = read_state(reader.run_state), reader
         except CorruptCheckpoint as e:
-            trouble = Unreadable(step, DAMAGED, str(e))
+            error = Unreadable(step, DAMAGED, str(e))
         except OtherVersion as e:
-            trouble = Unreadable(step, OTHER_VERSION, str(e))
-        worst = any_trouble(peers, f"{key}/{step}", trouble)
+            error = Unreadable(step, OTHER_VERSION, str(e))
+        worst = gather_unreadable(peers, f"{key}/{step}", error)
         if worst is None:
-            return resumed
-        unreadable = (*unreadable, worst)
+            return opened
+        unreadable.append(worst)
     if not unreadable:
         return None
     why = OTHER_VERSION if any(u.why == OTHER_VERSION for u in unreadable) else DAMAGED
-    raise ValueError(f"{folder}: {_NONE[why]}")
+    raise ValueError(f"{folder}: {_NONE_READABLE[why]}")
 
 
-def any_trouble(peers: ProcessGroup, key: str, trouble: Unreadable | None) -> Unreadable | None:
-    """The first process's trouble, on every process; process 0 logs it."""
-    worst = next(filter(None, peers.all_gather(key, trouble, Unreadable | None)), None)
+def gather_unreadable(peers: ProcessGroup, key: str, error: Unreadable | None) -> Unreadable | None:
+    """Return the error of the first process that has one, on every process; process 0 logs it."""
+    worst = next(filter(None, peers.all_gather(key, error, Unreadable | None)), None)
     if worst and peers.is_primary:
-        log.warning("checkpoint of step %d %s: %s", worst.step, _WORDS[worst.why], worst.met)
+        log.warning("checkpoint of step %d %s: %s", worst.step, _WARNINGS[worst.why], worst.error)
     return worst
 
 
 def restore(
-    saver: Checkpointer, resumed: Resumed, peers: ProcessGroup, *, reset_optimizer: bool = False
-) -> Resumed:
-    """Load the checkpoint's arrays, or those of an older one where it is damaged; returns the one
-    that was used. Newer ones are set aside: this run writes those steps anew.
+    saver: Checkpointer,
+    checkpoint: tuple[RunState, CheckpointReader],
+    unreadable: list[Unreadable],
+    peers: ProcessGroup,
+    *,
+    reset_optimizer: bool = False,
+) -> RunState:
+    """Load a checkpoint's arrays, or those of an older one where it is damaged, and return the
+    state of the one that was used. Newer ones are set aside: this run saves those steps again.
 
     Raises:
-      ValueError: it is of another model, or none can be read.
+      ValueError: the checkpoint is of another model, or none can be read.
     """
     while True:
-        step = resumed.state.step
+        state, reader = checkpoint
         try:
-            saver.restore(resumed.reader, reset_optimizer=reset_optimizer)
+            saver.restore(reader, reset_optimizer=reset_optimizer)
             break
         except CorruptCheckpoint as e:  # on every process
-            trouble = any_trouble(peers, f"damaged/{step}", Unreadable(step, DAMAGED, str(e)))
-            assert trouble is not None
-            older = find_checkpoint(saver.store.root, peers, (*resumed.unreadable, trouble))
-            assert older is not None, "it raises where none is left"
-            resumed = older
-    for u in resumed.unreadable if peers.is_primary else ():
+            error = Unreadable(state.step, DAMAGED, str(e))
+            worst = gather_unreadable(peers, f"damaged/{state.step}", error)
+            assert worst is not None
+            unreadable.append(worst)
+            older = find_checkpoint(saver.store.root, peers, unreadable)
+            assert older is not None, "find_checkpoint raises where none is left"
+            checkpoint = older
+    for u in unreadable if peers.is_primary else ():
         folder = saver.store.set_aside(u.step, u.why)
         log.warning("checkpoint of step %d stays as %s until a newer one is saved", u.step, folder)
-    return resumed
+    return state

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from dflop_jax.records import Trace
 from dflop_jax.report.metrics import SkippedUpdate, StepMetrics
@@ -157,64 +158,34 @@ class StepLog:
         process_s: Mapping[int, float],
         skipped: SkippedUpdate | None,
     ) -> None:
-        run, layout = self._run, self._run.ex.plan.layout
-        n_devices = run.context.n_devices
+        run = self._run
         assert run.folder is not None
         start_s = result.started_s if self._ended_s is None else self._ended_s
-        step_s = max(result.ended_s - start_s, 0.0)
-        # Of the first step nothing tells when devices began to wait.
+        # When devices began to wait for the first step is not known.
         idle_s = math.inf if self._ended_s is None else max(result.started_s - start_s, 0.0)
         waits_s = waits.idle_by_cause(idle_s)
         run.context.time_log.step(batch.step, waits_s)
         if skipped:
             run.progress.log(f"step {batch.step} changed no parameter: {describe_skip(skipped)}")
-        # The rate goes on with the updates that are made.
-        rate = float(self._rates[batch.step - self.skips.count])
         row = StepMetrics(
-            step=batch.step,
             loss=outcome.done.loss,
             losses=outcome.done.losses,
-            supervised_tokens=batch.counts.supervised_tokens,
-            step_s=step_s,
-            tokens_per_s=batch.counts.used_tokens[layout.modules[-1]] / step_s
-            if step_s > 0
-            else 0.0,
-            learning_rate=rate,
-            learning_rates={g: rate * factor for g, factor in self._factors.items()},
             grad_norm=result.grad_norm,
             busy_fraction=result.trace.busy_fraction(),
-            padding_fraction=batch.padding_fraction,
-            groups=batch.groups_run,
             compiles=outcome.compiles,
-            schedule_s=batch.schedule.elapsed_s,
             schedule_wait_s=waits.schedule_s,
             save_wait_s=waits.save_s,
-            makespan_s=batch.schedule.makespan_s,
-            lower_bound_s=batch.schedule.lower_bound_s,
-            made_by=batch.schedule.made_by,
-            schedule_gap=batch.schedule.gap,
-            integer_bound_s=batch.schedule.integer_bound_s,
-            schedule_work=batch.schedule.work,
-            n_bad=len(batch.counts.bad),
-            phase_s=phase_seconds(
-                layout,
-                result.trace,
-                start_s - result.started_s,
-                step_s,
-                waits_s if math.isfinite(idle_s) else {},
-            ),
-            imbalance=batch.imbalance,
             memory_bytes=memory_bytes,
-            moved_in_node=batch.counts.in_node,
-            moved_across_nodes=batch.counts.across_nodes,
             correction=self._corrector.report if self._corrector else {},
             process_s=slowest_processes(process_s),
             skipped=skipped,
-            **measure_utilisation(batch.counts.flops, step_s, layout, n_devices, self._peak_flops),
+            **self._time_figures(result, batch, start_s, waits_s if math.isfinite(idle_s) else {}),
+            **self._learning_rates(batch.step),
+            **batch_figures(batch),
         )
         user_metrics = run.callbacks.after_step(replace(outcome.done, row=row))
         row = replace(row, own=user_metrics) if user_metrics else row
-        self.step_s.append(step_s)
+        self.step_s.append(row.step_s)
         run.folder.append(row)
         run.progress.update(row)
         self._ended_s = result.ended_s
@@ -223,6 +194,28 @@ class StepLog:
             self._trace_and_batch = (result.trace, batch)
         if not batch.loss.is_supervised:
             self._note_unsupervised(batch.step)
+
+    def _time_figures(
+        self, result: StepResult, batch: PackedBatch, start_s: float, waits_s: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Return the fields of `StepMetrics` that follow from the step's seconds."""
+        layout, n_devices = self._run.ex.plan.layout, self._run.context.n_devices
+        step_s = max(result.ended_s - start_s, 0.0)
+        tokens, trace = batch.counts.used_tokens[layout.modules[-1]], result.trace
+        offset_s = start_s - result.started_s
+        return {
+            "step_s": step_s,
+            "tokens_per_s": tokens / step_s if step_s > 0 else 0.0,
+            "phase_s": phase_seconds(layout, trace, offset_s, step_s, waits_s),
+            **measure_utilisation(batch.counts.flops, step_s, layout, n_devices, self._peak_flops),
+        }
+
+    def _learning_rates(self, step: int) -> dict[str, Any]:
+        """Return the fields of `StepMetrics` with learning rates: the schedule advances only with
+        the updates that are made."""
+        rate = float(self._rates[step - self.skips.count])
+        by_group = {g: rate * factor for g, factor in self._factors.items()}
+        return {"learning_rate": rate, "learning_rates": by_group}
 
     def _note_unsupervised(self, step: int) -> None:
         self.n_unsupervised += 1
@@ -248,3 +241,25 @@ class StepLog:
         if self._trace_and_batch is not None and self._run.folder is not None:
             trace, batch = self._trace_and_batch
             self._run.folder.write_trace([trace], group_labels([batch.schedule]))
+
+
+def batch_figures(batch: PackedBatch) -> dict[str, Any]:
+    """Return the fields of `StepMetrics` that a batch and its schedule have before the step."""
+    schedule, counts = batch.schedule, batch.counts
+    return {
+        "step": batch.step,
+        "supervised_tokens": counts.supervised_tokens,
+        "padding_fraction": batch.padding_fraction,
+        "groups": batch.groups_run,
+        "schedule_s": schedule.elapsed_s,
+        "makespan_s": schedule.makespan_s,
+        "lower_bound_s": schedule.lower_bound_s,
+        "made_by": schedule.made_by,
+        "schedule_gap": schedule.gap,
+        "integer_bound_s": schedule.integer_bound_s,
+        "schedule_work": schedule.work,
+        "n_bad": len(counts.bad),
+        "imbalance": batch.imbalance,
+        "moved_in_node": counts.in_node,
+        "moved_across_nodes": counts.across_nodes,
+    }

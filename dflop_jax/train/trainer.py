@@ -30,8 +30,8 @@ from dflop_jax.records import Plan, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import (
     CHECKPOINTS,
-    CORRECTIONS,
     HUNG,
+    CORRECTIONS,
     SUMMARY,
     FolderInUse,
     RunFolder,
@@ -40,6 +40,7 @@ from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.report.wall_time import EVENTS, REDECISION, SAVE, START
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
 from dflop_jax.train.choose_plan import (
     PlannedRun,
@@ -55,6 +56,7 @@ from dflop_jax.train.initial_params import make_initializer, warn_unexportable_a
 from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.plan_trials import (
     REPEATS,
+    TimedPlan,
     compile_and_time,
     make_executor,
     translate_memory_errors,
@@ -62,7 +64,14 @@ from dflop_jax.train.plan_trials import (
 from dflop_jax.train.planning import check_held_out, check_trainable
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
-from dflop_jax.train.resume import Resume, Resumed, changed_flags, find_checkpoint, restore
+from dflop_jax.train.resume import (
+    Resume,
+    RunState,
+    Unreadable,
+    describe_changed_flags,
+    find_checkpoint,
+    restore,
+)
 from dflop_jax.train.run_context import RunContext, make_run_context, with_step_count
 from dflop_jax.train.run_dir import belongs_to_launch
 
@@ -130,6 +139,7 @@ class Trainer:
                 self._held_out = self.context.source("eval")
                 check_held_out(config, self._held_out)
             self.profile = profile
+            self._checkpoints = Path(config.run_dir) / CHECKPOINTS
             self._given_executor = make_executor(self.context, plan) if plan else None
 
     @contextmanager
@@ -172,120 +182,157 @@ class Trainer:
 
     def _fit_plan(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
         """Train under one plan, to the last step or until another plan pays."""
-        config, peers, time_log = self.config, self.peers, self.context.time_log
+        config, peers = self.config, self.peers
         peers.begin_run()
         check_same_config(config, peers)
-        checkpoints = Path(config.run_dir) / CHECKPOINTS
         if is_restarted_run(config.run_dir, peers):
             self._existing = "resume"
-        asked, self._resume = self._resume, Resume()
-        given, self._given_executor = self._given_executor, None
-        resumed = None
+        resume, self._resume = self._resume, Resume()
+        given_executor, self._given_executor = self._given_executor, None
+        checkpoint, unreadable = None, list[Unreadable]()
         if self._existing == "resume":
-            resumed = find_checkpoint(checkpoints, peers, at=asked.at)
+            checkpoint = find_checkpoint(self._checkpoints, peers, unreadable, at=resume.at)
+        stored = checkpoint[0] if checkpoint else None
         # Before anything is written: the folder may be of a run on other data.
-        loader, start = make_loader(config, self.source), 0
-        if resumed:
-            start = loader.restore(resumed.state.loader, config.data.changed)
-        folder = None
-        if peers.is_primary:
-            folder = stack.enter_context(open_run_folder(config.run_dir, self._existing))
-            stack.callback(time_log.finish_writing)
-            for _ in read_samples(folder.rows[CORRECTIONS]):
-                pass  # a broken line is refused
-            if not resumed:
-                time_log.write_to(folder.rows[EVENTS])
-        steps, every, quiet = config.train.steps, config.train.log_every, not peers.is_primary
-        progress = stack.enter_context(Progress(steps, start, log_interval=every, quiet=quiet))
-        begun_s = time.perf_counter()
-        meta = resumed.state if resumed else None
-        chosen = choose_plan(
-            self.context, self.source, meta, given, self.profile, progress, self._report_data
+        loader, first_step = make_loader(config, self.source), 0
+        if stored:
+            first_step = loader.restore(stored.loader, config.data.changed)
+        folder = self._open_folder(stack, is_resumed=stored is not None)
+        every, quiet = config.train.log_every, not peers.is_primary
+        progress = Progress(config.train.steps, first_step, log_interval=every, quiet=quiet)
+        stack.enter_context(progress)
+        start_s = time.perf_counter()
+        context, source = self.context, self.source
+        ex, state, timed = choose_plan(
+            context, source, stored, given_executor, self.profile, progress, self._report_data
         )
-        ex, self.profile = chosen.executor, chosen.profile
+        self.profile = state.profile
         stack.callback(ex.close)
-        saves, waiting = config.checkpoint, partial(self.context.sections.within, SAVE)
-        saver = Checkpointer(
-            checkpoints, ex, peers, keep=saves.keep, keep_every=saves.keep_every, waiting=waiting
-        )
-        placing_s = time.perf_counter()
+        saver = self._make_saver(ex)
         with translate_memory_errors(peers, ex.plan, "placing its parameters"):
-            if resumed:
-                ex.init_for_restore()
-                reset = asked.reset_optimizer
-                resumed = restore(saver, resumed, peers, reset_optimizer=reset)
-            else:
+            if checkpoint is None:
                 ex.init(config.train.seed, self._initializer)
-        first_step = resumed.state.step if resumed else 0
-        if first_step < start:
-            progress.restart(first_step)
-        if resumed:
-            says = f"resumed after step {first_step} of {config.train.steps}"
-            progress.log(f"{says}, read in {time.perf_counter() - placing_s:.1f} s")
-            if changed := changed_flags(resumed.state, config):
-                progress.log(f"resumed with {changed}")
+            else:
+                ex.init_for_restore()
+                read_s = time.perf_counter()
+                reset = resume.reset_optimizer
+                stored = restore(saver, checkpoint, unreadable, peers, reset_optimizer=reset)
+                state = self._continue_from(stored, state, progress, read_s)
+        if state.step < first_step:  # an older checkpoint was used
+            progress.restart(state.step)
         if folder:  # only now it is clear that the folder is of this run
-            self._start_writing(folder, resumed, chosen.profile)
-        # The plan's figures are in the folder then, and nothing else asks for times.
-        as_it_was = resumed is not None and resumed.state.plan == ex.plan
-        untimed = peers.broadcast("untimed", as_it_was, bool)
-        timed = chosen.timed
-        if timed is None:
-            compiling_s = time.perf_counter()
-            timed = compile_and_time(self.context, ex, repeats=0 if untimed else REPEATS)
-            took_s = time.perf_counter() - compiling_s
-            found = f", {timed.n_found} of them from the cache" * bool(timed.n_found)
-            progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s{found}")
-        if folder:
-            plan = ex.plan
-            if not untimed:
-                plan = predict_plan(self.context, chosen.profile, chosen.prices, timed)
-            if not (as_it_was and (folder.path / PLAN_FILE).exists()):
-                folder.write_plan(plan)
-            progress.log(describe_remaining_time(plan, config.train.steps - first_step))
+            self._start_writing(folder, state, is_resumed=stored is not None)
+        is_same_plan = stored is not None and stored.plan == ex.plan
+        self._compile(ex, state, timed, folder, progress, is_same_plan)
         if self._dry:
             peers.barrier("dry")
-            return FitResult(Path(config.run_dir), (), None, 0, first_step, False), None
-        start_s = time.perf_counter() - begun_s
-        loop = TrainLoop(
-            PlannedRun(
-                self.context,
-                self.source,
-                self._held_out,
-                chosen.profile,
-                ex,
-                chosen.prices,
-                saver,
-                folder,
-                progress,
-                start_s,
-                self._ends_s,
-                self._callbacks,
-            )
+            return FitResult(Path(config.run_dir), (), None, 0, state.step, False), None
+        run = PlannedRun(
+            context=context,
+            source=source,
+            held_out=self._held_out,
+            state=state,
+            ex=ex,
+            saver=saver,
+            folder=folder,
+            progress=progress,
+            start_s=time.perf_counter() - start_s,
+            ends_s=self._ends_s,
+            callbacks=self._callbacks,
         )
-        result = loop.run(stack, resumed)
+        loop = TrainLoop(run)
+        result = loop.run(stack)
         if folder and result.losses:
             with tolerate_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)
         peers.barrier("done")
         return result, loop.next_plan
 
+    def _open_folder(self, stack: ExitStack, *, is_resumed: bool) -> RunFolder | None:
+        """Open the run folder on process 0; nothing in it changes yet."""
+        if not self.peers.is_primary:
+            return None
+        folder = stack.enter_context(open_run_folder(self.config.run_dir, self._existing))
+        stack.callback(self.context.time_log.finish_writing)
+        for _ in read_samples(folder.rows[CORRECTIONS]):
+            pass  # a broken line is refused
+        if not is_resumed:
+            self.context.time_log.write_to(folder.rows[EVENTS])
+        return folder
+
+    def _make_saver(self, ex: Executor) -> Checkpointer:
+        config = self.config.checkpoint
+        return Checkpointer(
+            self._checkpoints,
+            ex,
+            self.peers,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            waiting=partial(self.context.sections.within, SAVE),
+        )
+
+    def _continue_from(
+        self, stored: RunState, chosen: RunState, progress: Progress, start_s: float
+    ) -> RunState:
+        """Return the state of a restored checkpoint with the plan, profile, prices and settings
+        that were chosen, and report it; `start_s` is when reading began."""
+        steps, read_s = self.config.train.steps, time.perf_counter() - start_s
+        progress.log(f"resumed after step {stored.step} of {steps}, read in {read_s:.1f} s")
+        if changed := describe_changed_flags(stored.settings, chosen.settings):
+            progress.log(f"resumed with {changed}")
+        return replace(
+            stored,
+            plan=chosen.plan,
+            profile=chosen.profile,
+            prices=chosen.prices,
+            settings=chosen.settings,
+        )
+
+    def _compile(
+        self,
+        ex: Executor,
+        state: RunState,
+        timed: TimedPlan | None,
+        folder: RunFolder | None,
+        progress: Progress,
+        is_same_plan: bool,
+    ) -> None:
+        """Compile the programs where the plan's choice did not, time them where the folder has no
+        figures of the plan yet, and write and report these figures."""
+        is_untimed = self.peers.broadcast("untimed", is_same_plan, bool)
+        if timed is None:
+            start_s = time.perf_counter()
+            timed = compile_and_time(self.context, ex, repeats=0 if is_untimed else REPEATS)
+            compile_s = time.perf_counter() - start_s
+            cached = f", {timed.n_found} of them from the cache" * bool(timed.n_found)
+            progress.log(f"compiled {timed.n_programs} programs in {compile_s:.1f} s{cached}")
+        if folder:
+            plan = ex.plan
+            if not is_untimed:
+                assert state.profile
+                assert state.prices
+                plan = predict_plan(self.context, state.profile, state.prices.prices, timed)
+            if not (is_same_plan and (folder.path / PLAN_FILE).exists()):
+                folder.write_plan(plan)
+            progress.log(describe_remaining_time(plan, self.config.train.steps - state.step))
+
     def _report_data(self) -> None:
         self._on_line(describe_data(self.source, self.config.train, self._requested_batch), True)
         self._on_line = lambda line, ready: None  # once, also where plans change
 
-    def _start_writing(self, folder: RunFolder, resumed: Resumed | None, profile: Profile) -> None:
-        """Begin to write to a folder, after the step that it is resumed from."""
-        config, first_step = self.config, resumed.state.step if resumed else 0
+    def _start_writing(self, folder: RunFolder, state: RunState, *, is_resumed: bool) -> None:
+        """Begin to write to a folder, after the step that the run goes on from."""
+        config, time_log = self.config, self.context.time_log
+        assert state.profile
         if self._existing == "resume":
-            folder.restart(first_step)
-        if resumed:
-            self.context.time_log.write_to(folder.rows[EVENTS])
-        self.context.time_log.resumed(first_step)
-        folder.trackers = open_trackers(config, folder.path, first_step)
+            folder.restart(state.step)
+        if is_resumed:
+            time_log.write_to(folder.rows[EVENTS])
+        time_log.resumed(state.step)
+        folder.trackers = open_trackers(config, folder.path, state.step)
         folder.tracking_interval = config.train.log_every or 1
         folder.write_config(config)
-        folder.write_profile(profile)
+        folder.write_profile(state.profile)
 
 
 def watch_for_hangs(context: RunContext) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import choose_plan, profiling
-from dflop_jax.train.resume import for_devices
+from dflop_jax.train.resume import scale_concurrency
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import load as load_of
@@ -89,7 +89,7 @@ def test_a_profile_of_some_devices_is_that_of_others():
     profile = nano_profile()
     shared = dataclasses.replace(profile, model=dataclasses.replace(profile.model, concurrency=3.0))
     for then, now, at_once in ((4, 3, 2.25), (4, 4, 3.0), (4, 8, 6.0), (3, 1, 1.0), (3, 9, 9.0)):
-        got = for_devices(shared, then, now)
+        got = scale_concurrency(shared, then, now)
         assert got.model.concurrency == at_once
         assert dataclasses.replace(got.model, concurrency=3.0) == shared.model
-    assert for_devices(for_devices(shared, 4, 1), 1, 4) == shared
+    assert scale_concurrency(scale_concurrency(shared, 4, 1), 1, 4) == shared

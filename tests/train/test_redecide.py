@@ -125,8 +125,8 @@ def alive(monkeypatch):
     seen: list[list[str]] = []
     run, make = TrainLoop.run, trainer_module.make_executor
 
-    def run_and_note(self, stack, resumed):
-        result = run(self, stack, resumed)
+    def run_and_note(self, stack):
+        result = run(self, stack)
         state = self.ex.state
         arrays = jax.tree.leaves((state.params, state.masters, state.opt_state, state.grads))
         last[:] = map(weakref.ref, (self.ex, state, *arrays))

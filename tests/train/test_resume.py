@@ -388,7 +388,7 @@ def test_what_a_run_says_that_has_no_step_left(whole):
 def test_overwriting_removes_the_old_checkpoints(whole, monkeypatch):
     folder = copy_of(whole)
 
-    def nothing(self, stack, resumed):
+    def nothing(self, stack):
         assert resumed is None
         raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import FAILED, RunFailed, exit_code_of
 from dflop_jax.train.loop import TrainLoop
-from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
+from dflop_jax.train.resume import Unreadable, find_checkpoint, gather_unreadable
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
@@ -61,8 +61,9 @@ def test_a_damaged_checkpoint_is_passed_over(whole, caplog, what):
         "00000009", "00000012",
     ]  # fmt: skip
     caplog.clear()
-    known = (Unreadable(10, "damaged", ""),)
-    assert find_checkpoint(folder / "checkpoints", ProcessGroup(), known).state.step == 9
+    known = [Unreadable(10, "damaged", "")]
+    state, _ = find_checkpoint(folder / "checkpoints", ProcessGroup(), known)
+    assert state.step == 9
     assert warnings_of(caplog) == []
 
 
@@ -72,7 +73,7 @@ class Stopped(BaseException):
 
 @pytest.fixture
 def stops_before_its_steps(monkeypatch):
-    def run(self, stack, resumed):
+    def run(self, stack):
         raise Stopped
 
     monkeypatch.setattr(TrainLoop, "run", run)
@@ -178,32 +179,31 @@ def test_the_end_is_saved_by_who_saves_by_time(whole):
 
 
 def test_finding_checkpoints(whole, caplog):
-    peers = ProcessGroup()
-    assert find_checkpoint(Path("nowhere"), peers) is None
-    checkpoints = shutil.copytree(whole / "checkpoints", "checkpoints")
-    found = find_checkpoint(Path(checkpoints), peers)
-    assert (found.state.step, found.state.loader["step"], found.reader.step) == (12, 12, 12)
-    assert found.state.plan == PLAN
-    assert found.state.profile == nano_profile()
-    assert found.state.planned_under["processes"] == 1
+    peers, checkpoints = ProcessGroup(), Path("checkpoints")
+    assert find_checkpoint(Path("nowhere"), peers, []) is None
+    shutil.copytree(whole / "checkpoints", checkpoints)
+    state, reader = find_checkpoint(checkpoints, peers, [])
+    assert (state.step, state.loader["step"], reader.step) == (12, 12, 12)
+    assert (state.plan, state.profile) == (PLAN, nano_profile())
+    assert state.settings["processes"] == 1
     for below, step in {12: 9, 9: 6, 4: 3}.items():
-        known = (Unreadable(20, "damaged", ""), Unreadable(below, "damaged", ""))
-        older = find_checkpoint(Path(checkpoints), peers, known)
-        assert (older.state.step, older.unreadable) == (step, known)
+        known = [Unreadable(20, "damaged", ""), Unreadable(below, "damaged", "")]
+        state, _ = find_checkpoint(checkpoints, peers, known)
+        assert (state.step, len(known)) == (step, 2)
     with pytest.raises(ValueError, match="no checkpoint is whole"):
-        find_checkpoint(Path(checkpoints), peers, (Unreadable(3, "damaged", ""),))
+        find_checkpoint(checkpoints, peers, [Unreadable(3, "damaged", "")])
     assert warnings_of(caplog) == []
     # An unfinished save is no checkpoint.
-    (Path(checkpoints) / "00000012/COMMITTED").unlink()
-    assert find_checkpoint(Path(checkpoints), peers).state.step == 9
+    (checkpoints / "00000012/COMMITTED").unlink()
+    assert find_checkpoint(checkpoints, peers, [])[0].step == 9
 
 
-def test_meta_of_another_program_is_not_damage(caplog):
+def test_a_state_of_another_program_is_not_damage(caplog):
     store = CheckpointStore(Path("checkpoints"))
     store.prepare(1)
     store.commit(1, {}, [store.write(1, {}, [], 0)], {"step": 1})
     with pytest.raises(ValueError, match="resume by the one that wrote them"):
-        find_checkpoint(Path("checkpoints"), ProcessGroup())
+        find_checkpoint(Path("checkpoints"), ProcessGroup(), [])
     assert "checkpoint of step 1 is of another version" in warnings_of(caplog)[0]
 
 
@@ -214,15 +214,15 @@ def test_a_format_of_another_version_is_not_damage(caplog, monkeypatch):
         patch.setattr("dflop_jax.checkpoint.store.Manifest", partial(Manifest, version=9))
         store.commit(1, {}, [store.write(1, {}, [], 0)], {"step": 1})
     with pytest.raises(ValueError, match="resume by the one that wrote them"):
-        find_checkpoint(Path("checkpoints"), ProcessGroup())
+        find_checkpoint(Path("checkpoints"), ProcessGroup(), [])
     assert "format version 9; this program reads 3" in warnings_of(caplog)[0]
 
 
-def test_trouble_is_logged_once(caplog):
-    assert any_trouble(ProcessGroup(), "k", None) is None
+def test_an_unreadable_checkpoint_is_logged_once(caplog):
+    assert gather_unreadable(ProcessGroup(), "k", None) is None
     assert warnings_of(caplog) == []
     trouble = Unreadable(3, "damaged", "a 100% broken disk")
-    assert any_trouble(ProcessGroup(), "k", trouble) == trouble
+    assert gather_unreadable(ProcessGroup(), "k", trouble) == trouble
     assert warnings_of(caplog) == [
         "checkpoint of step 3 is damaged, using an older one: a 100% broken disk"
     ]

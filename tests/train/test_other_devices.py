@@ -47,18 +47,19 @@ def killed(whole, monkeypatch):
         (profiling, "time_layers"),
         (profiling, "profile_data"),
         (choose_plan, "make_profile"),
-        (profiling, "together"),
+        (profiling, "measure_concurrent_rate"),
     ):
         monkeypatch.setattr(module, name, never)
-    known = choose_plan.continued
+    reuse_state = choose_plan.reuse_state
 
     def with_tail(*args):
         """The made-up profile lacks the longest samples, which no plan would then have room for."""
-        got = known(*args)
-        data = dataclasses.replace(got.profile.data, tail=(load_of(8, 160),))
-        return dataclasses.replace(got, profile=dataclasses.replace(got.profile, data=data))
+        state, message = reuse_state(*args)
+        data = dataclasses.replace(state.profile.data, tail=(load_of(8, 160),))
+        profile = dataclasses.replace(state.profile, data=data)
+        return dataclasses.replace(state, profile=profile), message
 
-    monkeypatch.setattr(choose_plan, "continued", with_tail)
+    monkeypatch.setattr(choose_plan, "reuse_state", with_tail)
     return as_killed(whole, saved=9, rows=11)
 
 
@@ -77,7 +78,7 @@ def assert_trained_alike(folder, undisturbed):
 def test_fewer_devices_plan_anew_and_profile_nothing(killed, whole, capsys):
     fit_on_two(killed)
     said = " ".join(capsys.readouterr().err.split())
-    assert "devices was 8, now 2" in said
+    assert "devices 2 (was 8)" in said
     assert "planning anew" in said
     assert "profiling" not in said
     plan = load(Plan, killed / "plan.json")

@@ -30,8 +30,8 @@ from dflop_jax.records import Plan, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import (
     CHECKPOINTS,
-    HUNG,
     CORRECTIONS,
+    HUNG,
     SUMMARY,
     FolderInUse,
     RunFolder,

@@ -72,7 +72,7 @@ class Counted:
                 weights, tokens = arrays.fields["weights"], arrays.fields["tokens"]
                 sums["llm.loss_sum"] += float((weights * np.sqrt(1.0 + tokens)).sum())
                 sums["llm.correct"] += float((weights * (tokens % 3 == 0)).sum())
-        return SimpleNamespace(local=lambda: SimpleNamespace(sums=sums))
+        return SimpleNamespace(local_result=lambda: SimpleNamespace(sums=sums))
 
 
 def held_out_of(config, source, packer) -> Evaluator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from math import prod
 from typing import Any
@@ -29,22 +30,25 @@ def param_structs(s: Segment) -> Params:
     return {**structs, **layer_structs}
 
 
+def stored_structs(s: Segment, zero_specs: Params, float32: Collection[str] = ()) -> Params:
+    """Structs of the parts in `zero_specs` as data ranks store them: parts named in `float32` in
+    that dtype, others in the working dtype."""
+
+    def stored(part: str, a: jax.ShapeDtypeStruct, spec: ZeroSpec) -> jax.ShapeDtypeStruct:
+        dtype = jnp.float32 if part in float32 else a.dtype
+        sharding = s.sharding(*spec.spec)
+        return jax.ShapeDtypeStruct(spec.stored_shape(a.shape), dtype, sharding=sharding)
+
+    structs = param_structs(s)
+    return {
+        part: jax.tree.map(partial(stored, part), structs[part], specs)
+        for part, specs in zero_specs.items()
+    }
+
+
 def program_structs(s: Segment) -> Params:
-    """`param_structs` with their shardings: what programs read."""
-    return jax.tree.map(
-        lambda a, zero_spec: sharded_struct(s, zero_spec, a.shape, a.dtype),
-        param_structs(s),
-        param_zero_specs(s),
-    )
-
-
-def sharded_struct(
-    s: Segment, zero_spec: ZeroSpec, shape: tuple[int, ...], dtype: Any
-) -> jax.ShapeDtypeStruct:
-    """The stored struct of an array of this shape."""
-    return jax.ShapeDtypeStruct(
-        zero_spec.stored_shape(shape), dtype, sharding=s.sharding(*zero_spec.spec)
-    )
+    """Structs of the parameters that programs read."""
+    return stored_structs(s, param_zero_specs(s))
 
 
 def owned_param_structs(s: Segment) -> Params:
@@ -53,38 +57,22 @@ def owned_param_structs(s: Segment) -> Params:
     return {part: structs[part] for part in s.owned_parts}
 
 
-def has_masters(s: Segment) -> bool:
-    """Whether the optimizer keeps float32 masters beside the parameters that programs read."""
-    return working_dtype_of(s.module) != jnp.float32
+def master_parts(s: Segment) -> frozenset[str]:
+    """Parts of which the optimizer keeps float32 masters beside the parameters that programs
+    read."""
+    return frozenset() if working_dtype_of(s.module) == jnp.float32 else s.trainable
 
 
 def initial_structs(s: Segment) -> Params:
     """Structs of the owned parts as they are drawn, read and saved: sharded masters of trained
     parts, if there are any; other parts as programs read them."""
-    structs, zero_specs = param_structs(s), initial_zero_specs(s)
-    return {
-        part: jax.tree.map(
-            lambda a, zero_spec, p=part: sharded_struct(
-                s, zero_spec, a.shape, jnp.float32 if _is_master(s, p) else a.dtype
-            ),
-            structs[part],
-            zero_specs[part],
-        )
-        for part in s.owned_parts
-    }
+    return stored_structs(s, initial_zero_specs(s), float32=master_parts(s))
 
 
 def initial_zero_specs(s: Segment) -> Params:
     """The `ZeroSpec` of each leaf of `initial_structs`."""
-    state_specs_by_part, param_specs_by_part = state_zero_specs(s), param_zero_specs(s)
-    return {
-        p: state_specs_by_part[p] if _is_master(s, p) else param_specs_by_part[p]
-        for p in s.owned_parts
-    }
-
-
-def _is_master(s: Segment, part: str) -> bool:
-    return has_masters(s) and part in s.trainable
+    masters, of_state, of_params = master_parts(s), state_zero_specs(s), param_zero_specs(s)
+    return {p: (of_state if p in masters else of_params)[p] for p in s.owned_parts}
 
 
 def param_specs(s: Segment) -> Params:

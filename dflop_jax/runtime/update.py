@@ -26,12 +26,11 @@ from dflop_jax.runtime import shards
 from dflop_jax.runtime.communicator import is_local, remote_array
 from dflop_jax.runtime.parameter_layout import (
     grad_structs,
-    has_masters,
     initial_structs,
-    param_structs,
+    master_parts,
     program_structs,
-    sharded_struct,
     state_zero_specs,
+    stored_structs,
 )
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.zero_sharding import ZeroSpec
@@ -116,15 +115,11 @@ class SegmentUpdate:
         self.adds_shared = adds_shared
         trained = [p for p in segment.read_parts if p in segment.trainable]
         self.shared = tuple(p for p in trained if p not in segment.owned_parts)
-        zero_specs, shapes = state_zero_specs(segment), param_structs(segment)
+        zero_specs = state_zero_specs(segment)
         self._zero_specs = {p: zero_specs[p] for p in trained}
-        self.shard_structs = jax.tree.map(
-            lambda spec, a: sharded_struct(segment, spec, a.shape, jnp.float32),
-            self._zero_specs,
-            {p: shapes[p] for p in trained},
-        )
+        self.shard_structs = stored_structs(segment, self._zero_specs, float32=trained)
         self._params = self._owned_trained(program_structs(segment))
-        masters = initial_structs(segment) if has_masters(segment) else {}
+        masters = initial_structs(segment) if master_parts(segment) else {}
         self.master_structs = self._owned_trained(masters)
         self._has_ema = isinstance(tx, EmaOptimizer)
         inner = tx.inner if isinstance(tx, EmaOptimizer) else tx

@@ -100,11 +100,10 @@ def make_source(
 
 @dataclass(frozen=True)
 class RecordDataset:
-    """The records of `config.path` as a model takes them, here or (sent as JSON) in another
-    process.
+    """The dataset of `config.path` as a model takes it; it may be sent to another process as JSON.
 
     Attributes:
-      resolved: what `transformers` made of the tokenizer's folder, where another process asked it.
+      resolved: the tokenizer's folder as `transformers` resolved it in another process.
 
     Raises:
       ValueError: on use, where there is no such data or tokenizer.
@@ -126,7 +125,7 @@ class RecordDataset:
 
     @cached_property
     def readers(self) -> dict[str, RecordReader]:
-        """Those of each dataset, by name."""
+        """The readers of all datasets, by key."""
         return open_readers(_load_mixture(self.config), self.spec.kinds)
 
     @cached_property
@@ -189,7 +188,7 @@ class RecordDataset:
 
 
 def open_source(arguments: Mapping[str, Any]) -> Source:
-    """Make the source that `make_source` made in another process."""
+    """Return the source that `make_source` made in another process."""
     return msgspec.convert(arguments, RecordDataset).source(in_processes=True, check_media=False)
 
 
@@ -205,8 +204,8 @@ def open_tokenizer(
     kinds: Kinds = BUILT_IN,
     resolved: FolderTokenizer | None = None,
 ) -> Tokenizer | ChatTokenizer:
-    """Return that of a model's folder with its chat template, a tokenizer.json, or bytes (an empty
-    path or "bytes").
+    """Return the tokenizer of a model's folder with its chat template, of a tokenizer.json, or of
+    bytes (an empty path or "bytes").
 
     Raises:
       ValueError: it cannot be read, or does not fit an embedding of `vocab_size` rows.
@@ -223,8 +222,8 @@ def open_tokenizer(
 
 
 def check_paths(config: DataConfig) -> None:
-    """ValueError for data, folders of media or a tokenizer that are not there; nothing of them is
-    read but a mixture."""
+    """Raise ValueError for data, media folders or a tokenizer that do not exist; only a mixture is
+    read."""
     if config.factory or not config.path:
         return
     for entry in _load_mixture(config):
@@ -238,8 +237,8 @@ def check_paths(config: DataConfig) -> None:
 
 
 def hub_datasets(config: DataConfig) -> list[tuple[str, HfUri]]:
-    """The paths of the data that name a dataset on the hub. A path in a folder that is here, or
-    with the ending of a file, is taken for a mistake of a path."""
+    """Return (path, uri) of the datasets that the configuration names on the hub. A path in an
+    existing folder, or with the ending of a file, is treated as a mistyped path."""
     if config.factory or not config.path:
         return []
     paths = [entry.path for entry in _load_mixture(config)]
@@ -257,7 +256,7 @@ def hub_datasets(config: DataConfig) -> list[tuple[str, HfUri]]:
 
 
 def _load_mixture(config: DataConfig) -> Mixture:
-    """The mixture that `config.path` names: of a YAML file, or a dataset alone."""
+    """Return the mixture of `config.path`: of a YAML file, or one dataset alone."""
     for root in config.root:
         if not Path(root).is_dir():
             raise ValueError(f"data.root={root}: no such folder; give the one that media lie below")
@@ -272,7 +271,7 @@ def _load_mixture(config: DataConfig) -> Mixture:
 
 
 def _tokenizer_digest(tokenizer: str) -> str:
-    """What names the tokens of a tokenizer.json, or of bytes."""
+    """Return what identifies the tokens of a tokenizer.json, or of bytes."""
     if tokenizer in ("", BYTE_TOKENIZER):
         return BYTE_TOKENIZER
     return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]

@@ -23,7 +23,7 @@ logger = logging.getLogger("dflop_jax.data")
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be decoded: why, in one line that names it; `files` as of a
+    """A sample that cannot be decoded: the reason in one line that names it; `files` as in an
     `IndexRow`."""
 
     reason: str
@@ -34,7 +34,7 @@ DecodeResult = Sample | BadSample
 
 
 def try_sample(source: Source, index: int) -> DecodeResult:
-    """Return the sample, or why there is none."""
+    """Return the sample, or the reason why it cannot be decoded."""
     try:
         return source.sample(index)
     except ValueError as e:
@@ -42,7 +42,7 @@ def try_sample(source: Source, index: int) -> DecodeResult:
 
 
 def check_load(source: Source, index: int, decoded: DecodeResult) -> DecodeResult:
-    """Return what was decoded, if it is as large as its load says."""
+    """Return the decoded sample, or a `BadSample` where it differs from its load."""
     expected_load = source.load(index)
     if isinstance(decoded, BadSample) or decoded.load == expected_load:
         return decoded
@@ -51,24 +51,24 @@ def check_load(source: Source, index: int, decoded: DecodeResult) -> DecodeResul
 
 
 def decode(source: Source, index: int) -> DecodeResult:
-    """Return the sample as large as its load says, or why there is none."""
+    """Decode a sample and check it against its load; return it or the reason why there is none."""
     return check_load(source, index, try_sample(source, index))
 
 
 class ThreadDecoder:
-    """Decodes samples of one source in the background, in `workers` threads: the libraries that
-    read media let go of Python's lock."""
+    """Decodes samples of one source in `workers` background threads; the libraries that read media
+    release the GIL."""
 
     def __init__(self, source: Source, workers: int) -> None:
         self._source = source
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
     def submit(self, index: int) -> Future[DecodeResult]:
-        """Begin to decode a sample; errors of the program itself are raised by the future."""
+        """Start to decode a sample; the future raises errors of the program itself."""
         return self._pool.submit(self._decode, index)
 
     def close(self) -> None:
-        """Give up what has not begun and wait for the rest."""
+        """Cancel what has not started and wait for the rest."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _decode(self, index: int) -> DecodeResult:
@@ -76,10 +76,10 @@ class ThreadDecoder:
 
 
 class Replacements:
-    """Counts, names and replaces the samples of a source that cannot be decoded.
+    """Counts, logs and replaces the samples of a source that cannot be decoded.
 
-    A bad sample gives way to the next one in the source's order that is no larger, piece by piece,
-    and can be decoded, else to an empty one: the same for every process and every run.
+    A bad sample is replaced by the next sample in the source's order that is no larger, piece by
+    piece, and can be decoded, else by an empty one: the same in every process and every run.
     """
 
     def __init__(self, source: Source, max_bad_fraction: float, global_batch: int) -> None:
@@ -91,20 +91,21 @@ class Replacements:
         ] = {}  # of all processes: the step whose batch each was tried for
 
     def __len__(self) -> int:
-        """Distinct samples found undecodable so far, by any process."""
+        """Return the number of distinct bad samples so far, in all processes."""
         return len(self._step_of_bad)
 
     def __contains__(self, index: int) -> bool:
-        """Whether a sample is known to be bad, so that it need not be tried again."""
+        """Return whether this process has found the sample bad, so that it need not be tried
+        again."""
         return index % len(self._source) in self._tried
 
     def bad_samples(self, steps: range) -> list[int]:
-        """Return the samples found undecodable for the batches of some steps."""
+        """Return the samples found bad for the batches of some steps."""
         return [index for index, step in [*self._step_of_bad.items()] if step in steps]
 
     def add_bad(self, step: int, indices: Iterable[int]) -> None:
-        """Count samples that other processes, or this run before, found for the batch of a step;
-        they are tried again here."""
+        """Count bad samples that other processes, or this run before a resume, found for the batch
+        of a step; this process still tries them."""
         for index in indices:
             self._step_of_bad.setdefault(index, step)
 
@@ -115,15 +116,14 @@ class Replacements:
         decoded: DecodeResult | None,
         decode_again: Callable[[int], DecodeResult],
     ) -> Sample:
-        """Return what was decoded of a sample of a step's batch, or what replaces it, decoded by
-        `decode_again`.
+        """Return a sample of a step's batch, or its replacement, which `decode_again` decodes.
 
         Args:
-          decoded: None of a sample that is known to be bad.
+          decoded: the decoded sample; None: it is known to be bad.
 
         Raises:
-          ValueError: more than the share `max_bad_fraction` of the samples that the run has drawn
-            by then are bad.
+          ValueError: bad samples exceed the share `max_bad_fraction` of the samples drawn until
+            this step.
         """
         if decoded is not None and (sample := self._count_bad(step, index, decoded)) is not None:
             return sample

@@ -53,7 +53,7 @@ class PieceNumbers:
         )
 
     def sample_of(self, piece: np.ndarray) -> np.ndarray:
-        """The place in the batch of the sample that each of some pieces is of."""
+        """Return the index in the batch of the sample that each piece belongs to."""
         return np.searchsorted(self.first, piece, side="right") - 1
 
 
@@ -86,8 +86,12 @@ def decoded_pieces(
     *,
     one_per_row: bool,
 ) -> list[DecodedPiece]:
-    """Return the pieces on the given ranks whose samples are here; a piece that a replaced sample
-    lacks is left out. `alone`: the module takes one piece a row."""
+    """Return the pieces on the given ranks whose samples are in this process; pieces that a smaller
+    replacement lacks are left out.
+
+    Args:
+      one_per_row: the module takes one piece a row.
+    """
     if not ranks:
         return []
     packed, module = group.pieces, group.module
@@ -171,7 +175,8 @@ def _write_gathers(
     pair: tuple[str, str],
     offsets: _FeatureOffsets,
 ) -> None:
-    """Write where the features of a pair of modules stand that some pieces of a group read."""
+    """Write, for the tokens of some pieces of a group, which features of a source module they
+    read."""
     sample_gathers = [p.sample.gathers[pair] for p in pieces]
     index = [j.index[p.tokens] for j, p in zip(sample_gathers, pieces, strict=True)]
     n_tokens = np.array([len(rows) for rows in index])
@@ -246,9 +251,12 @@ class _FeatureOffsets:
             self._per_row[packed.piece_id], self._tokens[packed.piece_id] = n, group.shape.tokens
 
     def locate(self, pieces: Sequence[DecodedPiece]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the features of the samples of some pieces, one sample after the other: the feeding
-        group that has each, and where it stands in its microbatch there, int64 [features + 1], -1
-        at the end; and where those of each piece's sample begin, int64 [pieces]."""
+        """Return where the features of the samples of some pieces are stored.
+
+        Returns three int64 arrays: the feeding group of each feature and its position in its
+        microbatch there, both [features + 1] over all samples in order with -1 at the end; and the
+        first feature of each piece's sample, [pieces].
+        """
         lengths = [p.sample.load.lengths(self._source) for p in pieces]
         n = np.array([len(of_sample) for of_sample in lengths])
         sample_index, microbatch = (
@@ -276,6 +284,6 @@ class _FeatureOffsets:
 def count_features(
     length: np.ndarray, per_row: int | np.ndarray, tokens: int | np.ndarray
 ) -> np.ndarray:
-    """Features that so many tokens of a row give, where pieces end with a whole one: rounded up,
-    since a row may end with tokens that are too few for one more."""
+    """Return the features that so many tokens of a row give, rounded up: every piece ends with a
+    whole feature, only the end of a row may have too few tokens for one."""
     return -(-length * per_row // tokens)

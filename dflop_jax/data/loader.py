@@ -119,7 +119,7 @@ class Loader:
         return [i + k * n for i, k in zip(indices, (positions // n).tolist())]
 
     def loads(self, step: int) -> list[Load]:
-        """Loads of the batch of a step; nothing is decoded."""
+        """Return the loads of the batch of a step; nothing is decoded."""
         return [self.add_content(load) for load in get_loads(self.source, self.indices(step))]
 
     def batches(
@@ -177,16 +177,16 @@ class Loader:
             preparer.shutdown(wait=True, cancel_futures=True)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps to continue at `step`."""
+        """Return what a checkpoint saves so that a run resumes at `step`."""
         order = {"seed": self.seed, "global_batch": self.global_batch, "n": len(self.source)}
         data = {"digest": getattr(self.source, "digest", ""), "name": self.source.name}
         return {"step": step, **order, **data, "bad": self.replaced.bad_samples(range(step))}
 
     def restore(self, state: dict[str, Any], changed: str = "refuse") -> int:
-        """Return the step to continue at, with the samples counted that were bad until then.
+        """Return the step at which to resume, and count the samples that were bad before.
 
         Raises:
-          ValueError: the order is another, or the data are, unless `changed` is "ok".
+          ValueError: the order differs, or the data do and `changed` is not "ok".
         """
         current = self.state(0)
         saved = {**current, **state}  # older ones have no digest
@@ -214,9 +214,12 @@ def make_loader(
     find_oversize: FindOversize | None = None,
     model: MultimodalModel | None = None,
 ) -> Loader:
-    """Return the run's batches of a source; `find_oversize` as for `OversizeFilter`, None: no
-    filter. `model`:
-    whose content loads have, None: none."""
+    """Return the run's batches of a source.
+
+    Args:
+      find_oversize: see `OversizeFilter`; None: no sample is replaced.
+      model: adds its content to loads; None: loads have none.
+    """
     refuse = config.data.oversize == "error"
     loader = Loader(
         source,

@@ -33,8 +33,9 @@ SEGMENTS, POSITIONS, WEIGHTS, SEEDS = "segment_ids", "positions", "weights", "se
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """The data ranks, by module, whose arrays this process fills, and those of them that it counts:
-    a rank on devices of several processes is filled by each and counted by one."""
+    """The data ranks, by module, whose arrays this process fills (`filled`), and those that it
+    counts (`counted`). A rank on devices of several processes is filled by each and counted by
+    one."""
 
     filled: Mapping[str, Collection[int]]
     counted: Mapping[str, Collection[int]]
@@ -78,7 +79,8 @@ class PackedGroup:
 def local_samples(
     layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: LocalRanks
 ) -> list[int]:
-    """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
+    """Return the sorted indices in the batch of samples with a piece in a row that the ranks
+    fill."""
     needed: set[int] = set()
     for module in layout.modules:
         numbers = PieceNumbers.from_loads(loads, module)
@@ -174,7 +176,7 @@ class _FieldLayout(NamedTuple):
 def _fields_to_fill(
     module: Module, from_edges: tuple[str, ...], tokens: int
 ) -> dict[str, _FieldLayout]:
-    """Return every field that the module reads and no edge brings."""
+    """Return the layout of every field that the module reads and no edge brings."""
     names = {name for fields in module.inputs.values() for name in fields} - {*from_edges}
     layouts = {}
     for name in sorted(names):
@@ -217,8 +219,8 @@ def _fill_piece(
 
 
 def derive_seeds(name: str, n: int) -> np.ndarray:
-    """Numbers uint32 [n] above 0 that follow from a name: the first outputs of SplitMix64 (Steele,
-    Lea and Flood, OOPSLA 2014) that begins with the name's hash."""
+    """Return n numbers uint32 above 0 that follow from a name: the first outputs of SplitMix64
+    (Steele, Lea and Flood, OOPSLA 2014), started with the hash of the name."""
     start = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), "<u8")
     z = start + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -15,11 +15,12 @@ STREAMS = {"train": 0, "eval": 1}  # what draws of a split begin with
 
 @dataclass(frozen=True, eq=False)
 class FeatureGather:
-    """Where features of a source module stand among a sample's tokens of a target module.
+    """Which features of a source module each token of a target module reads, for one sample.
 
-    index: int32 [target tokens, K], places among the sample's features of the source (those of all
-      its pieces, one after the other), -1 for none.
-    weight: float32 of the same shape where a token is a weighted sum; None: a plain copy, K = 1.
+    index: int32 [target tokens, K], numbers of features of the sample's pieces in the source, in
+    order; -1 for none.
+    weight: float32 of the same shape, for a token that is a weighted sum; None: a plain copy, K =
+    1.
     """
 
     index: np.ndarray
@@ -34,11 +35,11 @@ class FeatureGather:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A decoded sample: plain arrays by module and name, and how they are joined.
+    """A decoded sample: plain arrays by module and name, and how modules are joined.
 
-    `fields[module][name]` holds all of the sample's pieces of the module one after the other: dim 0
-    counts the tokens of all pieces where every token has a value, else the pieces. `gathers` are by
-    (source module, target module); a pair that the sample does not join is absent.
+    `fields[module][name]` concatenates all pieces of the sample in the module: dim 0 counts tokens
+    if every token has a value, else pieces. `gathers` are by (source module, target module); pairs
+    that the sample does not join are absent.
     """
 
     fields: Mapping[str, Mapping[str, np.ndarray]]
@@ -66,8 +67,8 @@ EMPTY = Sample({}, {}, Load({}))  # stands for a sample that nothing can replace
 
 
 def fits_in(load: Load, limit: Load) -> bool:
-    """Return whether a sample may take the places of one of load `limit`: piece by piece of every
-    module it is no larger."""
+    """Return whether a sample of this load can replace one of load `limit`: no module has more or
+    longer pieces."""
     return all(
         len(lengths) <= len(limit.lengths(module))
         and all(
@@ -79,8 +80,8 @@ def fits_in(load: Load, limit: Load) -> bool:
 
 @dataclass(frozen=True)
 class SourceFactory:
-    """How another process opens the same source: MODULE:FUNCTION, called with `arguments`, which
-    are JSON. The function must not need JAX."""
+    """How another process opens the same source: MODULE:FUNCTION is called with `arguments`, which
+    are JSON. The function must not import JAX."""
 
     function: str
     arguments: Mapping[str, Any]
@@ -89,14 +90,16 @@ class SourceFactory:
 class Source(Protocol):
     """A dataset with random access. `sample(i).load == load(i)` for every i.
 
-    One that reads other people's files also has `factory: SourceFactory`, so that its samples are
-    decoded in processes of their own; any other is decoded in threads. One whose samples differ
-    from epoch to epoch has `varies = True`: of n samples, `sample(i + k n)` is then sample i in
-    epoch k, with the load of sample i. A mixture has `part_of(index)`, which gives the name of the
-    dataset that a sample is from. One with a `digest` of its records is told from others of as many
-    samples where a run is resumed. One that knows all of its loads at once has `tail()`, which
-    gives samples of which, for every sample, one asks for no less of any module. One that finds
-    many loads for less work than one by one has `loads(indices)`.
+    Optional attributes and methods:
+      factory: a `SourceFactory`; samples are then decoded in child processes, else in threads. Set
+        it where files of other people are read.
+      varies: True where samples differ from epoch to epoch; `sample(i + k n)` of n samples is then
+        sample i in epoch k, with the load of sample i.
+      dataset_of(index): the name of the dataset of a mixture that a sample is from.
+      digest: of the records; a resumed run refuses other data by it.
+      largest_samples(): indices of samples such that every sample asks for no more of any module
+        than one of them.
+      loads(indices): many loads at once, for less work than one by one.
     """
 
     @property
@@ -105,15 +108,16 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Load:
-        """What the sample asks of every module, from headers and text only: nothing is decoded."""
+        """Return the tokens that the sample needs of every module, from headers and text; nothing
+        is decoded."""
         ...
 
     def sample(self, index: int) -> Sample:
-        """The decoded sample. Raises ValueError, naming it, when it cannot be decoded."""
+        """Return the decoded sample. Raises ValueError that names it when it cannot be decoded."""
         ...
 
     def label(self, index: int) -> str:
-        """How logs and errors call the sample."""
+        """Return the name of the sample in logs and errors."""
         ...
 
 

@@ -94,7 +94,7 @@ class DataReport:
 
     @property
     def summary(self) -> str:
-        """How many records it is of."""
+        """How many records the report covers, in words."""
         at_least = "" if self.all_listed else "at least "
         cut = " before the time for a look was over" * self.is_cut
         return (
@@ -113,7 +113,8 @@ def inspect_dataset(
     *,
     model: str = "",
 ) -> DataReport:
-    """Look at up to `max_records` records, evenly spread, for up to so many seconds.
+    """Read up to `max_records` records, evenly spread, for up to so many seconds, and report on
+    them.
 
     Args:
       model: folder of the model; media are compared with its processors if it is the tokenizer's.
@@ -174,8 +175,8 @@ RecordKey = tuple[str, RecordLocation]  # a dataset's name and a record of it
 def _list_records(
     dataset: RecordDataset, max_records: int, stop_s: float
 ) -> tuple[list[RecordKey], int, bool]:
-    """Records evenly spread over all that could be listed in time, how many those are, and whether
-    they are all."""
+    """Return records evenly spread over all that could be listed in time, how many those are, and
+    whether they are all."""
     keys: list[RecordKey] = []
     for name, reader in dataset.readers.items():
         for location in reader.locate():
@@ -198,7 +199,7 @@ def _read_rows(
     stop_s: float,
     longest_s: float,
 ) -> dict[RecordKey, IndexRow | BadSample]:
-    """What is read of the places, in an order that is spread over them, until the time is over."""
+    """Return the rows of the records that could be read in time, in an order spread over them."""
     order = np.random.default_rng(0).permutation(-(-len(keys) // chunk)).tolist()
     chunks = [keys[i * chunk : (i + 1) * chunk] for i in order]
 
@@ -228,7 +229,7 @@ def _read_rows(
 def _usable_figures(
     dataset: RecordDataset, good: dict[RecordKey, IndexRow], limits: Limits, spec: MediaSpec
 ) -> dict[str, Any]:
-    """The figures of a `DataReport` that are of usable records."""
+    """Return the fields of a `DataReport` that describe usable records."""
     records, media = [row.record for row in good.values()], [row.media for row in good.values()]
     table, names = build_table(records, media, spec.kinds), [p for _, p in good]
     counts, usable = sample_counts(table, dataset.preparation)

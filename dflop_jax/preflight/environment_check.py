@@ -34,7 +34,7 @@ MASTER_WEIGHT_BYTES = 4
 
 @dataclass(frozen=True)
 class Fact:
-    """What was found of one matter; `wrong`: a run would fail by it."""
+    """What was found about one subject; `wrong`: a run would fail because of it."""
 
     name: str
     value: str
@@ -42,7 +42,7 @@ class Fact:
 
 
 def environment_facts(config: Config) -> list[Fact]:
-    """What there is here, of this process alone."""
+    """Return what this process finds on its host."""
     return [
         *_try_fact("devices", lambda: _devices(config)),
         *_try_fact("driver", _driver),
@@ -56,7 +56,7 @@ def environment_facts(config: Config) -> list[Fact]:
 
 
 def _try_fact(name: str, value: Callable[[], str]) -> list[Fact]:
-    """The fact, none where there is nothing to say, or what is wrong with it."""
+    """Return the fact, nothing where there is none, or the error as a wrong fact."""
     try:
         text = value()
     except (ValueError, RuntimeError, OSError) as e:
@@ -82,7 +82,7 @@ def _driver() -> str:
 
 
 def _links() -> str:
-    """How GPUs are linked, by the kinds that nvidia-smi names."""
+    """Return how GPUs are linked, by the link types of nvidia-smi."""
     if shutil.which(LINKS[0]) is None:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
@@ -117,7 +117,7 @@ def _memory() -> str:
 
 
 def _folder(folder: str, remedy: str) -> str:
-    """A folder that can be written, and the room there."""
+    """Return a writable folder and its free space."""
     path = Path(folder).absolute()
     existing = next(p for p in (path, *path.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -140,7 +140,7 @@ def _launcher(config: Config) -> str:
 
 
 def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
-    """The model, None where it cannot be built, and what is to be said of it and its weights."""
+    """Return the model, None where it cannot be built, and facts about it and its weights."""
     try:
         if config.plan.hardware:
             hardware, devices = find_hardware(config.plan.hardware), []
@@ -172,7 +172,7 @@ def _size(n_bytes: float) -> str:
 
 
 def _weights(model: MultimodalModel, config: Config) -> str:
-    """Whether the folder holds the model and nothing else; ValueError names what is missing or
+    """Return whether the folder holds exactly the model; ValueError names what is missing or
     unknown."""
     weights = config.model.weights
     if not weights:

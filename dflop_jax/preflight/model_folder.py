@@ -49,13 +49,13 @@ NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
 def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Setting]:
-    """The settings of a folder that `transformers` wrote.
+    """Return the settings of a folder that `transformers` wrote.
 
     Args:
-      given_fields: fields that the user gives, of which the folder need say nothing.
+      given_fields: fields that the user gives; the folder may lack them.
 
     Raises:
-      ValueError: no such folder, no config.json, a model that is not known, no tokenizer.
+      ValueError: no such folder, no config.json, an unknown model, no tokenizer.
     """
     config = read_config(folder)
     name = str(folder)
@@ -78,7 +78,7 @@ def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Se
 
 
 def factory_of(config: Mapping[str, Any], folder: Path) -> str:
-    """The import path of the factory for a folder's config.json.
+    """Return the import path of the factory for a folder's config.json.
 
     Raises:
       ValueError: an unknown model_type; the message lists the known ones.
@@ -105,7 +105,8 @@ def factory_of(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """Positions that the text of a model may have; 0 where its configuration does not say."""
+    """Return the positions that the text of a model may have; 0 where its configuration does not
+    say."""
     text = config.get("text_config")
     for section in (text if isinstance(text, dict) else {}, config):
         value = section.get("max_position_embeddings")
@@ -115,7 +116,7 @@ def max_positions(config: Mapping[str, Any]) -> int:
 
 
 def token_limit(config: Mapping[str, Any]) -> Setting:
-    """How long samples may be: what the model has positions for, within a bound of ours."""
+    """Return the limit of a sample's tokens: the model's positions, at most `MAX_TOKENS`."""
     positions = max_positions(config)
     if 0 < positions < MAX_TOKENS:
         return Setting("data.max_tokens", positions, f"max_position_embeddings of {CONFIG}")
@@ -124,7 +125,7 @@ def token_limit(config: Mapping[str, Any]) -> Setting:
 
 
 def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
-    """Limits of pictures and clips, of those files that say any."""
+    """Return the limits of pictures and clips in the folder's processor files."""
     settings = []
     pictures, source = _processor(folder, PICTURE_PROCESSOR, "image_processor")
     sizes = _mapping(pictures.get("size"))
@@ -156,7 +157,7 @@ def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
 
 
 def _processor(folder: Path, file: str, key: str) -> tuple[Mapping[str, Any], str]:
-    """A processor's settings and the file that has them: that of all processors, which transformers
+    """Return a processor's settings and their file: the one of all processors, which transformers
     writes since version 5 and reads first, or else its own."""
     if nested := _mapping(read_json(folder / ALL_PROCESSORS).get(key)):
         return nested, ALL_PROCESSORS
@@ -175,8 +176,8 @@ def _is_count(value: Any) -> bool:
 
 
 def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list[Setting]:
-    """Defaults of a model with published weights, by its config.json, the devices and whether
-    adapters are trained."""
+    """Return defaults for training published weights, by config.json, devices and whether adapters
+    are trained."""
     if gpus:
         dtype = Setting("model.dtype", "bfloat16", "on GPUs; the optimizer keeps float32")
     else:
@@ -192,12 +193,12 @@ def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list
 
 
 def run_dir(model: str, data: str) -> Setting:
-    """A folder of its own for every run, named by model, data and time."""
+    """Return a run folder named by model, data and time."""
     return Setting("run_dir", f"runs/{file_name(model, data, '{time}')}", "by model, data and time")
 
 
 def file_name(model: str, data: str, *more: str) -> str:
-    """A file's or folder's name of a model, data and what else there is."""
+    """Return a file's or folder's name of a model, data and further parts."""
     return "-".join([n for n in (_short_name(model), _short_name(data)) if n] + list(more))
 
 

@@ -52,7 +52,7 @@ MediaFile = Path | Blob | Embedded
 
 
 def open_media(source: MediaFile) -> BinaryIO:
-    """A seekable binary file of a medium; a member of a tar shard is not read as a whole."""
+    """Return a seekable binary file of a medium; a member of a tar shard is not read as a whole."""
     if isinstance(source, Path):
         return source.open("rb")
     if isinstance(source, Embedded):
@@ -101,16 +101,16 @@ class MissingFile(Exception):
 
 
 class MediaRoots:
-    """Folders that are looked through in turn. Nothing is found that lies outside them all, whether
-    its path is absolute, climbs, or leads through a link."""
+    """Folders that are searched in order. A file outside all of them is refused, whether its path
+    is absolute, climbs, or leads through a link."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         self._roots = [Path(r) for r in folders]
         self._real_roots = [r.resolve() for r in self._roots]
 
     def resolve(self, name: str) -> Path:
-        """Return the file of that name. ValueError: it is missing (the cause is a
-        `MissingFile`), or leads out."""
+        """Return the file of a name. ValueError: it is missing (the cause is a `MissingFile`), or
+        outside the folders."""
         candidates = [root / name for root in self._roots]
         inside = [
             p for p in candidates if any(p.resolve().is_relative_to(r) for r in self._real_roots)

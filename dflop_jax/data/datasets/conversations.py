@@ -55,10 +55,13 @@ class Conversation(NamedTuple):
 
 
 def parse_messages(raw: Any, kinds: tuple[str, ...]) -> Conversation:
-    """Return the turns of messages.
+    """Return the conversation of messages.
 
     A part is {"type": "text", "text": ...} or {"type": KIND} with the medium under its kind, "path"
-    or "url"; without one, it is the next of the record's own field. ValueError: it is neither.
+    or "url"; without a medium it stands for the next one of the record's own field.
+
+    Raises:
+      ValueError: a message or part of another form.
     """
     turns: list[tuple[str, str]] = []
     media: dict[int, Any] = {}
@@ -104,7 +107,7 @@ def _count_tags(text: str, kinds: tuple[str, ...]) -> int:
 def _parse_content_part(
     content_part: Any, kinds: tuple[str, ...], message: int
 ) -> tuple[str, Any, dict[str, Any]]:
-    """A part's text or tag, its own medium if it names one, and what else it says."""
+    """Return (text or tag, own medium or None, extra keys) of a part."""
     if isinstance(content_part, str):
         return content_part, None, {}
     kind = content_part.get("type") if isinstance(content_part, dict) else None
@@ -125,12 +128,13 @@ def _parse_content_part(
 
 
 def drop_keys(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """What is given under other keys; tables have None for what is missing."""
+    """Return the values under other keys; None values of tables are missing ones."""
     return {key: v for key, v in values.items() if key not in keys and v is not None}
 
 
 def _medium_source(value: Any) -> Any:
-    """What a part names; None where all that it has is empty, as tables fill in what is missing."""
+    """Return the path or bytes that a part names; None where its fields are empty, as tables fill
+    in missing ones."""
     if isinstance(value, Mapping) and value.get("url"):
         value = value["url"]
     if isinstance(value, Mapping):
@@ -204,13 +208,13 @@ def parse_turns(
 
 
 def _template_fields(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a turn that are the template's."""
+    """Return the fields of a turn that are passed on to the template."""
     own_fields = MESSAGE_FIELDS if "role" in turn else MESSAGE_FIELDS | {"from", "value"}
     return {name: v for name, v in turn.items() if name not in own_fields and v is not None}
 
 
 def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables that a record gives its template.
+    """Return the variables that a record gives its template.
 
     Raises:
       ValueError: they are no object, or two fields give one.
@@ -236,8 +240,10 @@ def escape_text_tags(
     tags_in_text: Collection[int],
     kinds: Kinds,
 ) -> tuple[Turns, list[int]]:
-    """The turns with those tags of answers and of typed parts of text as plain text for which no
-    medium is left, the last first, and the numbers of the other tags.
+    """Return the turns with surplus tags as plain text, and the numbers of the other tags.
+
+    Only tags of answers and of typed parts of text may be text; surplus ones are escaped from the
+    last one on.
 
     Args:
       n_media: media by kind that the record names beside its text.

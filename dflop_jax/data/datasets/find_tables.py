@@ -21,16 +21,14 @@ SHARD_OF = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.\w+)")
 
 
 def find_tables(path: str) -> tuple[Path, ...]:
-    """Files that a path, a pattern `a-*.parquet` or a folder names, sorted; none when it names
-    something else. Of a folder with splits the train split is taken.
+    """Return the sorted files that a path, a pattern `a-*.parquet` or a folder names; () when it
+    names something else. Of a folder with splits the train split is taken.
 
-    ValueError: several datasets or splits of which one has to be named, or a missing file.
+    ValueError: several datasets or splits of which one must be named, or a missing file.
     """
     pattern = Path(path)
     if pattern.suffix in SUFFIXES and "*" in pattern.name:
-        files = sorted(pattern.parent.glob(pattern.name))
-        if not files:
-            raise ValueError(f"{path}: no file matches; give a pattern of files that are there")
+        files = match_files(pattern)
     elif pattern.is_dir():
         files = _tables_of_dataset(pattern)
     else:
@@ -38,11 +36,19 @@ def find_tables(path: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def hub_name(path: str) -> HfUri | None:
-    """The dataset, revision and folder that `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]` names on
-    the Hugging Face hub, or `OWNER/NAME` where there is no such path; None for any other path.
+def match_files(pattern: Path) -> list[Path]:
+    """Return the sorted files of a pattern in a folder; ValueError when there are none."""
+    if files := sorted(pattern.parent.glob(pattern.name)):
+        return files
+    raise ValueError(f"{pattern}: no file matches; give a pattern of files that are there")
 
-    HfUriError, a ValueError: `path` starts as such a name and is none.
+
+def hub_name(path: str) -> HfUri | None:
+    """Return the dataset, revision and folder that `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]`
+    names on the Hugging Face hub, or `OWNER/NAME` where no such path exists; None for any other
+    path.
+
+    HfUriError, a ValueError: the path is a malformed name.
     """
     if path.startswith(HUB_PREFIX):
         return parse_hf_uri(path)
@@ -51,14 +57,15 @@ def hub_name(path: str) -> HfUri | None:
 
 
 def hub_files(uri: HfUri) -> list[str]:
-    """Patterns of the files that are downloaded of a dataset on the hub, or of a folder in it."""
+    """Return patterns of the files that are downloaded of a dataset on the hub, or of a folder in
+    it."""
     endings = [*HUB_ENDINGS, *(e for kind in BUILT_IN for e in kind.extensions)]
     prefix = uri.path_in_repo and f"{uri.path_in_repo}/"
     return [f"{prefix}*.{e}" for end in endings for e in (end, end.upper())]
 
 
 def hub_folder(path: str) -> Path | None:
-    """The folder in the hub's cache that a path names, None where `hub_name` is None.
+    """Return the folder in the hub's cache that a path names, None where `hub_name` is None.
 
     ValueError: it is not in the cache.
     """
@@ -98,13 +105,13 @@ def _tables_of_dataset(folder: Path) -> list[Path]:
 
 
 def _saved_tables(folder: Path) -> list[Path]:
-    """Files that `save_to_disk` wrote; others in the folder are caches."""
+    """Return the files that `save_to_disk` wrote; others in the folder are caches."""
     try:
         state = parse_json(read_bounded(folder / "state.json", MAX_YAML_BYTES), dict)
         names = [Path(f["filename"]).name for f in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{folder}/state.json: names no data files ({e})") from None
-    return _require_files(folder, names)
+    return require_files(folder, names)
 
 
 def _tables_in(folder: Path) -> list[Path]:
@@ -115,7 +122,7 @@ def _tables_in(folder: Path) -> list[Path]:
 
 
 def _train_split(folder: Path, files: list[Path]) -> list[Path]:
-    """Those of the train split where names say splits."""
+    """Return the files of the train split where their names have splits."""
     split_of = {f: next((w for w in re.split(r"[-_.]", f.stem) if w in SPLITS), "") for f in files}
     splits = sorted(set(split_of.values()))
     if "train" in splits:
@@ -129,19 +136,23 @@ def _train_split(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def _check_shards(folder: Path, files: list[Path]) -> list[Path]:
-    """The files; ValueError when one of those numbered K-of-N is missing."""
+    """Return the files; ValueError when one of those numbered K-of-N is missing."""
     matches = (SHARD_OF.fullmatch(f.name) for f in files)
     for name, n, suffix in sorted({m.group(1, 2, 3) for m in matches if m}):
-        _require_files(folder, [f"{name}-{k:05d}-of-{n}{suffix}" for k in range(int(n))])
+        require_files(folder, [f"{name}-{k:05d}-of-{n}{suffix}" for k in range(int(n))])
     return files
 
 
-def _require_files(folder: Path, names: list[str]) -> list[Path]:
-    """The files of these names; ValueError when there are none or one is missing."""
+def require_files(folder: Path, names: list[str], label: str = "") -> list[Path]:
+    """Return the files of these names; ValueError when there are none or one is missing.
+
+    Args:
+      label: names them in the message; "": the folder.
+    """
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
         raise ValueError(
-            f"{folder}: {len(missing)} of {len(names)} files are missing, e.g. "
+            f"{label or folder}: {len(missing)} of {len(names)} files are missing, e.g. "
             f"{_format_names(missing)}; fetch them"
         )
     return [folder / name for name in names]

@@ -74,9 +74,11 @@ class IndexRules:
 def update_index(
     rules: IndexRules, readers: Mapping[str, RecordReader], kinds: Kinds = BUILT_IN
 ) -> dict[str, DatasetIndex]:
-    """Return the index of all `readers`, from its file where that is up to date; else it is
-    written, as it is where that is damaged: a bit on a disk is to end no run. The index has all
-    `kinds` of media."""
+    """Return the index of all `readers`, read from its file if that is up to date, else rebuilt and
+    written.
+
+    A damaged file is rebuilt with a warning. The index has columns for all `kinds` of media.
+    """
     try:
         stored = load_index(rules.file, kinds)
     except ValueError as e:
@@ -145,7 +147,7 @@ def _build_index(
 
 
 def _has_changed(index: DatasetIndex, reader: RecordReader) -> bool:
-    """Whether files of media of a dataset have changed since its index was made; says which."""
+    """Return whether media files of a dataset changed since its index was made; log the first."""
 
     def changed(files: Sequence[str]) -> list[str]:
         return [file for file in files if file_state(file) != index.files[file]]
@@ -168,7 +170,7 @@ def _chunks(items: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def check_usable(index: DatasetIndex, name: str, max_bad_fraction: float) -> None:
-    """ValueError when too many records of a dataset are unusable, or none is left."""
+    """Raise ValueError when too many records of a dataset are unusable, or none is left."""
     bad = index.listed - len(index.table)
     if bad > max_bad_fraction * index.listed or not len(index.table):
         raise ValueError(
@@ -179,8 +181,7 @@ def check_usable(index: DatasetIndex, name: str, max_bad_fraction: float) -> Non
 
 
 def normalize_reason(reason: str, label: str) -> str:
-    """What is wrong with the record at a place, without what is its own: name, files, numbers,
-    details."""
+    """Return why a record is unusable, without its name, files, numbers and details."""
     text = reason.removeprefix(label)
     if text.startswith(" id="):
         text = text.partition(": ")[2] or text
@@ -190,8 +191,8 @@ def normalize_reason(reason: str, label: str) -> str:
 
 
 def group_by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return why records are unusable, given as (place, why), by what they have in common, the most
-    frequent first."""
+    """Return messages of unusable records, given as (label, message), by their normalized reason,
+    the most frequent first."""
     messages_by_reason = defaultdict(list)
     for label, reason in bad:
         messages_by_reason[normalize_reason(reason, label)].append(reason)
@@ -199,7 +200,7 @@ def group_by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def find_remedies(messages: Collection[str]) -> str:
-    """What may be done about missing files or columns, "" where none are."""
+    """Return what to do about missing files or columns, "" where none are missing."""
     remedies = (
         remedy for sign, remedy in REMEDIES.items() if any(sign in reason for reason in messages)
     )

@@ -81,7 +81,7 @@ def load_mixture(file: str | Path) -> Mixture:
 
 
 def subset_size(rule: str, n: int) -> int:
-    """How many of `n` records a subset rule takes. ValueError for an unknown rule."""
+    """Return how many of `n` records a subset rule takes. ValueError for an unknown rule."""
     if rule == "all":
         return n
     match = RULE.fullmatch(rule)
@@ -98,7 +98,8 @@ def subset_size(rule: str, n: int) -> int:
 
 
 def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
-    """Records 0..n-1 that the part's rule takes, int64, ascending; the same for the same seed."""
+    """Return the records 0..n-1 that the entry's rule takes, int64, ascending; the same for the
+    same seed."""
     size = subset_size(entry.subset, n)
     if entry.subset.startswith("end"):
         return np.arange(n - size, n)
@@ -108,7 +109,7 @@ def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
 
 
 def repeat_by_weight(entry: MixtureEntry, rows: np.ndarray, seed: int) -> np.ndarray:
-    """The rows once for each time that an epoch shows them: whole times, then a drawn share."""
+    """Return the rows, each as often as an epoch shows it: whole repeats, then a random part."""
     if entry.weight * len(rows) > MAX_EPOCH_SAMPLES:
         raise ValueError(
             f"{entry.path}: more than {MAX_EPOCH_SAMPLES:,} samples an epoch; lower its weight"
@@ -153,7 +154,8 @@ def _parse_entry(raw: Any, folder: Path) -> MixtureEntry:
 
 
 def dataset_keys(entries: Sequence[MixtureEntry]) -> list[str]:
-    """Each part's name in an index: parts of one dataset share its table."""
+    """Return the key of each entry's dataset in an index; entries of one dataset share its
+    table."""
     return [
         "|".join([p.path, ",".join(p.root), *map("=".join, sorted(p.columns.items()))])
         for p in entries
@@ -161,8 +163,8 @@ def dataset_keys(entries: Sequence[MixtureEntry]) -> list[str]:
 
 
 def display_names(entries: Sequence[MixtureEntry]) -> list[str]:
-    """Each part's name for people: its file's or folder's, with as many folders before it as tell
-    it from the others; parts of one path are numbered."""
+    """Return a name of each entry for people: its file or folder, with enough parent folders to
+    tell it from the others; entries of one path are numbered."""
     folders = [PurePath(entry.path).parts for entry in entries]
     names = []
     for path in folders:
@@ -252,8 +254,8 @@ def select_held_out(
 
 
 def split_proportionally(sizes: Sequence[int], n: int, min_records: int = 1) -> list[int]:
-    """`n` by parts of so many records, in proportion; at least one of each part that has
-    `min_records` records, where `n` suffices."""
+    """Return `n` split in proportion to sizes; every size of at least `min_records` gets 1 where
+    `n` suffices."""
     ends = np.cumsum(sizes) * n / max(1, sum(sizes))
     counts = np.diff(np.round(ends), prepend=0).astype(int).tolist()
     for i_entry, size in enumerate(sizes):
@@ -280,7 +282,7 @@ def _select_held_out_fraction(
 
 
 def _scramble(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """Other numbers below 2**64 for each seed, one to one (the last steps of splitmix64)."""
+    """Return other numbers below 2**64 for each seed, one to one (the last steps of SplitMix64)."""
     x = hashes ^ np.random.SeedSequence([seed, 2]).generate_state(1, np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -27,18 +27,18 @@ _NUMBERED_TAG = re.compile(r"<(\w+)[ _](\d+)>")
 def parse_question(
     fields: Mapping[str, Any], media: Mapping[str, list[Any]]
 ) -> tuple[Turns, dict[str, list[Any]]]:
-    """The question of a record and its first answer as turns, and the media in the order of their
-    tags by kind.
+    """Return the question of a record and its first answer as turns, and the media in the order of
+    their tags by kind.
 
-    Media stand where the text of the question has their tags, those that it does not name before
-    it. Of a question with choices the answer is a letter.
+    Media are where the question's text has their tags; media that it does not name come first. Of a
+    question with choices the answer is a letter.
 
     Args:
       fields: of the record, by `SPELLINGS`.
-      media: those that stand beside the text, by kind.
+      media: those that are named beside the text, by kind.
 
     Raises:
-      ValueError: no text, or an answer or choices that are none.
+      ValueError: no text, or unusable answers or choices.
     """
     text = fields.get(QUESTION)
     if isinstance(text, Mapping):  # by language, as DocVQA's set of questions has it
@@ -55,7 +55,7 @@ def parse_question(
 
 
 def _place_tags(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[str, list[Any]]]:
-    """Text in which numbered tags are plain ones, and the media in the order of all tags."""
+    """Return the text with numbered tags as plain ones, and the media in the order of all tags."""
     numbers: dict[str, list[int]] = {kind: [] for kind in media}
 
     def replace_tag(tag: re.Match[str]) -> str:
@@ -92,7 +92,8 @@ def _parse_choices(raw: Any) -> tuple[str, ...]:
 
 
 def _parse_answer(raw: Any, choices: Sequence[str]) -> str:
-    """The first answer that has text, "" where none has; of a question with choices a letter."""
+    """Return the first answer that has text, "" where none has; of a question with choices a
+    letter."""
     for value in raw if isinstance(raw, list) else [] if raw is None else [raw]:
         value = value.get("answer") if isinstance(value, Mapping) else value
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -103,7 +104,7 @@ def _parse_answer(raw: Any, choices: Sequence[str]) -> str:
 
 
 def _choice_letter(value: str | float, choices: Sequence[str]) -> str:
-    """The letter of a choice that is said by its number from 0, its letter or its text."""
+    """Return the letter of a choice that is given by its number from 0, its letter or its text."""
     letters = LETTERS[: len(choices)]
     if isinstance(value, int) and 0 <= value < len(choices):
         return letters[value]

@@ -45,8 +45,8 @@ TEMPLATE_FIELDS = (SYSTEM_FIELD, OPTIONS_FIELD, *VARIABLE_FIELDS)
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. `media` are (kind, where) in the order of their tags in the turns, `keys`
-    what is said of each beside (see `media_keys`); `weights` those of the loss of every answer, ()
+    """One conversation. `media` are (kind, file) in the order of their tags in the turns, `keys`
+    the media keys of each (see `media_keys`); `weights` are those of the loss of every answer, ()
     where all are 1. `fields` go to the chat template; `unread` are keys that are not read."""
 
     name: str
@@ -60,15 +60,15 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """What records may hold, and under which names.
+    """Which fields records may have, and under which names.
 
     Attributes:
-      columns: field -> column as a user says; other fields have their own names. Of several texts
-        the one that it names is read.
+      columns: field -> column, as the user names them; other fields have their own names. If the
+        user names a text field, the other text fields are ignored.
       kinds: of media.
 
     Raises:
-      ValueError: columns of fields that there are not.
+      ValueError: columns of unknown fields.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -96,20 +96,21 @@ class RecordFormat:
         return media | single
 
     def missing_media_fields(self, names: Collection[str]) -> set[str]:
-        """Fields of media whose columns, as a user names them, are not among these."""
+        """Return the media fields whose columns, as the user names them, are not among `names`."""
         columns = self.columns.items()
         return {name for name, c in columns if c not in names and name in self._media_names}
 
     def select_columns(
         self, names: Collection[str], absent_fields: Collection[str] = ()
     ) -> dict[str, str]:
-        """Return the column that each field of a record is read from, of those that there are.
+        """Return the column that each field of a record is read from.
 
         Args:
+          names: the columns that exist.
           absent_fields: fields that the record does not have.
 
         Raises:
-          ValueError: a column that a user names is missing.
+          ValueError: a column that the user names is missing.
         """
         columns = {name: c for name, c in self.columns.items() if name not in absent_fields}
         for column in columns.values():
@@ -230,7 +231,7 @@ def _match_media(
 
 
 def record_name(label: str, raw: Any) -> str:
-    """Return its place (FILE:LINE or FILE[INDEX]), and the record's id if it has one."""
+    """Return its label (FILE:LINE or FILE[INDEX]), with the record's id if it has one."""
     record_id = raw.get("id") if isinstance(raw, dict) else None
     if not isinstance(record_id, str | int | float) or record_id == "":
         return label
@@ -238,7 +239,7 @@ def record_name(label: str, raw: Any) -> str:
 
 
 def split_hash(name: str, label: str) -> int:
-    """Return the number below 2**64 that a record draws by its id, or else by its place."""
+    """Return a number below 2**64 that follows from the record's id, else from its label."""
     key = name.removeprefix(label).removeprefix(" id=") or label
     return int(short_digest(key.encode()), 16)
 
@@ -253,7 +254,8 @@ def _format_names(names: Collection[str]) -> str:
 
 
 def _media_values(fields: Mapping[str, Any], kind: str) -> list[Any]:
-    """The media of a kind that stand beside the text, in one field or in numbered ones."""
+    """Return the media of a kind that are named beside the text, in one field or in numbered
+    ones."""
     value = fields.get(kind)
     if isinstance(value, list):
         return value
@@ -264,7 +266,7 @@ def _media_values(fields: Mapping[str, Any], kind: str) -> list[Any]:
 def _media_file(
     kind: str, value: Any, number: int, resolve: Callable[[str], Path | Blob]
 ) -> MediaFile:
-    """A medium by its path, or by its bytes, which go before a path."""
+    """Return a medium by its bytes, else by its path."""
     path: Any = None
     if isinstance(value, dict):
         path = value.get("path")

@@ -12,8 +12,8 @@ from dflop_jax.data.datasets.record_parser import Record
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """A record's place: bytes of `files[file]` (a shard's: from its first member on), its number
-    there (a line's, in a file of lines), and its name for messages."""
+    """Where a record is: bytes of `files[file]` (of a shard: from its first member on), its number
+    there (of a .jsonl: its line), and its label in messages."""
 
     label: str
     number: int
@@ -23,7 +23,7 @@ class RecordLocation:
 
 
 class RecordReader(ABC):
-    """A dataset of records; `files` are all that its records stand in."""
+    """A dataset of records in `files`."""
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self.files = files
@@ -35,9 +35,9 @@ class RecordReader(ABC):
         """Yield every record, in order. ValueError: a file that cannot be read at all."""
 
     def record_label(self, file: int, number: int) -> str:
-        """How messages call a record without reading it."""
+        """Return the label of a record without reading it."""
         return f"{self.files[file].name}[{number}]"
 
     @abstractmethod
     def read(self, location: RecordLocation) -> Record:
-        """Return a usable record. ValueError: its name and the reason why it is not usable."""
+        """Return a usable record. ValueError: its name and why it is not usable."""

@@ -33,9 +33,8 @@ RECORD_COLUMNS = np.dtype(
 
 
 class IndexRow(NamedTuple):
-    """A record's columns, those of each of its media, the `file_state` of the files that these lie
-    in, by path (what holds the records themselves is none of them), and the record's keys that are
-    not read."""
+    """Columns of a record and of each of its media, the `file_state` of its media files by path,
+    and the record's keys that are not read."""
 
     record: dict[str, int]
     media: tuple[dict[str, int], ...]
@@ -78,12 +77,12 @@ class RecordTable:
         return np.append(0, np.cumsum(self.records["n_media"], dtype=np.int64))
 
     def rows_of_kind(self, kind: Kind) -> np.ndarray:
-        """Return the places of all media of a kind, int64, ascending."""
+        """Return the rows of all media of a kind, int64, ascending."""
         return np.flatnonzero(self.media["kind"] == self.kinds.index(kind))
 
     def headers(self, row: int, stop: int | None = None) -> list[tuple[Kind, dict[str, int]]]:
-        """Return each medium of a record that has less than `stop` `tokens_before` it, None: any:
-        its kind, and what its header says."""
+        """Return (kind, header) of each medium of a record. `stop`: only media with fewer than
+        `stop` tokens before them; None: all."""
         media = self.media[self.media_start[row] : self.media_start[row + 1]]
         return [
             (kind := self.kinds[m["kind"]], {name: int(m[name]) for name in kind.columns})
@@ -97,7 +96,7 @@ def build_table(
     media: Sequence[Sequence[Mapping[str, int]]],
     kinds: Kinds = BUILT_IN,
 ) -> RecordTable:
-    """A table from the columns of each record and of each of its media; what these do not have is
+    """Return a table from the columns of each record and of each of its media; missing columns are
     0."""
     record_rows = [{**r, "n_media": len(ms)} for r, ms in zip(records, media, strict=True)]
     media_rows = [m for ms in media for m in ms]
@@ -114,7 +113,7 @@ def _structured_array(rows: Sequence[Mapping[str, int]], columns: np.dtype) -> n
 
 
 def concatenate_tables(tables: Sequence[RecordTable], kinds: Kinds = BUILT_IN) -> RecordTable:
-    """One table of all records, in order; `number` and `file` stay those of each part."""
+    """Return one table of all records, in order; `number` and `file` stay those of each table."""
     all_tables = [build_table([], [], kinds), *tables]
     records, media = (np.concatenate(p) for p in zip(*((t.records, t.media) for t in all_tables)))
     return RecordTable(records, media, kinds)
@@ -122,12 +121,12 @@ def concatenate_tables(tables: Sequence[RecordTable], kinds: Kinds = BUILT_IN) -
 
 @dataclass(frozen=True, eq=False)
 class DatasetIndex:
-    """A dataset's table, and how it came about.
+    """The table of a dataset and what it was made from.
 
-    key: what the table was made from; another key means that it must be made anew.
-    listed: records of the dataset, the unusable among them; bad: reasons of the first of those.
+    key: identifies files and settings; another key means that the table must be made anew.
+    listed: records of the dataset, including unusable ones; bad: reasons of the first of those.
     files: the `file_state` of every file of media, by path.
-    unread: keys of usable records that are not read, each with the number of its records.
+    unread: keys of usable records that are not read, with the number of their records.
     """
 
     key: str
@@ -139,13 +138,13 @@ class DatasetIndex:
 
 
 def format_key_counts(unread: Mapping[str, int]) -> str:
-    """Keys of records in words, each with the number of its records, the most frequent first."""
+    """Return keys and their numbers of records as text, the most frequent first."""
     ordered = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{key} ({n:,} record{'s' * (n != 1)})" for key, n in ordered)
 
 
 def file_state(file: str | Path) -> str:
-    """Return the size of a file in bytes and the time of its last change in ns, "" for none."""
+    """Return the size of a file in bytes and its modification time in ns, "" for no file."""
     with suppress(OSError):
         file_stat = os.stat(file)
         if stat.S_ISREG(file_stat.st_mode):
@@ -154,12 +153,13 @@ def file_state(file: str | Path) -> str:
 
 
 def make_key(files: Sequence[Path], settings: str) -> str:
-    """Names, sizes and times of the files that hold the records, and what else tables depend on."""
+    """Return names, sizes and times of the files of records, and the settings that tables depend
+    on."""
     return json.dumps([[(str(f.resolve()), file_state(f)) for f in files], settings])
 
 
 def save_index(file: Path, datasets: Mapping[str, DatasetIndex], kinds: Kinds = BUILT_IN) -> None:
-    """Writes all datasets into one .npz, which exists whole or not at all."""
+    """Write all datasets into one .npz, which is replaced atomically."""
     fields_by_name = {name: {**vars(d), "table": None} for name, d in datasets.items()}
     header = json.dumps({"version": _index_version(kinds), "datasets": fields_by_name}).encode()
     arrays = {"meta": np.frombuffer(header, np.uint8)}

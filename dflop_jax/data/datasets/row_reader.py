@@ -58,16 +58,16 @@ class LocalRowReader:
     def read_rows(
         self, dataset: str, locations: Sequence[RecordLocation]
     ) -> list[IndexRow | BadSample]:
-        """Return the row of each record, or why it is unusable; for several threads at once."""
+        """Return the row of each record, or why it is unusable; thread-safe."""
         return [self._row(self._readers[dataset], location) for location in locations]
 
     def answer(self, request: bytes) -> DecoderReply:
-        """Reply to a request of `ProcessRowReader`."""
+        """Return the reply to a request of a `ProcessRowReader`."""
         dataset, locations = msgspec.json.decode(request, type=tuple[str, list[RecordLocation]])
         return DecoderReply(rows=tuple(self.read_rows(dataset, locations)))
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no process to end."""
 
     def _row(self, reader: RecordReader, location: RecordLocation) -> IndexRow | BadSample:
         try:
@@ -109,11 +109,12 @@ class LocalRowReader:
 
 
 class ProcessRowReader:
-    """Reads records in processes, as many as ask at once; one that hurts its process is unusable.
+    """Reads rows in child processes, one for each pending request; a record that kills its process
+    is unusable.
 
     Args:
-      factory: a function that returns `LocalRowReader.answer` of the same datasets and tokenizer.
-      timeout_s, memory_bytes: that a record may take.
+      factory: makes `LocalRowReader.answer` of the same datasets and tokenizer.
+      timeout_s, memory_bytes: limits of a record.
     """
 
     def __init__(self, factory: SourceFactory, timeout_s: float, memory_bytes: int) -> None:

@@ -19,6 +19,7 @@ from dflop_jax.data.bounds import (
     parse_json,
 )
 from dflop_jax.data.datasets.blob import Blob
+from dflop_jax.data.datasets.find_tables import match_files, require_files
 from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, RecordFormat, parse_record
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 from dflop_jax.data.media.kind import Kinds
@@ -35,16 +36,11 @@ def find_shards(path: str) -> tuple[Path, ...]:
         if len(last) > len(str(MAX_SHARDS)) or int(last) - int(first) >= MAX_SHARDS:
             raise ValueError(f"{path}: more than {MAX_SHARDS:,} shards")
         span = range(int(first), int(last) + 1)
-        shards = [Path(f"{prefix}{k:0{len(first)}d}{suffix}") for k in span]
-        missing = [s for s in shards if not s.is_file()]
-        if missing or not shards:
-            raise ValueError(f"{path}: {len(missing)} shards are missing, e.g. {missing[:1]}")
-        return tuple(shards)
+        names = [f"{prefix}{k:0{len(first)}d}{suffix}" for k in span]
+        return tuple(require_files(Path(), names, path))
     pattern = Path(path)
     if "*" in pattern.name:
-        shards = sorted(pattern.parent.glob(pattern.name))
-        if not shards:
-            raise ValueError(f"{path}: no file matches; give a pattern of files that are there")
+        shards = match_files(pattern)
     elif pattern.is_dir():
         shards = [] if (pattern / "dataset.json").is_file() else sorted(pattern.glob("*.tar*"))
     else:

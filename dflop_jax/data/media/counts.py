@@ -51,8 +51,8 @@ def fit_samples(
 ) -> tuple[SampleCounts, np.ndarray]:
     """Return the counts of the records that the model can take, and which of them fit: bool [n].
 
-    Under oversize=truncate a sample is the first `max_tokens` tokens of its record, without a
-    medium that is not whole among them; it fits if it keeps `RecordTable.needed_tokens` of text.
+    With oversize=truncate a sample is the first `max_tokens` tokens of its record, up to the first
+    medium that is not whole among them; it fits if it keeps `needed_tokens` of text.
     """
     truncate = limits.oversize == "truncate"
     counts, usable = sample_counts(table, preparation, limits.max_tokens if truncate else None)
@@ -67,12 +67,12 @@ def sample_counts(
     """Return the counts of the records that the model can take, and which those are: bool
     [len(table)].
 
-    Left out are records with media that no module takes, or that it cannot take: pictures too thin
+    Records are left out if no module takes one of their media, or if it cannot: pictures too thin
     for any grid, sounds too short for a token.
 
     Args:
       max_tokens: a record ends before the first medium that ends behind so many tokens, and has no
-        more of text; None: it is whole.
+        more text; None: it is whole.
     """
     owner = np.repeat(np.arange(len(table)), table.records["n_media"])
     is_usable = np.zeros(len(owner), bool)
@@ -107,7 +107,7 @@ def sample_counts(
 def _truncate(
     table: RecordTable, owner: np.ndarray, tokens: np.ndarray, max_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what of each record is among its first `max_tokens` tokens: its text tokens, int64
+    """Return the text tokens of each record among its first `max_tokens` tokens, int64
     [len(table)], and which of the m media with these `tokens` stay, bool [m]."""
     tokens_before = table.media["tokens_before"]
     order = np.lexsort((tokens_before, owner))  # media in the order of the text
@@ -124,8 +124,8 @@ def _truncate(
 
 
 def describe_cut_media(table: RecordTable, preparation: Preparation) -> str:
-    """Says how many media the model takes only the beginning of, and what to do, and which keys of
-    media it does not use; "" for none."""
+    """Return in words how many media the model takes only the beginning of, what to do, and which
+    media keys it ignores; "" for none."""
     messages = []
     for medium in preparation.values():
         for k in medium.kinds:
@@ -142,7 +142,7 @@ def describe_cut_media(table: RecordTable, preparation: Preparation) -> str:
 def sample_load(
     table: RecordTable, row: int, preparation: Preparation, counts: SampleCounts
 ) -> Load:
-    """Return what a record asks of every module, given the counts of this one sample."""
+    """Return the load of a record, given the counts of this one sample."""
     lengths: dict[str, tuple[int, ...]] = {}
     runs: dict[str, list[int]] = {}
     stop = int(counts.text_tokens[0] + counts.n_media[0])
@@ -164,21 +164,21 @@ def build_load(
     tokens: int,
     runs: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Load:
-    """Return the load of pieces by module and a text of so many tokens, and of the `runs` that have
-    several pieces; what is empty is left out."""
+    """Return the load of pieces by module and of a text; empty modules are left out. `runs`: pieces
+    of each medium, kept where a medium has several."""
     all_lengths = {**lengths, TEXT_MODULE: (tokens,) * (tokens > 0)}
     long_runs = {m: tuple(n) for m, n in runs.items() if max(n, default=0) > 1}
     return Load({m: n for m, n in all_lengths.items() if n}, runs=long_runs)
 
 
 def describe_media(table: RecordTable, row: int) -> str:
-    """What the headers of a record's media say."""
+    """Return the headers of a record's media in words."""
     return ", ".join(kind.described(header) for kind, header in table.headers(row))
 
 
 def largest_rows(demands: np.ndarray, limit: int) -> list[int]:
-    """Rows of int [n, kinds] such that every row asks for no more of any kind than one of them;
-    the `limit` greatest of them at most."""
+    """Return rows of int [n, kinds] such that every row asks for no more of any kind than one of
+    them; at most the `limit` greatest."""
     scaled = demands / np.maximum(demands.max(axis=0, initial=0), 1)
     remaining = np.arange(len(demands))
     chosen: list[int] = []

@@ -41,8 +41,8 @@ logger = logging.getLogger("dflop_jax.data")
 def make_decoder(
     source: Source, workers: int, timeout_s: float, memory_bytes: int
 ) -> ThreadDecoder:
-    """Return what decodes a source: processes where it says how others open it
-    (`sample.SourceFactory`), else threads, as of drawn scenes."""
+    """Return a decoder of a source: processes where it has a `factory` (see `SourceFactory`), else
+    threads."""
     if getattr(source, "factory", None) is None or not hasattr(os, "fork"):
         return ThreadDecoder(source, workers)
     return ProcessDecoder(source, workers, timeout_s, memory_bytes)
@@ -62,7 +62,7 @@ class ProcessDecoder(ThreadDecoder):
         self._pool_of_processes = DecoderPool(source.factory, timeout_s, memory_bytes)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """End the processes, also while they decode."""
         self._pool_of_processes.kill()
         super().close()
         self._pool_of_processes.close()
@@ -133,13 +133,13 @@ class DecoderPool:
         raise RuntimeError("the decoder is closed")
 
     def kill(self) -> None:
-        """End the processes at once; who waits for one gets a RuntimeError."""
+        """End the processes at once; pending requests raise RuntimeError."""
         self._closed = True
         if (server := self._server) is not None:
             server.kill()  # its decoders die with it
 
     def close(self) -> None:
-        """End the processes, when nobody asks any more."""
+        """End the processes, after the last request."""
         self.kill()
         with self._lock:
             self._end_server()
@@ -174,7 +174,7 @@ class DecoderPool:
         raise RuntimeError("the process that starts decoders dies; see its messages above")
 
     def _end(self, process: DecoderProcess) -> str:
-        """End a decoder; how it ended, or already had."""
+        """End a decoder and return how it ended."""
         process.channel.close()
         with self._lock, suppress(OSError, EOFError):
             if self._server is not None:
@@ -215,9 +215,10 @@ class DecoderPool:
 
 @dataclass(frozen=True)
 class DecoderReply:
-    """What a decoder answers: a sample, or why there is none; or rows of the index, or why there
-    are none, of several records. `fault`: a traceback, of an error of the program itself.
-    `warnings`: what was logged. `retires`: the process has grown and ends after this."""
+    """What a decoder answers: a sample or the reason why there is none; or rows of an index, or the
+    reason why there are none, for several records. `fault`: a traceback, of an error of the program
+    itself. `warnings`: what was logged. `retires`: the process has grown and ends after this
+    reply."""
 
     sample: Sample | None = None
     rows: tuple[IndexRow | BadSample, ...] = ()
@@ -228,7 +229,7 @@ class DecoderReply:
 
 
 def send_reply(channel: Connection, reply: DecoderReply) -> None:
-    """Send a reply, its arrays in a file without a name, which the receiver maps."""
+    """Send a reply; its arrays are in an unnamed file, which the receiver maps."""
     with _nameless_file() as file:
 
         def write_array(array: np.ndarray) -> tuple[str, tuple[int, ...], int]:
@@ -245,7 +246,8 @@ def send_reply(channel: Connection, reply: DecoderReply) -> None:
 
 
 def receive_reply(channel: Connection, timeout_s: float) -> DecoderReply:
-    """Return the next reply. TimeoutError, or EOFError or OSError where its sender ends before."""
+    """Return the next reply. TimeoutError after `timeout_s`; EOFError or OSError where the sender
+    ends before."""
     if not channel.poll(timeout_s):
         raise TimeoutError
     data = channel.recv_bytes()

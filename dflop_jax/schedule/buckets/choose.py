@@ -154,22 +154,35 @@ def choose_buckets(
         start = _refined_choice(best, sizes, evaluator, front)
     if not with_milp:
         return start
+    evaluator.remaining = round(_MILP_SHARE * budget)
+    candidates = _candidates((*chain_sets, start.buckets), sizes, problem, work)
+    return _better_with_milp(start, candidates, sizes, evaluator, front, work)
+
+
+def _better_with_milp(
+    start: BucketChoice,
+    candidates: Sequence[Bucket],
+    sizes: Sizes,
+    evaluator: BucketEvaluator,
+    front: Batch,
+    work: _Effort,
+) -> BucketChoice:
+    """The better of a choice and of the integer program's best set after refinement."""
     gap_by_set = solve_bucket_milp(
-        _candidates((*chain_sets, start.buckets), sizes, problem, work),
+        candidates,
         evaluator.batches[: work.milp_batches],
-        problem,
+        evaluator.problem,
         must_hold=front,
         start=start.buckets,
         slacks=work.slacks,
         max_nodes=_MILP_NODES,
     )
-    evaluator.remaining = round(_MILP_SHARE * budget)
-    other_choice = start
+    other = start
     if other_sets := [buckets for buckets in gap_by_set if buckets != start.buckets]:
-        best = _best_start(other_sets, evaluator, len(batches), 1)
-        other_choice = _refined_choice(best, sizes, evaluator, front)
-    wins = is_less(other_choice.expected_s, start.expected_s)
-    slower, faster = (start, other_choice) if wins else (other_choice, start)
+        best = _best_start(other_sets, evaluator, len(evaluator.batches), 1)
+        other = _refined_choice(best, sizes, evaluator, front)
+    wins = is_less(other.expected_s, start.expected_s)
+    slower, faster = (start, other) if wins else (other, start)
     return replace(
         faster,
         made_by="integer" if wins else "search",

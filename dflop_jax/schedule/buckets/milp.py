@@ -10,6 +10,7 @@ import highspy
 import numpy as np
 
 from dflop_jax.records import Bucket
+from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets, largest_first
 from dflop_jax.schedule.count_vectors import volume_conditions
@@ -106,22 +107,32 @@ def solve_bucket_milp(
         slack.value = value
         data, _, _ = program.get_problem_data(cp.HIGHS)
         z_columns = data["param_prob"].var_id_to_col[z.id] + np.arange(len(candidates))
-        solver = _SilentHighs()
-        options: dict[str, Any] = {"mip_rel_gap": _GAP, "mip_max_nodes": max_nodes}
-        for name, option in {"threads": 1, "parallel": "off", **options}.items():
-            solver.setOptionValue(name, option)
-        solver.passModel(_model(data))
-        solver.setSolution(len(candidates), z_columns.astype(np.int32), start_C)
-        solver.run()
-        solution = np.array(solver.getSolution().col_value)
-        chosen_C = solution[z_columns] if len(solution) else np.zeros(len(candidates))
-        chosen = [b for b, is_chosen in zip(candidates, chosen_C, strict=True) if is_chosen > 0.5]
-        if must_hold.any_can_hold(
-            chosen, capacity
-        ).all():  # otherwise there is no solution within so many nodes
-            gap = min(1.0, float(solver.getInfo().mip_gap))
+        chosen_C, gap = _solve(_model(data), z_columns, start_C, max_nodes)
+        chosen = [b for b, value in zip(candidates, chosen_C, strict=True) if value > 0.5]
+        if must_hold.any_can_hold(chosen, capacity).all():
             gap_by_set.setdefault(largest_first(chosen), gap)
     return gap_by_set
+
+
+def _solve(
+    model: highspy.HighsLp, columns: Ints, start: Floats, max_nodes: int
+) -> tuple[Floats, float]:
+    """(values of these columns, relative gap) of the best solution within `max_nodes`; zeros if
+    there is none.
+
+    Args:
+      start: values of the columns with which branch and bound starts.
+    """
+    solver = _SilentHighs()
+    options: dict[str, Any] = {"mip_rel_gap": _GAP, "mip_max_nodes": max_nodes}
+    for name, option in {"threads": 1, "parallel": "off", **options}.items():
+        solver.setOptionValue(name, option)
+    solver.passModel(model)
+    solver.setSolution(len(columns), columns.astype(np.int32), start)
+    solver.run()
+    solution = np.array(solver.getSolution().col_value)
+    values = solution[columns] if len(solution) else np.zeros(len(columns))
+    return values, min(1.0, float(solver.getInfo().mip_gap))
 
 
 class _SilentHighs(highspy.Highs):

@@ -18,6 +18,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dflop_jax.contract import (
@@ -34,7 +35,7 @@ from dflop_jax.contract import (
 from dflop_jax.profile.kernels import kernels_of
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
-from dflop_jax.profile.traced_parts import ENDS, Names, TraceSpec, trace_forward_parts
+from dflop_jax.profile.traced_parts import ENDS, Names, TraceSpec, traced_forward
 from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_seconds, token_pairs
 from dflop_jax.runtime.module_parts import segment_layer_kinds
 from dflop_jax.runtime.segment import ProgramKind, Segment
@@ -262,16 +263,18 @@ def part_products(
       with_gradient: inputs that need a gradient, "hidden" or fields of the entry that edges fill.
     """
     edge_fields = with_gradient if part_name == "entry" else ()
-    closed, inputs = trace_forward_parts(
-        TraceSpec(module, part_name, shape, edge_fields=edge_fields)
-    )
-    region = trace(closed, [None] * len(inputs), 1)
-    active_names = {"params": trains, "x": frozenset(with_gradient), "fields": frozenset[str]()}
-    named_inputs = list(zip(region.inputs, inputs, strict=True))
-    data = {v for v, (kind, _) in named_inputs if kind != "params"}
-    return _count_products(
-        region, data, {v for v, (kind, name) in named_inputs if name in active_names[kind]}
-    )
+    spec = TraceSpec(module, part_name, shape, edge_fields=edge_fields)
+    closed, arguments = traced_forward(spec, adapter=True)
+    region = trace(closed, [None] * len(closed.jaxpr.invars), 1)
+    data, active, values = set[Value](), set[Value](), iter(region.inputs)
+    for is_data, active_names, by_name in zip(
+        (False, True, True), (trains, with_gradient, ()), arguments, strict=True
+    ):
+        for name in sorted(by_name):
+            of_name = {next(values) for _ in jax.tree.leaves(by_name[name])}
+            data |= of_name if is_data else set()
+            active |= of_name if name in active_names else set()
+    return _count_products(region, data, active)
 
 
 def _count_products(region: Region, data: set[Value], active: set[Value]) -> Products:

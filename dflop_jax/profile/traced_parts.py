@@ -105,10 +105,14 @@ def has_loss(module: Module, shape: Shape) -> bool:
 
 
 @lru_cache
-def _traced_forward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
-    """Jaxpr of a part, and its arguments (parameters, inputs that get a gradient, fields)."""
-    args = _argument_structs(spec)
-    return jax.make_jaxpr(partial(_forward, spec))(*args), args
+def traced_forward(spec: TraceSpec, *, adapter: bool = False) -> tuple[core.ClosedJaxpr, Tree]:
+    """Jaxpr of a part, and its arguments (parameters by part, inputs that get a gradient, fields);
+    with its `adapter`, if the module has one."""
+    params, x, fields = _argument_structs(spec)
+    name = adapter_of(spec.part)
+    if adapter and name in spec.module.freeze_groups:
+        params[name] = part_struct(spec.module, name)
+    return jax.make_jaxpr(partial(_forward, spec))(params, x, fields), (params, x, fields)
 
 
 @lru_cache
@@ -141,7 +145,7 @@ def _trace_device(spec: TraceSpec, direction: str) -> Region:
     """Operations of a part on one device."""
     split = _param_splits(spec)
     if direction != BACKWARD:
-        closed, args = _traced_forward(replace(_at_traced_degree(spec), remat="none"))
+        closed, args = traced_forward(replace(_at_traced_degree(spec), remat="none"))
         return trace(closed, [*split, *_split_dims(args[1:], spec)], spec.tp)
     residual_dims = [v.dim for v in _trace_residuals(spec).outputs]
     closed, args = _traced_backward(_at_traced_degree(spec))
@@ -190,24 +194,6 @@ def _forward(spec: TraceSpec, params: Tree, x: Tree, fields: Tree) -> Tree:
     return run_module_part(
         spec.module, spec.part, spec.tp, params, x.get("hidden"), edge_fields, fields
     )
-
-
-@lru_cache
-def trace_forward_parts(spec: TraceSpec) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
-    """Jaxpr of a part's forward with its adapter, and for each input its origin: ("params", part),
-    ("x", "hidden" or a field of `edge_fields`) or ("fields", field)."""
-    params, x, fields = _argument_structs(spec)
-    adapter = adapter_of(spec.part)
-    if adapter in spec.module.freeze_groups:
-        params[adapter] = part_struct(spec.module, adapter)
-    kinds = {"params": params, "x": x, "fields": fields}
-    inputs = tuple(
-        (kind, name)
-        for kind, by_name in kinds.items()
-        for name in sorted(by_name)
-        for _ in jax.tree.leaves(by_name[name])
-    )
-    return jax.make_jaxpr(partial(_forward, spec))(params, x, fields), inputs
 
 
 def hidden_bytes(module: Module, shape: Shape) -> float:

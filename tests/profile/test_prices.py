@@ -114,16 +114,6 @@ def test_a_task_holds_the_work_of_the_host(device):
         assert after.programs[k].static_s == pytest.approx(took_s)
 
 
-@pytest.mark.parametrize("stage, ticks", [(1, 1.0), (2, 1.5)])
-def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
-    """Of 4 layers, and of the half-full ticks of a pipeline of 2 stages for 2 microbatches."""
-    prices = prices_of(plan(b=(stage, 1, 1), group_size=2), profile(pair_s=1e-9)).programs
-    of_b = {k.direction: v.content_s[0] for k, v in prices.items() if k.segment == "b0"}
-    assert of_b[FORWARD] == pytest.approx(4 / stage * ticks * 1e-9)
-    assert of_b[BACKWARD] == pytest.approx(3 * of_b[FORWARD])
-    assert not any(any(v.content_s) for k, v in prices.items() if k.segment == "a")
-
-
 def test_nothing_crosses_in_no_time_without_hardware():
     prices = prices_of(plan((1, 2, 1), (1, 1, 2), group_size=2), profile())
     assert prices.sends == {}

@@ -1,4 +1,4 @@
-"""Child processes that answer: lines over their stdin and stdout, and their last words.
+"""Child processes that answer requests: lines over stdin and stdout, and their last line of stderr.
 
 A child runs a module's `main` under `python -c`, so scripts need no `__main__` guard and nothing is
 pickled. It ends when its stdin closes, so it cannot outlive its parent.
@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import IO
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-_MAX_STDERR_CHARS = 300  # characters that are told of what it wrote last
+_MAX_STDERR_CHARS = 300  # of a child's last line of stderr in a message
 
 
 def child_source(module: str, paths: Sequence[str]) -> str:
-    """What a child runs: a module's `main`, imported from `paths` before all else."""
+    """Return the source that a child runs: a module's `main`, imported from `paths` first."""
     return f"import sys; sys.path[:0] = {[*paths]!r}; from {module} import main; main()"
 
 
 def child_command(module: str, paths: Sequence[str] = ()) -> list[str]:
-    """What starts a process that runs a module's `main`; modules of `paths` come before ours."""
+    """Return the command line of a child that runs a module's `main`; `paths` come before ours."""
     return [sys.executable, "-c", child_source(module, [*paths, _ROOT])]
 
 
 class Child:
-    """A process that answers lines with lines.
+    """A child process that answers lines with lines.
 
     Args:
       module: whose `main` it runs; `paths`: see `command`.
       environment: its variables; None: this process's.
-      keeps_words: what it writes to stderr is kept for `last_words`, in place of this process's.
+      captures_stderr: keep its stderr for `describe_exit`, instead of sharing this process's.
     """
 
     def __init__(
@@ -59,23 +59,23 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it lives."""
+        """Process id; None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code: None while it lives; below 0: the signal that ended it."""
+        """Exit code; None while it runs, negative for the signal that ended it."""
         return self._process.poll()
 
     def send(self, line: bytes) -> None:
-        """Write a line to it, if it lives."""
+        """Send a line to it, if it runs."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # its silence is the answer
+        with suppress(BrokenPipeError):  # `receive` then returns b""
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
 
     def receive(self) -> bytes:
-        """Its next line; b"" where it died before it had written all of it."""
+        """Return its next line; b"" if it ended before the line was whole."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return line if line.endswith(b"\n") else b""
@@ -84,7 +84,7 @@ class Child:
         self._process.kill()
 
     def close(self) -> int:
-        """Close its pipes and wait until it has ended; its exit code."""
+        """Close its pipes, wait until it has ended, and return its exit code."""
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             with suppress(BrokenPipeError):
@@ -100,7 +100,7 @@ class Child:
         return code
 
     def describe_exit(self) -> str:
-        """End it; how it ended and the last line that it wrote to stderr."""
+        """End it, and return how it ended with its last line of stderr."""
         code = self.close()
         status = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = [text for text in self._stderr_text.splitlines() if text.strip()]
@@ -108,14 +108,14 @@ class Child:
 
 
 def open_child_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Begin as a child; returns where its requests come from, and where its answers go."""
+    """In a child: return the stream of requests and the stream of answers."""
     stdout = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print goes elsewhere than the answers
+    os.dup2(2, 1)  # what libraries print goes to stderr, not among the answers
     return sys.stdin.buffer, stdout
 
 
 def ignore_signals() -> None:
-    """Let signals to all processes of a job (a cluster's, a terminal's) end the parent only; the
-    child ends when that does."""
+    """Ignore signals that a cluster or a terminal sends to all processes of a job: they end the
+    parent, and the child ends with it."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

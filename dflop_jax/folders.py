@@ -1,5 +1,5 @@
-"""What a user asks to be written, one answer where that cannot be, and what goes on without room: a
-full disk ends no run."""
+"""Folders and files that a user names: one message if they cannot be written. A full disk does not
+end a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("dflop_jax")
 
 @contextmanager
 def writable_path(path: str | Path, remedy: str) -> Iterator[Path]:
-    """Inside, a file is written or a folder made: its path, whose folder is there.
+    """Yield a path whose folder exists, for writing a file or making a folder there.
 
     Raises:
       ValueError: it cannot be written, or a file is where a folder should be; with the remedy.
@@ -42,7 +42,7 @@ def writable_path(path: str | Path, remedy: str) -> Iterator[Path]:
 
 
 def make_folder(folder: str | Path, remedy: str) -> Path:
-    """A folder that can be written, made where it is missing; raises as `writing` does."""
+    """Return a writable folder, made if it is missing; raises the errors of `writable_path`."""
     with writable_path(folder, remedy) as path:
         path.mkdir(exist_ok=True)
         if not os.access(path, os.W_OK):
@@ -51,13 +51,13 @@ def make_folder(folder: str | Path, remedy: str) -> Path:
 
 
 def missing_folders(folder: str | Path) -> list[Path]:
-    """The folder and those above it that are not there, the innermost first."""
+    """Return the folder and its parents that do not exist, the innermost first."""
     path = Path(folder)
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
 def remove_empty_folders(folders: Iterable[Path]) -> None:
-    """Remove folders, in turn, up to the first that holds something or is not there."""
+    """Remove folders in turn, up to the first that is not empty or does not exist."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -65,7 +65,7 @@ def remove_empty_folders(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def tolerate_full_disk(file: Path) -> Iterator[None]:
-    """Where the disk is full the file is not written, which is said; a part of it does not stay."""
+    """If the disk is full, log a warning and remove the partly written file."""
     try:
         yield
     except OSError as e:
@@ -76,7 +76,7 @@ def tolerate_full_disk(file: Path) -> Iterator[None]:
 
 
 class _LossyFile(io.FileIO):
-    """A file that takes what finds no room, and drops it."""
+    """A file that drops what does not fit on a full disk."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -88,7 +88,7 @@ class _LossyFile(io.FileIO):
 
 
 def is_standard_stream(stream: TextIO, descriptor: int) -> bool:
-    """Whether a stream is what a process writes to its descriptor 1 or 2; else it is captured."""
+    """Whether a stream writes to the process's descriptor 1 or 2, and is not captured."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor
     except OSError:  # it has none
@@ -96,8 +96,8 @@ def is_standard_stream(stream: TextIO, descriptor: int) -> bool:
 
 
 def lossy_stream(template: TextIO, descriptor: int) -> TextIO:
-    """A stream of text to an open file, such as a log, that loses lines where the disk is full and
-    raises nothing; with the encoding and buffering of another one."""
+    """Return a text stream to an open descriptor that drops lines while the disk is full, with the
+    encoding and buffering of `template`."""
     assert isinstance(template, io.TextIOWrapper)
     template.flush()
     return io.TextIOWrapper(
@@ -110,7 +110,7 @@ def lossy_stream(template: TextIO, descriptor: int) -> TextIO:
 
 
 def tolerate_lost_log_lines() -> None:
-    """Let standard output and error lose lines where the disk that they go to is full."""
+    """Let standard output and error drop lines while the disk that they go to is full."""
     if is_standard_stream(sys.stdout, 1):
         sys.stdout = lossy_stream(sys.stdout, 1)
     if is_standard_stream(sys.stderr, 2):

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.derive_config import DerivedConfig, derive_config, open_workplace, settings_notes
+from dflop_jax.cli.derive_config import (
+    DerivedConfig,
+    derive_config,
+    open_run_context,
+    settings_notes,
+)
 from dflop_jax.cli.experiment import add_options, load_record
 from dflop_jax.cli.terminal import make_table, make_ticker, show
 from dflop_jax.hardware import GIB
@@ -66,10 +71,10 @@ def _choose_plan(args: argparse.Namespace, derived: DerivedConfig) -> Plan:
         with settings_notes(derived) as notes:
             notes.show()
         return plan
-    check = (lambda workplace: None) if args.profile_file else planning.check_plannable
-    workplace, profile = open_workplace(args, check)
+    check = (lambda context: None) if args.profile_file else planning.check_plannable
+    context, profile = open_run_context(args, check)
     tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
-    return planning.make_plan(workplace, profile, tick).plan
+    return planning.make_plan(context, profile, tick).plan
 
 
 def _report_table(report: CompileReport) -> Table:

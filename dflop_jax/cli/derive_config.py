@@ -1,5 +1,4 @@
-"""A model and data that are named in the place of an experiment file, and what a run of them starts
-from."""
+"""The configuration of a command line: of an experiment file, or of a model and data by name."""
 
 from __future__ import annotations
 
@@ -30,10 +29,11 @@ MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
 
 @dataclass(frozen=True)
 class DerivedConfig:
-    """What a command line amounts to.
+    """The configuration of a command line.
 
     Attributes:
-      settings: of the front door that stand in `config`, with where each is from.
+      settings: fields of `config` that were derived from the model and data by name, with the
+        origin of each.
     """
 
     config: Config
@@ -59,13 +59,14 @@ def model_data_arguments() -> Parser:
 
 
 def derive_config(args: argparse.Namespace, *, needs_data: bool = True) -> DerivedConfig:
-    """The configuration of a command line, and what of it the front door chose.
+    """Return the configuration of a command line, and the settings derived for it.
 
     Args:
-      whole: model and data have to be named.
+      needs_data: whether the command needs a model and data.
 
     Raises:
-      ValueError: a model or data that cannot be found or are named twice, or none where `whole`.
+      ValueError: a model or data are not found or are named twice, or `needs_data` and they are
+        not named.
     """
     requested = overrides(args)
     if init := getattr(args, "init_from", None):
@@ -142,8 +143,8 @@ def _collect_settings(
 
 @contextmanager
 def settings_notes(derived: DerivedConfig) -> Iterator[DelayedNotes]:
-    """Notes that begin with what the front door chose and where each is from, on the first process
-    of a run; dropped where an error comes before they are shown."""
+    """Yield notes that begin with the derived settings and their origins, on the first process of a
+    run; they are dropped if an error comes before they are shown."""
     from dflop_jax.distributed.processes import find_processes
 
     is_first_process = find_processes(derived.config.distributed).index == 0
@@ -156,15 +157,15 @@ def settings_notes(derived: DerivedConfig) -> Iterator[DelayedNotes]:
         notes.drop()
 
 
-def open_workplace(
-    args: argparse.Namespace, check: Callable[[RunContext], object] = lambda place: None
+def open_run_context(
+    args: argparse.Namespace, check: Callable[[RunContext], object] = lambda context: None
 ) -> tuple[RunContext, Profile]:
-    """The workplace of a command line, and the profile: that of --profile-file, else a new one of
-    the data. Says what workplace and data are, but with a profile only where no experiment file
-    does: the answer comes at once then, and a mistake stands alone.
+    """Return the run context of a command line, and the profile: that of --profile-file, or a new
+    one of the data. Notes describe devices and data, unless there are both a profile and an
+    experiment file, since the command then answers at once.
 
     Args:
-      refuse: raises ValueError for what no measurement would change.
+      check: raises ValueError for mistakes that no measurement would change.
     """
     from dflop_jax.train.choose_plan import describe_context, describe_data
     from dflop_jax.train.profiling import check_not_empty
@@ -173,48 +174,48 @@ def open_workplace(
     derived = derive_config(args)
     profile = load_record(args, Profile)  # refused now rather than when it is used
     with settings_notes(derived) as notes:
-        workplace = make_run_context(derived.config)
-        shows_notes = workplace.peers.is_primary and (profile is None or derived.settings)
+        context = make_run_context(derived.config)
+        shows_notes = context.peers.is_primary and (profile is None or derived.settings)
         if shows_notes:
-            notes.add(describe_context(workplace))
-        check(workplace)
+            notes.add(describe_context(context))
+        check(context)
         if profile is None:
-            source = workplace.source()
+            source = context.source()
             check_not_empty(source)
-            workplace = with_step_count(workplace, len(source))
+            context = with_step_count(context, len(source))
             if shows_notes:
                 requested_batch = derived.config.train.global_batch
-                notes.add(describe_data(source, workplace.config.train, requested_batch))
+                notes.add(describe_data(source, context.config.train, requested_batch))
         notes.show()
-    return workplace, profile or _new_profile(workplace, source)
+    return context, profile or _new_profile(context, source)
 
 
-def _new_profile(workplace: RunContext, source: Source) -> Profile:
-    """The profile of data, measured here or predicted for `plan.hardware`."""
+def _new_profile(context: RunContext, source: Source) -> Profile:
+    """Return the profile of data, measured here or predicted for `plan.hardware`."""
     from dflop_jax.aot.chip_profile import predict_profile
     from dflop_jax.train import profiling
 
-    if workplace.hardware:
+    if context.hardware:
         tick = make_ticker("predicting prices", "programs", starts_shown=True)
-        return predict_profile(workplace, source, tick, print_note)
+        return predict_profile(context, source, tick, print_note)
     tick = make_ticker("profiling model and data", "shapes", starts_shown=True)
-    return profiling.make_profile(workplace, source, tick)
+    return profiling.make_profile(context, source, tick)
 
 
 def early_checks(
     args: argparse.Namespace, plan: Plan | None = None
 ) -> Callable[[RunContext], None]:
-    """What refuses, before anything is measured, a folder that the answer cannot go to, and a plan
-    that does not fit the model or, without plan and profile, what cannot be planned."""
+    """Return checks that need no measurement: whether the output folder can be written, and whether
+    the plan fits the model or, without plan and profile, whether a plan exists."""
 
-    def check(workplace: RunContext) -> None:
+    def check(context: RunContext) -> None:
         from dflop_jax.runtime.layout import check_model
         from dflop_jax.train import planning
 
-        output_folder(args, workplace.config, is_kept=False)
+        output_folder(args, context.config, is_kept=False)
         if plan:
-            check_model(plan.layout, workplace.model)
+            check_model(plan.layout, context.model)
         elif not args.profile_file:
-            planning.check_plannable(workplace)
+            planning.check_plannable(context)
 
     return check

@@ -30,7 +30,7 @@ from dflop_jax.train.run_dir import read_run_config
 
 T = TypeVar("T")
 MAX_NAME_LENGTH = 120  # characters of a folder's name
-# Of a command's arguments, those that its answer does not depend on.
+# Arguments of commands that their answers do not depend on.
 UNNAMED_ARGUMENTS = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
          "cache_dir")  # fmt: skip
 
@@ -82,8 +82,8 @@ _METAVAR_BY_TYPE = {bool: "true|false", int: "N", float: "NUMBER"}
 
 
 def _metavar(leaf: Field) -> str:
-    """What the help calls a field's value: N, PATH, NAME=RATE[,NAME=RATE...], or what to choose
-    from."""
+    """Return the name of a field's value in the help: N, PATH, NAME=RATE[,NAME=RATE...], or the
+    choices."""
     by_ending = (
         metavar for suffix, metavar in _METAVAR_BY_ENDING.items() if leaf.name.endswith(suffix)
     )
@@ -93,17 +93,17 @@ def _metavar(leaf: Field) -> str:
 
 
 def overrides(args: argparse.Namespace) -> dict[str, str]:
-    """The fields of the configuration that a command line gives, as text."""
+    """Return the fields of the configuration that a command line gives, as text."""
     return {f.name: v for f in fields() if (v := getattr(args, f.name)) is not None}
 
 
 def add_cwd_to_path() -> None:
-    """Let imports find modules of the folder that the command is given in."""
+    """Let imports find modules of the current folder."""
     sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
 
 
 def load_experiment(path: str) -> Config:
-    """The configuration that the `config()` of an experiment file returns.
+    """Return the configuration that the `config()` of an experiment file returns.
 
     Raises:
       ValueError: no such file, not Python, or no `config` function that returns one.
@@ -133,7 +133,7 @@ def load_experiment(path: str) -> Config:
 
 
 def _describe_folder(path: str) -> str:
-    """What a folder in the place of an experiment file is, and where it belongs."""
+    """Describe a folder that was given as an experiment file, and the flag that it belongs to."""
     from dflop_jax.generate.published import is_published
 
     if is_published(path):
@@ -148,7 +148,7 @@ def _describe_folder(path: str) -> str:
 
 @contextmanager
 def _experiment_errors(file: Path, path: str) -> Iterator[None]:
-    """ValueError that says what an experiment file does wrong, and in which line, if in one."""
+    """Raise ValueError for an error of an experiment file's own code, with the line if known."""
     try:
         yield
     except Exception as e:  # whatever its own code raises
@@ -176,20 +176,20 @@ _OPTIONS = {
 
 
 def add_options(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Add those of the options that several commands have."""
+    """Add some of the options that several commands share."""
     for flag in flags:
         metavar, text = _OPTIONS[flag]
         parser.add_argument(flag, metavar=metavar, help=text)
 
 
 def output_folder(args: argparse.Namespace, config: Config, *, is_kept: bool = True) -> Path:
-    """The folder that a command's answer goes to; see `report.run_folder.answer_folder`."""
+    """Return the folder of a command's answer; see `report.run_folder.answer_folder`."""
     return answer_folder(config.run_dir, answer_name(args), args.out, is_kept=is_kept)
 
 
 def answer_name(args: argparse.Namespace) -> str:
-    """A file name for what a command was asked: its name, the experiment's, and every option that
-    the answer depends on."""
+    """Return a file name for a command's answer: the names of the command and the experiment, and
+    every option that the answer depends on."""
     options = {k: v for k, v in vars(args).items() if k not in UNNAMED_ARGUMENTS and v is not None}
     experiment_stem = [Path(args.experiment).stem] if args.experiment else []
     name_parts = [args.command, *experiment_stem, *(f"{k}-{v}" for k, v in options.items())]
@@ -202,14 +202,14 @@ def answer_name(args: argparse.Namespace) -> str:
 
 
 def load_record(args: argparse.Namespace, kind: type[T]) -> T | None:
-    """The Plan of --plan-file or the Profile of --profile-file; None without that option."""
+    """Return the Plan of --plan-file or the Profile of --profile-file; None without that option."""
     file = getattr(args, f"{kind.__name__.lower()}_file", None)
     return load(kind, file) if file else None
 
 
 def finish_run(peers: ProcessGroup, exit_code: int = 0) -> None:
-    """End a command together with the other processes of its run: from here on one that ends is no
-    failure. Ends this process where not all come to it."""
+    """End a command together with the other processes of its run, after which the end of a process
+    is no failure. Ends this process if not all get there."""
     from dflop_jax.distributed.initialize import SHUTDOWN_TIMEOUT_S, shutdown
     from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE, exit_with_message
 
@@ -253,8 +253,8 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
 
 
 def _why_untrusted(factory: str) -> str | None:
-    """Why a factory is not to be called, perhaps in no words; None for a function that a module of
-    this program's `models` defines."""
+    """Return why a factory is not trusted, or "" for no special reason; None for a function that a
+    module of this program's `models` defines."""
     match = _MODELS_FUNCTION.fullmatch(factory)
     if match is None:
         return ""

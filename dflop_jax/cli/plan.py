@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.derive_config import early_checks, open_workplace
+from dflop_jax.cli.derive_config import early_checks, open_run_context
 from dflop_jax.cli.experiment import add_options, finish_run, output_folder
 from dflop_jax.cli.terminal import make_table, make_ticker, show
 from dflop_jax.hardware import GB, GIB
@@ -43,21 +43,19 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train import planning
     from dflop_jax.train.step_figures import predict_run
 
-    workplace, profile = open_workplace(args, early_checks(args))
-    config = workplace.config
+    context, profile = open_run_context(args, early_checks(args))
+    config = context.config
     options = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
     tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
-    result = planning.make_plan(workplace, profile, tick, **options)
+    result = planning.make_plan(context, profile, tick, **options)
     what_ifs = []
     if args.explain:
         what_ifs = planning.evaluate_changes(
-            workplace, profile, make_ticker("what would help", "searches")
+            context, profile, make_ticker("what would help", "searches")
         )
-    savings = (
-        planning.explain_memory_savings(workplace, profile, result.plan) if args.explain else []
-    )
+    savings = planning.explain_memory_savings(context, profile, result.plan) if args.explain else []
     kinds = kind_costs(profile)
-    expected = predict_run(workplace, profile.data, result.plan)
+    expected = predict_run(context, profile.data, result.plan)
     folder = output_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> Any:
         show(describe_choice(result))
         show(describe_run(expected, result.plan.layout.modules[-1]))
         show(f"wrote {folder / PLAN}")
-    finish_run(workplace.peers)
+    finish_run(context.peers)
     search = search_json(result) | {"expected": expected}
     details = {"layers": kinds, "what_if": what_ifs, "memory_bought": savings}
     return {"search": search, **details} if args.explain else search

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from dflop_jax.cli.derive_config import open_workplace
+from dflop_jax.cli.derive_config import open_run_context
 from dflop_jax.cli.experiment import add_options, finish_run, output_folder
 from dflop_jax.cli.terminal import make_table, show
 
@@ -20,10 +20,10 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PROFILE
 
-    workplace, profile = open_workplace(
-        args, lambda workplace: output_folder(args, workplace.config, is_kept=False)
+    context, profile = open_run_context(
+        args, lambda context: output_folder(args, context.config, is_kept=False)
     )
-    output_file = output_folder(args, workplace.config) / PROFILE
+    output_file = output_folder(args, context.config) / PROFILE
     save(profile, output_file)
     if not args.json:
         columns = ("layers of", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Any:
             f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(token_texts)}; "
             f"wrote {output_file}"
         )
-    finish_run(workplace.peers)
+    finish_run(context.peers)
     return profile.model
 
 

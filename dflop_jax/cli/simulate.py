@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dflop_jax.cli.derive_config import early_checks, open_workplace
+from dflop_jax.cli.derive_config import early_checks, open_run_context
 from dflop_jax.cli.experiment import add_options, finish_run, load_record, output_folder
 from dflop_jax.cli.terminal import make_ticker, show
 from dflop_jax.records import Plan
@@ -33,12 +33,12 @@ def run(args: argparse.Namespace) -> Any:
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches} must be at least 1")
     given_plan = load_record(args, Plan)
-    workplace, profile = open_workplace(args, early_checks(args, given_plan))
-    config = workplace.config
+    context, profile = open_run_context(args, early_checks(args, given_plan))
+    config = context.config
     tick = make_ticker(
         "planning", "placements", starts_shown=not given_plan and not args.profile_file
     )
-    plan = given_plan or planning.make_plan(workplace, profile, tick).plan
+    plan = given_plan or planning.make_plan(context, profile, tick).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
     prices = layout_prices(plan.layout, CostModel(profile.model))
     names = [s.name for s in plan.layout.segments]
@@ -62,5 +62,5 @@ def run(args: argparse.Namespace) -> Any:
             f"{args.batches} steps: {1e3 * trace.makespan_s / args.batches:.1f} ms a step, busy "
             f"{busy}; wrote {folder / SIMULATED_PICTURE} and {SIMULATED}"
         )
-    finish_run(workplace.peers)
+    finish_run(context.peers)
     return summary

@@ -1,4 +1,4 @@
-"""What every command shares with a terminal: a parser, printing, progress."""
+"""What commands share: an argument parser, printing, progress."""
 
 from __future__ import annotations
 

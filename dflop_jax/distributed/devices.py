@@ -1,7 +1,5 @@
-"""What a process of a run uses of its host: devices, told to jax before jax starts, and memory.
-
-And what XLA and NCCL then read from the environment, where the user says nothing; see
-`docs/clusters.md` for the reasons.
+"""The devices and the memory that a process of a run uses on its host, and the environment that XLA
+and NCCL read, where the user sets nothing; `docs/clusters.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from dflop_jax.records import USABLE_MEMORY
 
 
 def devices_per_process(processes: Processes, plan_devices: int) -> int:
-    """Devices of each process; 0 for all it has.
+    """Return the number of devices of each process; 0 for all it has.
 
     Raises:
       ValueError: the plan's devices are not what the processes have, or cannot be shared evenly.
@@ -46,7 +44,7 @@ def devices_per_process(processes: Processes, plan_devices: int) -> int:
 
 
 def limit_devices(processes: Processes, n_devices: int) -> None:
-    """Let jax use this process's devices only: CPU devices by number, GPUs by their place."""
+    """Limit jax to this process's devices: CPU devices by number, GPUs by index."""
     if n_devices:
         jax.config.update("jax_num_cpu_devices", n_devices)
     if not uses_cpu() and (ids := local_gpu_ids(processes, n_devices)) is not None:
@@ -54,8 +52,8 @@ def limit_devices(processes: Processes, n_devices: int) -> None:
 
 
 def is_jax_initialized() -> bool:
-    """Whether jax has begun to use devices, after which it takes no other number of them."""
-    settings: Any = jax.config  # the types of some versions of jax know this name, others do not
+    """Whether jax has initialized its devices, after which their number is fixed."""
+    settings: Any = jax.config  # only some versions of jax declare the type of this name
     number: int = settings.jax_num_cpu_devices
     try:
         jax.config.update("jax_num_cpu_devices", number + 1)
@@ -66,7 +64,7 @@ def is_jax_initialized() -> bool:
 
 
 def uses_cpu() -> bool:
-    """Whether jax will compute on the CPU; asking jax itself would start it."""
+    """Whether jax will compute on the CPU, without initializing jax."""
     settings: Any = jax.config
     platforms: str | None = settings.jax_platforms
     if platforms:
@@ -75,7 +73,7 @@ def uses_cpu() -> bool:
 
 
 def count_visible_gpus() -> int:
-    """GPUs of this host that processes may use, by CUDA_VISIBLE_DEVICES or the device files."""
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES or the device files of this host name."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -83,12 +81,13 @@ def count_visible_gpus() -> int:
 
 
 def local_gpu_ids(processes: Processes, n_devices: int) -> list[int] | None:
-    """Places of this process's GPUs among the visible ones; None for all of them.
+    """Return the indices of this process's GPUs among the visible ones; None for all of them.
 
-    Where the processes of a host are counted, each gets an equal part, of which `each` are used.
+    If the number of processes on the host is known, each gets an equal part of the GPUs, of which
+    it uses `n_devices` (0: all).
 
     Raises:
-      ValueError: there are not enough.
+      ValueError: there are not enough GPUs.
     """
     n_gpus, n_local = count_visible_gpus(), max(1, processes.n_local)
     if n_gpus == 1 and n_local > 1 and processes.source != "dflop launch":
@@ -106,12 +105,12 @@ def local_gpu_ids(processes: Processes, n_devices: int) -> list[int] | None:
 
 @cache
 def connect_process_pairs(devices: tuple[jax.Device, ...], peers: ProcessGroup) -> None:
-    """Have jax connect every two processes for transfers between CPUs, both ways, once; all of them
-    call this.
+    """Connect every two processes for transfers between CPUs, both ways, once; all processes call
+    this.
 
-    A process listens from the first array that it sends, and who looks for it before that looks
-    again only after 2 s. So each sends before the others receive. jax counts transfers, hence
-    every process takes part in every one, also where it neither sends nor receives.
+    A process listens from the first array that it sends, and a process that tries to connect before
+    retries only after 2 s. So each process sends before the others receive. jax counts transfers,
+    so every process takes part in each, also if it neither sends nor receives.
     """
     first_devices = {d.process_index: d for d in reversed(devices)}
     received = []
@@ -138,12 +137,12 @@ GPU_FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
 NCCL_VARIABLES = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-# Two names of one setting, of which jax takes only one at a time.
+# Two names of one setting; jax accepts only one at a time.
 MEMORY_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def set_xla_environment() -> None:
-    """Set this process's environment before jax starts; does nothing when it is too late."""
+    """Set XLA's and NCCL's variables for this process; does nothing once jax is initialized."""
     if not is_jax_initialized():
         settings = cpu_environment if uses_cpu() else gpu_environment
         os.environ.update(settings(os.environ, is_xla_flag))
@@ -152,10 +151,10 @@ def set_xla_environment() -> None:
 def gpu_environment(
     environment: Mapping[str, str], is_known_flag: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Variables to set beside those of `environment`, whose own settings stay.
+    """Return the variables to set beside those of `environment`, whose own settings stay.
 
     Args:
-      knows: whether XLA has a flag; one that it has not would end the process.
+      is_known_flag: whether XLA has a flag; an unknown flag would end the process.
     """
     settings = {k: v for k, v in NCCL_VARIABLES.items() if k not in environment}
     if not any(name in environment for name in MEMORY_FRACTION_VARIABLES):
@@ -168,7 +167,7 @@ def cpu_environment(
     is_known_flag: Callable[[str], bool],
     flags: Mapping[str, str] = CPU_FLAGS,
 ) -> dict[str, str]:
-    """`gpu_settings` of a process that computes on the CPU: flags alone."""
+    """Return the variables of a process that computes on the CPU, which are flags alone."""
     user_flags = environment.get("XLA_FLAGS", "")
     user_flag_names = {word.lstrip("-").partition("=")[0] for word in user_flags.split()}
     new_flags = [
@@ -179,10 +178,10 @@ def cpu_environment(
 
 
 def is_xla_flag(flag: str) -> bool:
-    """Whether every library here that reads XLA_FLAGS has the flag.
+    """Whether every installed library that reads XLA_FLAGS has the flag.
 
-    A name that stands alone between two zeros is a flag; those that are no more so only stand in
-    the description of a message.
+    A flag's name stands alone between two zero bytes; the names of removed flags only occur in
+    descriptions of messages.
     """
     for package, pattern in (("jaxlib", "libjax_common.so"), ("jax_plugins", "*/xla_*plugin.so")):
         spec = importlib.util.find_spec(package)
@@ -202,8 +201,8 @@ CGROUP = Path("/sys/fs/cgroup")  # of this process, where it is in a container o
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that programs can still take, of the host or of the container that this process is in;
-    None where nobody says how many."""
+    """Return the bytes that programs can still take from the host, or from this process's
+    container; None if neither is known."""
     candidates = []
     if MEMINFO.exists():
         lines = dict(row.split(":") for row in MEMINFO.read_text().splitlines())

@@ -1,15 +1,16 @@
-"""Where a process of a run is, how long it may be there, and the end of a run that hangs.
+"""Deadlines for the sections of a run, and the end of a run that hangs.
 
-A run goes through sections: it profiles, plans, compiles, takes steps, waits for data or a save,
-evaluates. The main thread says when one begins; each has a deadline, a multiple of the longest that
-was measured of it. Whoever is behind of several processes, the others wait for.
+A run goes through sections: profiling, planning, compiling, steps, waits for data or a save,
+evaluations. The main thread marks the begin of each section. A section has a deadline, a multiple
+of its longest measured duration.
 
-A process whose devices wait for ever, inside a collective in C++, still gives signs of life. So
-each has a thread that looks whether its main thread has passed its section's deadline, and sends
-where it is with its signs of life (`messages`). Process 0 compares: only where the process that is
-behind is late itself does the run hang; who waits for one that compiles or saves, in time, waits.
-Then every process writes its stacks and last tasks, and all end with exit code 4. So they do where
-a process gives no sign of life, before jax's heartbeat time-out aborts them.
+A process whose devices wait forever inside a collective in C++ still sends heartbeats. So a thread
+of each process checks whether the main thread has passed its deadline, and sends the process's
+status with its heartbeats (`messages`). Process 0 compares the statuses. The run hangs only if the
+process that is behind all others is overdue itself; processes that wait for one that compiles or
+saves in time keep waiting. If the run hangs, every process writes its stacks and last tasks, and
+all end with exit code 4. The same happens if a process stops sending heartbeats, before jax's
+heartbeat timeout aborts the others.
 """
 
 from __future__ import annotations
@@ -32,28 +33,26 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import run_with_timeout
 
 CHECKS_PER_DEADLINE = 10  # at least
-MAX_CHECK_INTERVAL_S = 5.0  # between two looks
-SUSPENDED_S = (
-    10.0  # later than it should: a look that comes so late says nothing of the main thread
-)
+MAX_CHECK_INTERVAL_S = 5.0
+SUSPENDED_S = 10.0  # a check later than this means that the whole process was suspended
 WRITE_TIMEOUT_S = 3.0  # longest wait for the disk
-# Sections of a kind whose longest counts: a slow one (the first step, a disk that was busy) is
-# forgotten after so many.
+# The last sections of a name whose longest sets the deadline, so that a slow one (the first step, a
+# busy disk) is forgotten after as many.
 MEASUREMENT_WINDOW = 64
-# Times the least deadline: what a section has that was never measured, or is not repeated.
+# Deadline over the shortest deadline, of a section that was never measured or is not repeated.
 UNMEASURED_FACTOR = 30
-MAX_FRAMES = 5  # of the main thread in a line, the innermost first
+MAX_FRAMES = 5  # of the main thread's stack in a message
 log = logging.getLogger("dflop_jax")
 
 
 class TaskProgress(msgspec.Struct, frozen=True):
-    """How far a process is in the tasks of a run.
+    """How many tasks of a run a process has started and done.
 
     Attributes:
-      call: counts the steps and evaluations that were dispatched.
-      ended: tasks at the head of this one's order that have all ended.
-      begun: those that were dispatched or passed over.
-      lines: the last ones ended and begun, in words.
+      n_calls: steps and evaluations that were dispatched.
+      n_done: tasks at the head of the process's order that are all done.
+      n_started: tasks that were dispatched or passed over.
+      lines: the last tasks done and started, in words.
     """
 
     n_calls: int = 0
@@ -63,8 +62,8 @@ class TaskProgress(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """Where a process is; `name` says its host and pid, `seconds` for how long it is in its
-    section, of which `limit_s` are allowed, `moves` counts the sections that it has begun."""
+    """The section and tasks that a process is in. `name` is its host and pid, `seconds` the time it
+    has spent in the section, `n_sections` counts the sections that it has begun."""
 
     process: int
     name: str
@@ -82,7 +81,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
-        """Whoever has the least is behind: all go through the same sections and tasks."""
+        """All processes go through the same sections and tasks, so the smallest is behind."""
         return self.n_sections, self.tasks.n_calls, self.tasks.n_done, self.tasks.n_started
 
     @property
@@ -94,13 +93,13 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class Sections:
-    """The sections of this process's run, begun by its main thread and read by others.
+    """The sections of this process's run. The main thread begins them, other threads read them.
 
     Args:
-      factor: of a section's deadline over the longest measured; 0: there are no deadlines.
-      least_s: the shortest deadline.
-      repeated: what is gone through as a whole, again and again. Of other sections, which a run has
-        once or in pieces, nothing that was measured says how long the next takes.
+      factor: a section's deadline over its longest measured duration; 0: no deadlines.
+      min_deadline_s: the shortest deadline.
+      repeated_sections: names of sections that recur as a whole. Durations of others, which a run
+        has once or in pieces, do not predict the next one.
     """
 
     def __init__(
@@ -118,8 +117,8 @@ class Sections:
         self.tasks: Callable[[], TaskProgress] = TaskProgress
 
     def begin(self, name: str, step: int | None = None) -> None:
-        """This section begins, which ends the one before: a step where its number is given; "":
-        nothing is watched from here on."""
+        """Begin a section, which ends the previous one; a step if `step` is given. The name "" has
+        no deadline."""
         self.n_sections += 1
         self.is_step = step is not None
         self.step = self.step if step is None else step
@@ -127,8 +126,8 @@ class Sections:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """A section inside of another, which begins again after it; other processes may go without
-        it."""
+        """Run a section inside the current one, which begins anew after it. Other processes may
+        skip it."""
         outer, was_step, self.is_step = self.name, self.is_step, False
         self._switch_to(name)
         try:
@@ -145,11 +144,11 @@ class Sections:
         self.name, self._started_s, self._renewed_s = name, now_s, now_s
 
     def renew(self) -> None:
-        """The section gets on: its deadline counts from here."""
+        """Restart the deadline, since the section has made progress."""
         self._renewed_s = self._clock()
 
     def deadline_s(self, name: str) -> float:
-        """Seconds that a section may take."""
+        """Return the seconds that a section may take."""
         if not (self._factor and name):
             return float("inf")
         max_measured_s = max(tuple(self._measured_s.get(name, ())), default=None)
@@ -162,7 +161,7 @@ class Sections:
         return self._clock() - self._renewed_s > self.deadline_s(self.name)
 
     def status(self, process: int, name: str) -> ProcessStatus:
-        """Where this process is."""
+        """Return the status of this process."""
         seconds, section = self._clock() - self._renewed_s, self.name
         return ProcessStatus(
             process,
@@ -178,7 +177,7 @@ class Sections:
 
 
 def main_thread_stack() -> str:
-    """Where the main thread of this process is, the innermost frame first."""
+    """Return the stack of this process's main thread in a line, the innermost frame first."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
     if frame is None:
@@ -188,15 +187,15 @@ def main_thread_stack() -> str:
 
 
 def find_hung_processes(statuses: Sequence[ProcessStatus]) -> tuple[ProcessStatus, ...]:
-    """The processes that are behind all others, where these have passed their deadline; () where
-    they have not, so that whoever waits for them is to be patient."""
+    """Return the processes that are behind all others, if one of them is overdue; () otherwise,
+    since the others then wait for a process that is in time."""
     min_progress = min(w.progress for w in statuses)
     behind = tuple(w for w in statuses if w.progress == min_progress)
     return behind if any(w.is_overdue for w in behind) else ()
 
 
 def describe_hang(behind: Sequence[ProcessStatus], n_processes: int) -> str:
-    """What is said of a run of `count` processes in which these hang."""
+    """Return a sentence about the processes that hang in a run of `n_processes`."""
     first, position = behind[0], behind[0].position
     task_text = f" ({first.tasks.lines[-1]})" if first.tasks.lines else ""
     allowed = f"more than the {first.deadline_s:.0f} s that it may take"
@@ -214,13 +213,12 @@ def describe_hang(behind: Sequence[ProcessStatus], n_processes: int) -> str:
 
 
 class HangWatch:
-    """Watches over the sections of a process, with the others', as a context manager; afterwards
-    nothing is a section.
+    """Ends a run in which a process hangs; a context manager, after which no section is left.
 
     Args:
       folder: where stacks and tasks are written.
-      end: called with the line that says what hangs, where all end by it; by default as `peers` end
-        when one of them is lost.
+      end_run: called on process 0 with a sentence about the hang; by default
+        `peers.end_hung_run`.
     """
 
     def __init__(
@@ -271,10 +269,10 @@ class HangWatch:
                 return
 
     def _find_hung_processes(self) -> tuple[ProcessStatus, ...]:
-        """The processes that hang, at two looks: what others send of them is some seconds old."""
+        """Return the processes that hang in two checks, since statuses are some seconds old."""
         messages = [s for p, s in self._peers.statuses().items() if p and s]
         if len(messages) < self._peers.n_processes - 1:
-            return ()  # nobody knows who is behind
+            return ()  # a status is missing
         statuses = [
             self._latest_status,
             *(msgspec.json.decode(s, type=ProcessStatus) for s in messages),
@@ -284,7 +282,7 @@ class HangWatch:
         return hung if self._hung_before == previous else ()
 
     def _write_stacks(self, reason: str) -> None:
-        """Write where this process is."""
+        """Write this process's stacks once."""
         if self._has_written:
             return
         self._has_written = True
@@ -296,8 +294,8 @@ class HangWatch:
 
 
 def write_stacks(folder: Path, status: ProcessStatus, reason: str) -> None:
-    """Add a process's stacks and last tasks to its file in a folder, and say them in the log; what
-    cannot be written is said only."""
+    """Append a process's stacks and last tasks to its file in a folder, and log them. A file that
+    cannot be written is skipped."""
     for text in (str(status), *status.tasks.lines, f"main thread: {status.stack}"):
         log.warning("%s", text)
     with suppress(OSError):

@@ -1,11 +1,11 @@
-"""Make one run of several processes: find the others and let jax connect them.
+"""Join several processes to one run: find the others and let jax connect them.
 
-`initialize` comes before anything that asks jax for devices. Alone, a process needs none of it. A
-script that has called `jax.distributed.initialize` itself is taken as it is.
+Call `initialize` before anything that asks jax for devices; one process needs no connection. A
+script may also have called `jax.distributed.initialize` itself.
 
-Where jax does not reach process 0, or waits for a process that does not come, it aborts the process
-from C++ with a stack trace. So each process looks first whether process 0 is there, and gives up
-with one line before jax does.
+If jax does not reach process 0, or waits for a process that does not start, it aborts the process
+from C++ with a stack trace. So each process first checks that process 0 answers, and gives up with
+one line before jax does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from dflop_jax.distributed.processes import (
 from dflop_jax.folders import is_standard_stream, lossy_stream, tolerate_lost_log_lines
 
 SHUTDOWN_TIMEOUT_S = 10.0  # longest wait for the others at the end
-# jax's own wait for them is longer: when it is over, it ends those from C++ that still work.
+# jax's own wait is longer: after it, jax ends processes that still work from C++.
 JAX_SHUTDOWN_TIMEOUT_S = 30
 CONNECT_RETRY_S = 0.2  # between two attempts to reach process 0
 # Process 0 waits for the others longer than they do: jax aborts them when process 0 goes first.
@@ -66,8 +66,7 @@ CONNECTED_BY_SCRIPT = (
 )
 
 
-# What this process is in, for the rest of its life: jax connects it only once. With the devices of
-# each process.
+# The run that this process has joined, with the devices of each process; jax connects only once.
 _joined: tuple[Processes, int, ProcessGroup] | None = None
 
 
@@ -152,7 +151,7 @@ def _make_group(state: State, config: DistributedConfig) -> ProcessGroup:
 
 
 def run_devices(n_processes: int, n_requested: int) -> list[jax.Device]:
-    """All devices of a run of several processes, process by process.
+    """Return all devices of a run of several processes, process by process.
 
     Raises:
       ValueError: they are not as many as planned (0: all), or some processes have more than others.
@@ -174,7 +173,7 @@ def run_devices(n_processes: int, n_requested: int) -> list[jax.Device]:
 
 
 def shutdown(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> bool:
-    """Leave the run with the others, and say whether all came to it in time.
+    """Leave the run together with the others, and return whether all did so in time.
 
     After False (a peer is gone or busy) end with `process_exit.exit_process`: what is in flight may
     never come to an end. Does nothing for one process.
@@ -193,10 +192,10 @@ def shutdown(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> bool:
 
 
 def _script_processes(state: State, config: DistributedConfig) -> Processes:
-    """The processes that a script has connected by `jax.distributed.initialize`.
+    """Return the processes that a script has connected by `jax.distributed.initialize`.
 
     Raises:
-      ValueError: flags say otherwise.
+      ValueError: flags contradict them.
     """
     for name, actual, unset in (("num_processes", state.num_processes, 0),
                              ("process_id", state.process_id, -1)):  # fmt: skip
@@ -258,7 +257,7 @@ def _connect_jax(processes: Processes, config: DistributedConfig) -> State:
 
 
 def _check_port(service: Address, interface: str) -> None:
-    """Look whether process 0 can listen; jax 0.10 crashes where it cannot.
+    """Check that process 0 can listen at its address; jax 0.10 crashes if it cannot.
 
     Raises:
       TransientError: the port is in use.
@@ -279,7 +278,7 @@ def _check_port(service: Address, interface: str) -> None:
 def _connect_to_coordinator(
     service: Address, processes: Processes, timeout_s: float
 ) -> socket.socket:
-    """A connection to where process 0 listens, or is about to."""
+    """Return a connection to process 0, which may not listen yet."""
     deadline, reason = time.monotonic() + timeout_s, "no answer"
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
@@ -300,8 +299,8 @@ def _connect_to_coordinator(
 
 
 class _Introduction(msgspec.Struct, frozen=True):
-    """What process 0 is told of a process: what it takes part in, the address of its host as
-    process 0's host knows it, and process 0's as it knows that; "": the same host."""
+    """What a process sends to the others: the run that it takes part in, the IP of its host as
+    process 0's host sees it, and the IP of process 0's host as it sees it; "" on the same host."""
 
     run: str
     host: str = ""
@@ -309,7 +308,7 @@ class _Introduction(msgspec.Struct, frozen=True):
 
 
 def _exchange_addresses(group: ProcessGroup, processes: Processes, timeout_s: float) -> None:
-    """Check that all processes were started alike, and say where each receives arrays.
+    """Check that all processes were started alike, and set where this one receives arrays.
 
     Raises:
       ValueError: they were not.
@@ -349,11 +348,11 @@ def _exchange_addresses(group: ProcessGroup, processes: Processes, timeout_s: fl
 
 @contextmanager
 def _batch_priority_for_gloo() -> Iterator[None]:
-    """Make gloo's thread, which starts meanwhile, give way to the others of this process.
+    """Give gloo's thread, which starts in this context, the priority of a batch job.
 
-    While bytes arrive that nobody has asked for yet, it polls without pause; on a busy core whoever
-    would ask waits for the end of its time slice. That costs 4 ms a collective (measured on pinned
-    cores, Linux 6.18), as a batch thread it costs 0.2 ms.
+    The thread polls without pause while bytes arrive that no thread has requested yet. On a busy
+    core, the requesting thread then waits for the end of the time slice. This costs 4 ms per
+    collective, and 0.2 ms as a batch thread (measured on pinned cores, Linux 6.18).
     """
     tasks = Path("/proc/self/task")
     former_threads = {t.name for t in tasks.glob("*")}
@@ -365,7 +364,8 @@ def _batch_priority_for_gloo() -> Iterator[None]:
 
 
 def _redirect_native_stdout() -> None:
-    """Send what C++ prints (gloo greets every peer) to standard error, for the sake of `--json`."""
+    """Redirect what C++ prints to standard error (gloo greets every peer), so that the standard
+    output of `--json` stays valid."""
     stdout = sys.stdout
     if not is_standard_stream(stdout, 1):
         return

@@ -1,4 +1,4 @@
-"""How a process of a run ends early: signals that ask for it, and an end that waits for nothing."""
+"""Exit codes, signals that end a run, and an exit that waits for no other process."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ from dflop_jax.folders import DISK_FULL_ERRNOS
 # Exit codes beside 0 (done).
 FAILED = 1
 BAD_INPUT = 2
-PREEMPTED = 3  # a signal ended the run, and what it had reached is saved
-ABORTED = 134  # SIGABRT in a shell's words: jax ends a process so when it misses another one
-TRANSIENT_FAILURE = (
-    4  # what ended the run lies outside of it and passes, so that another start may do
-)
+PREEMPTED = 3  # a signal ended the run, and its progress is saved
+ABORTED = 134  # what a shell calls SIGABRT, by which jax ends a process that has lost another
+TRANSIENT_FAILURE = 4  # another start may succeed
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One Ctrl-C may come twice, from the terminal and from a program that passes it on.
 SIGNAL_DEBOUNCE_S = 0.3
 STDERR_TIMEOUT_S = 1.0  # longest wait for standard error to take the last line
 
 has_joined_run = threading.Event()  # this process is one of several, and has not left them
-exit_callbacks: list[
-    Callable[[int], None]
-] = []  # told of an exit code other than 0, before the end
-is_cli_process = threading.Event()  # it runs a command of ours, and may end by itself
+# Called with an exit code other than 0 before this process ends.
+exit_callbacks: list[Callable[[int], None]] = []
+is_cli_process = threading.Event()  # this process runs a command of ours, and may end by itself
 
 
 class RunFailed(RuntimeError):
@@ -42,12 +39,12 @@ class RunFailed(RuntimeError):
 
 
 class TransientError(RunFailed):
-    """What ended the run lies outside of it and passes: a process that is gone or did not come, a
-    port in use, a lock that is held."""
+    """A failure that may succeed when retried: a process is gone or did not start, a port is in
+    use, another process holds a lock."""
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a command that ends by an error."""
+    """Return the exit code of a command that ends by an error."""
     if isinstance(error, TransientError) or (
         isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
     ):
@@ -57,8 +54,8 @@ def exit_code_of(error: BaseException) -> int:
 
 @contextmanager
 def preemption(log: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """An event that SIGINT, SIGTERM or SIGHUP sets, so that the run can save and end; a second
-    signal ends this process at once. Only in the main thread, where signals are handled."""
+    """Yield an event that SIGINT, SIGTERM or SIGHUP sets, so that the run can save and end. A
+    second signal ends this process at once. Has an effect in the main thread only."""
     preempted, is_second = threading.Event(), False
 
     def handle_signal(signum: int) -> None:
@@ -79,10 +76,10 @@ def on_signal(
     callback: Callable[[int], None],
     handler: Callable[[int, FrameType | None], None] = lambda *_: None,
 ) -> Iterator[None]:
-    """Call `act` with each SIGINT, SIGTERM and SIGHUP that comes meanwhile, in a thread of its own:
-    the main thread, which runs `handler`, may be inside a library that never returns. What is
-    ignored (nohup, a shell's background job) stays so, here and in what is started. Does nothing
-    outside the main thread.
+    """Call `callback` with each SIGINT, SIGTERM and SIGHUP that arrives in the context, in a thread
+    of its own, since the main thread, which runs `handler`, may be inside a library that never
+    returns. Signals that are ignored (by nohup, by a shell's background job) stay ignored, in child
+    processes too. Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -112,20 +109,20 @@ def on_signal(
             signal.signal(s, former_handlers[s])
         signal.set_wakeup_fd(former_wakeup)
         os.close(write_fd)  # which ends the thread
-        # What `act` refers to is freed here: a daemon thread that frees arrays while the
-        # interpreter ends is stopped inside of jax, which aborts the process.
+        # Free here what `callback` refers to: a daemon thread that frees arrays while the
+        # interpreter ends is stopped inside jax, which aborts the process.
         watcher.join(STDERR_TIMEOUT_S)
 
 
 def describe_exit(process: int, code: int) -> str:
-    """How a process of a run ended, in words; its exit code as `subprocess` says it."""
+    """Describe how a process of a run ended; `code` is the exit code that `subprocess` returns."""
     if code < 0:
         return f"process {process} was killed by {signal_name(-code)}"
     return f"process {process} ended with exit code {code}"
 
 
 def shell_exit_code(code: int) -> int:
-    """What a shell calls the exit code that `subprocess` says."""
+    """Return the shell's exit code for one that `subprocess` returns."""
     return code if code >= 0 else 128 - code
 
 
@@ -137,8 +134,8 @@ def signal_name(signum: int) -> str:
 
 
 def exit_with_message(reason: str, exit_code: int) -> NoReturn:
-    """Say why and end this process at once: its other threads may wait for ever for a process that
-    is gone, or hold standard error."""
+    """Print the reason and end this process at once: its other threads may wait forever for a
+    process that is gone, or hold standard error."""
 
     def print_reason() -> None:
         with suppress(OSError, ValueError):  # nobody is there to read it
@@ -151,8 +148,9 @@ def exit_with_message(reason: str, exit_code: int) -> NoReturn:
 def run_with_timeout(
     seconds: float, function: Callable[..., object], *args: Any, **kwargs: Any
 ) -> bool:
-    """Call `do` in a thread of its own and wait for it so long: nothing interrupts what waits for a
-    process that is gone, a disk, or a reader. Whether it has returned; raises what it raised."""
+    """Call a function in a thread of its own, wait for it at most `seconds`, and return whether it
+    has returned. Nothing interrupts a wait for a process that is gone, a disk, or a reader. Raises
+    the function's error."""
     future = Future[object]()
 
     def run() -> None:
@@ -168,23 +166,23 @@ def run_with_timeout(
 
 
 def limit_exit_time(seconds: float) -> None:
-    """Give this process so long once Python ends: jax then waits for the others of a run, some of
-    which may be gone, longer than launchers wait for who is left. What is late leaves its stacks
-    and ends with exit code 1."""
+    """Limit the seconds that this process takes once Python ends: jax then waits for the other
+    processes, some of which may be gone, longer than launchers do. After that time the process
+    writes its stacks and ends with exit code 1."""
     atexit.register(faulthandler.dump_traceback_later, seconds, exit=True)
 
 
 def exit_if_joined(exit_code: int) -> int:
-    """Return a program's exit code; one that is in a run still ends here and now, since jax would
-    wait for others, which may be busy or gone."""
+    """Return the exit code, or end this process with it if it is still in a run, since jax would
+    wait for other processes, which may be busy or gone."""
     if has_joined_run.is_set():
         exit_process(exit_code)
     return exit_code
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End this process now, with its output written; the others of a run are told of a failure,
-    and nothing else is awaited."""
+    """End this process now, after its output is written and a failure is sent to the other
+    processes."""
     for callback in exit_callbacks if exit_code else ():
         callback(exit_code)
     sys.stdout.flush()

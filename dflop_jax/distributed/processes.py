@@ -1,4 +1,4 @@
-"""Which processes a run consists of, and which of them this is: flags first, then the environment.
+"""The processes of a run, and which of them this is: from flags first, then from the environment.
 
     flags         --distributed.coordinator, .num_processes and .process_id, all three
     dflop launch  DFLOP_COORDINATOR, DFLOP_NUM_PROCESSES, DFLOP_PROCESS_ID; anyone may set them
@@ -7,8 +7,7 @@
     Kubernetes    an indexed Job whose pods may read it (needs the `kubernetes` package)
 
 In the last three JAX_COORDINATOR_ADDRESS replaces the coordinator, JAX_COORDINATOR_PORT its port.
-
-And what a process knows of its supervisor (`dflop launch`), and reports to it.
+The module also has what a process knows of its supervisor (`dflop launch`) and reports to it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def is_restart() -> bool:
 
 
 def launch_name() -> str:
-    """The name of the launch that this process belongs to; "" where nobody starts it again."""
+    """Return the name of the launch that started this process; "" if it has no restarts."""
     return os.environ.get(LAUNCH_ENV, "")
 
 
@@ -99,10 +98,10 @@ class Processes:
 
 
 def find_processes(config: DistributedConfig) -> Processes:
-    """The processes of this run.
+    """Return the processes of this run.
 
     Raises:
-      ValueError: what flags or environment say is incomplete or wrong.
+      ValueError: flags or environment are incomplete or wrong.
     """
     processes = (
         _from_flags(config)
@@ -160,7 +159,7 @@ def _from_slurm() -> Processes | None:
 
 
 def _slurm_local_tasks() -> int:
-    """Tasks of this step on this node; `2(x3),1` means three nodes of two and one of one."""
+    """Return the tasks of this step on this node; `2(x3),1` is three nodes of two, one of one."""
     counts: list[int] = []
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -239,7 +238,7 @@ def _parse_address(name: str, text: str) -> Address:
 
 
 def _environment_int(name: str, default: int | None = None) -> int:
-    """An environment variable that holds a number from 0."""
+    """Return the number from 0 in an environment variable."""
     text = os.environ.get(name, "")
     if text == "" and default is not None:
         return default
@@ -273,7 +272,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address that `HOST:PORT` (`[HOST]:PORT` for IPv6) says; ValueError for others."""
+        """Return the address in `HOST:PORT` (`[HOST]:PORT` for IPv6); ValueError for other text."""
         host, _, port = text.strip().rpartition(":")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not port.isascii() or not port.isdigit() or (":" in bare and bare == host):
@@ -281,10 +280,10 @@ class Address:
         return cls(bare, int(port))
 
     def interface(self) -> str:
-        """The IP of this host that a process listens on so that others reach it at this address.
+        """Return the IP of this host to listen on so that others reach it at this address.
 
-        ALL_INTERFACES where that cannot be told: this host's name means loopback here, though
-        not elsewhere, or the address is translated on the way to this host.
+        ALL_INTERFACES if it is unknown: this host's name resolves to loopback here but not
+        elsewhere, or the address is translated on the way to this host.
         """
         # A host's own name is for all, even where it resolves to 127.0.1.1.
         if self.host == "localhost" or is_loopback(self.host):
@@ -301,10 +300,10 @@ class Address:
 
 
 def free_port() -> int:
-    """A port of this host that nothing uses now.
+    """Return a port of this host that is free now.
 
-    Not one that the system gives to outgoing connections: one of those could take it before we
-    listen, even a connection to that very port, which then reaches itself.
+    The port is outside the range of outgoing connections: one of those could take it before we
+    listen, even a connection to that port, which would then reach itself.
     """
     for port in random.SystemRandom().sample(LISTEN_PORTS, 100):
         with socket.socket() as s:
@@ -319,12 +318,12 @@ def free_port() -> int:
 
 
 def ip_of_socket(name: Any) -> str:
-    """The IP in a socket's name; IPv4 addresses inside IPv6 become plain IPv4."""
+    """Return the IP in a socket's name; IPv4 addresses inside IPv6 become plain IPv4."""
     return str(name[0]).split("%")[0].removeprefix("::ffff:")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an IP is one of loopback's; a name is none."""
+    """Whether an IP is a loopback address; False for names."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name

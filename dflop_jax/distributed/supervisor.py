@@ -1,11 +1,11 @@
-"""The supervisor of a run's processes on this host: starts them, and again when one fails.
+"""The supervisor of a run's processes on this host: it starts them, and restarts them on failure.
 
-The supervisor forwards the output of its processes and the signals that it gets. Process 0 inherits
-standard output and error: on a terminal its progress bar keeps working, and what it prints for
-programs (`--json`) stays as it is. The lines of the others get a prefix, `[1] `. The first process
-to die is the cause of a failure: the supervisor says which rank it was and how it
-ended, ends the others and, while restarts are left, starts all of them again. A restarted run
-resumes from its newest checkpoint. Bad input (exit code 2) is not retried.
+The supervisor forwards the output of its processes and the signals that it receives. Process 0
+inherits standard output and error, so its progress bar works on a terminal, and its output for
+programs (`--json`) is unchanged. Lines of the others get a prefix, `[1] `. The first process that
+fails is the cause of a failure: the supervisor prints its index and how it ended, ends the others
+and, while restarts are left, starts all again. A restarted run resumes from its newest checkpoint.
+Bad input (exit code 2) is not retried.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LaunchResult:
 
 @dataclass(frozen=True)
 class Job:
-    """What runs: a program with arguments, its environment, and the cores of each process."""
+    """A program with its arguments, its environment, and the cores of each process."""
 
     program: Sequence[str]
     environment: Mapping[str, str]
@@ -100,7 +100,7 @@ class Job:
 
 @dataclass(frozen=True)
 class _ProcessExit:
-    """The process of this rank has ended; `exit_code` as `subprocess` has it."""
+    """The end of the process of this rank; `exit_code` is the one that `subprocess` returns."""
 
     rank: int
     exit_code: int
@@ -114,7 +114,7 @@ def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
     """Run a job's processes until all have ended; call it from the main thread.
 
     Args:
-      max_restarts: how often all processes are started again after a failure.
+      max_restarts: how many times all processes are started again after a failure.
 
     Raises:
       ValueError: the program cannot be started.
@@ -174,7 +174,7 @@ def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
 
 
 class _Attempt:
-    """One start of all processes.
+    """One start of all processes of a job.
 
     Attributes:
       signalled: a signal to the supervisor was passed on.
@@ -203,7 +203,7 @@ class _Attempt:
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        """Of every process, by rank; of one that stays behind as if SIGKILL had ended it."""
+        """Exit codes by rank; a process that cannot be killed counts as killed by SIGKILL."""
         ranks = range(len(self._processes))
         return tuple(shell_exit_code(self._exit_codes.get(r, -signal.SIGKILL)) for r in ranks)
 
@@ -239,7 +239,7 @@ class _Attempt:
             ) from None
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Forward what a process writes, and put its end after its last lines."""
+        """Forward the output of a process, and queue its exit after its last lines."""
         printers = [
             threading.Thread(target=_forward_output, args=(rank, pipe, fd), daemon=True)
             for pipe, fd in ((process.stdout, STDOUT), (process.stderr, STDERR))
@@ -281,12 +281,14 @@ class _Attempt:
                 has_killed, deadline = True, now_s + KILL_TIMEOUT_S
 
     def _handle_failure(self, cause: _ProcessExit) -> float:
-        """The first process has failed: ask the others to end; the seconds that they have."""
+        """Ask the other processes to end after the first failure, and return the seconds that they
+        have."""
         code = cause.exit_code
-        # Nobody here sent that signal: memory was short, jax missed a peer, a device failed.
+        # The supervisor did not send that signal: memory was short, jax lost a peer, or a device
+        # failed.
         was_killed = code == ABORTED or (code < 0 and not self.is_signalled)
         self.exit_code = TRANSIENT_FAILURE if was_killed else shell_exit_code(code)
-        # A process that ends by such a code has told the others, which end by themselves.
+        # A process with such an exit code has informed the others, which end by themselves.
         peers_exit_alone = code in (PREEMPTED, BAD_INPUT, TRANSIENT_FAILURE)
         action = "waiting for" if peers_exit_alone else "ending"
         description = describe_exit(cause.rank, code)
@@ -299,17 +301,17 @@ class _Attempt:
         return self._grace_s
 
     def _describe_running(self) -> str:
-        """The processes that have not ended, in words."""
+        """Name the processes that run, such as "processes 0, 2"; "" if all have ended."""
         running = [str(r) for r in range(len(self._processes)) if r not in self._exit_codes]
         return f"process{'es' if len(running) > 1 else ''} {', '.join(running)}" if running else ""
 
     def _send_signal(self, signum: int) -> None:
-        """Send a signal to each process, not to what it started itself: that one ends its own."""
+        """Send a signal to each process, which ends its own child processes."""
         for process in self._processes:
             process.send_signal(signum)  # does nothing when it has ended
 
     def _kill(self) -> None:
-        """End all processes with what they started; this ends stopped ones as well."""
+        """Kill all processes with their children, also stopped ones."""
         for rank, process in enumerate(self._processes):
             if rank not in self._exit_codes:
                 _kill_group(process)
@@ -321,7 +323,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _next_event(events: _EventQueue, deadline: float) -> int | _ProcessExit | None:
-    """The next event; None when the deadline is over."""
+    """Return the next event; None after the deadline."""
     timeout_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
     with suppress(queue.Empty):
         return events.get(timeout=timeout_s)
@@ -332,7 +334,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _prepare_child(cores: set[int] | None) -> None:
-    """In a child before its program starts: take its cores, and end when the supervisor does."""
+    """Before a child's program starts: pin it to its cores, and let it end with the supervisor."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
     if _libc is not None:
@@ -343,20 +345,19 @@ def _prepare_child(cores: set[int] | None) -> None:
 
 
 def _forward_output(process: int, pipe: IO[bytes], fd: int) -> None:
-    """Thread: show what a process writes until it closes its end."""
+    """Thread: forward what a process writes until it closes the pipe."""
     with pipe:
         while chunk := pipe.readline(MAX_LINE_BYTES):
             _write(fd, f"[{process}] ".encode() + chunk.rstrip(b"\n") + b"\n")
 
 
 def _print_message(text: str) -> None:
-    """Say something in the supervisor's own name."""
+    """Print a message of the supervisor."""
     run_with_timeout(STDERR_TIMEOUT_S, _write, STDERR, f"dflop launch: {text}\n".encode())
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Write a line whole; on a terminal it takes the place of process 0's bar, which is drawn
-    again."""
+    """Write whole lines; on a terminal they replace process 0's progress bar, which is redrawn."""
     data = (b"\r\x1b[2K" if os.isatty(fd) else b"") + data
     with _output_lock, suppress(OSError):  # nobody reads it any more; the processes shall not hang
         while data:

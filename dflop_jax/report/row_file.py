@@ -1,4 +1,4 @@
-"""Files of JSON rows, a line each: appended to while a run goes on, cut where it is resumed.
+"""Files of JSON rows, a line each: a run appends rows, and a resumed run drops some of them.
 
 A kill may cut the last line short; readers ignore such a line, and a resumed run drops it.
 """
@@ -20,10 +20,10 @@ Row = TypeVar("Row")
 
 
 class RowFile:
-    """Appends rows to a file, which is made with its first row.
+    """Appends rows to a file, which is created with its first row.
 
-    While the disk is full, bytes wait in memory and are written before later ones: a run that needs
-    no disk for its next step goes on.
+    While the disk is full, rows are pending in memory and are written before later ones, so the run
+    continues.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,8 +44,9 @@ class RowFile:
         self._flush()
 
     def drop_except(self, is_kept: Callable[[RowHeader], bool]) -> int:
-        """Drop the other rows, and a last one that a kill cut short; returns how many whole ones.
-        The new file is renamed over the old one, so that a kill in between loses no row."""
+        """Keep the rows that `is_kept` accepts, drop the others and a last row that a kill cut
+        short, and return the number of whole rows dropped. The new file is renamed over the old
+        one, so a kill in between loses no row."""
         self._flush()
         if self._file is not None:
             self._file.close()
@@ -64,7 +65,7 @@ class RowFile:
         return n_dropped
 
     def close(self) -> None:
-        """Write what can be written; a warning says that the rest is lost."""
+        """Write pending rows, or warn that they are lost."""
         self._flush()
         if self._file is not None:
             self._file.close()
@@ -91,7 +92,7 @@ class RowFile:
 
 
 class RowHeader(msgspec.Struct):
-    """What tells which rows stay; `prices` are those of a sampled step."""
+    """The fields that decide which rows are kept; `prices` are those of a sampled step."""
 
     step: int
     prices: str = ""
@@ -101,7 +102,7 @@ _HEADER_DECODER = msgspec.json.Decoder(RowHeader)
 
 
 def read_header(line: bytes) -> RowHeader | None:
-    """The key of a whole row; None of one that was cut short: a cut object never parses."""
+    """Return the header of a whole row; None for a row that was cut short, which never parses."""
     try:
         return _HEADER_DECODER.decode(line)
     except msgspec.DecodeError:
@@ -109,8 +110,8 @@ def read_header(line: bytes) -> RowHeader | None:
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file of rows without a last one that a kill cut short; none without the
-    file."""
+    """Yield the lines of a file of rows, without a last line that a kill cut short; none if there
+    is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -122,10 +123,10 @@ def complete_lines(path: Path) -> Iterator[bytes]:
 def read_rows(
     path: Path, kind: type[Row], description: str, remedy: str = "remove the line"
 ) -> Iterator[Row]:
-    """The whole rows of a file as records of a kind; none without the file.
+    """Yield the whole rows of a file as records of a type; none if there is no file.
 
     Raises:
-      ValueError: a line is not `what`, named as file:line.
+      ValueError: a line is not such a record; the message names file:line.
     """
     decoder = msgspec.json.Decoder(kind)
     for n, line in enumerate(complete_lines(path), 1):

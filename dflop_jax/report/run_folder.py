@@ -1,4 +1,4 @@
-"""The run folder: one place that knows its file names, writes them and reads them back."""
+"""The run folder: the names of its files, and functions that write and read them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _NO_LOCK_ERRNOS = {
     errno.ENOSYS,
     errno.EOPNOTSUPP,
 }  # of a file system that knows no flock
-# What answers hold: a question asked of a run's folder is answered in a folder of its own.
+# Files of answers: a command about a run's folder writes its answer to a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _ROW_FILES = (METRICS, EVALUATIONS, CORRECTIONS, EVENTS)
 _REPORT_FILES = (TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _OUTPUTS = (*_ROW_FILES, _LAUNCH, TRACE, *_REPORT_FILES)
-# A folder without any of these is nobody's run folder; others write such as config.json, too.
+# A folder without any of these is no run folder; other programs write files like config.json, too.
 _RUN_MARKERS = (METRICS, PROFILE, PLAN, _LOCK, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
 _LOG_SUFFIXES = {
     ".log",
@@ -69,7 +69,7 @@ log = logging.getLogger("dflop_jax")
 
 
 class FolderInUse(ValueError):
-    """Another run is writing to the folder; it may end."""
+    """Another run is writing to the folder; a retry may succeed once it has ended."""
 
 
 class RunFolder:
@@ -146,8 +146,8 @@ class RunFolder:
             metrics.touch()
 
     def restart(self, start_step: int) -> None:
-        """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
-        cut short."""
+        """Drop the rows of `start_step` and later steps, which run again, and a row that a kill cut
+        short."""
         self.rows[METRICS].drop_except(lambda row: row.step < start_step)
         # An evaluation is numbered by the steps before it.
         self.rows[EVALUATIONS].drop_except(lambda row: row.step <= start_step)
@@ -171,12 +171,12 @@ class RunFolder:
             self._lock.close()
 
     def _is_worth_keeping(self, folders: Sequence[str] = (CHECKPOINTS, HUNG)) -> bool:
-        """Whether there are rows, or something is saved in one of the folders."""
+        """Whether there are rows, or files in one of the folders."""
         has_rows = (self.path / METRICS).stat().st_size > 0
         return has_rows or any(any(self.path.glob(f"{name}/*")) for name in folders)
 
     def write_config(self, config: Any) -> None:
-        """The run's configuration, a dataclass, as plain JSON."""
+        """Write the run's configuration, a dataclass, as plain JSON."""
         text = msgspec.json.format(msgspec.json.encode(config), indent=1)
         (self.path / CONFIG).write_bytes(text)
 
@@ -187,8 +187,8 @@ class RunFolder:
         save(plan, self.path / PLAN)
 
     def append(self, row: StepMetrics) -> None:
-        """Add one row to metrics.jsonl, and to the trackers; it is on its way to disk when this
-        returns, or waits for room there (see `RowFile`)."""
+        """Add one row to metrics.jsonl and to the trackers. When this returns, the row is on its
+        way to disk, or pending if the disk is full (see `RowFile`)."""
         self.rows[METRICS].append(row)
         if (row.step + 1) % self.tracking_interval == 0:
             self._track(row.step, step_scalars(row))
@@ -196,7 +196,7 @@ class RunFolder:
     def append_evaluation(self, row: Any) -> None:
         """Add one row to evaluations.jsonl, in place of one of the same step.
 
-        Trackers have it at the last of the steps before it, unless they had it already.
+        Trackers get it at the last step before it, unless they have it already.
         """
         rows = self.rows[EVALUATIONS]
         headers = [read_header(line) for line in complete_lines(rows.path)]
@@ -208,7 +208,7 @@ class RunFolder:
             self._track(row.step - 1, evaluation_scalars(row))
 
     def _track(self, step: int, scalars: Mapping[str, float]) -> None:
-        """A tracker that finds the disk full gets no more: what it writes would be cut."""
+        """Send scalars to the trackers; a tracker that finds the disk full gets no more."""
         for tracker in self.trackers:
             try:
                 tracker.log(step, scalars)
@@ -257,12 +257,12 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def metrics_rows(path: Path) -> Iterator[Any]:
-    """What reports read of the rows of a metrics.jsonl; ValueError names a broken line."""
+    """Yield the rows of a metrics.jsonl as reports read them; ValueError names a broken line."""
     return read_rows(path, MetricsRow, "a row of metrics")
 
 
 def metrics_file(folder: str | Path) -> Path:
-    """The metrics.jsonl of a folder (or the file itself); ValueError: there is none."""
+    """Return the metrics.jsonl of a folder (or the file itself); ValueError if there is none."""
     path = Path(folder)
     if not path.exists():
         raise ValueError(f"{path}: no such run folder; check the path, or train it first")
@@ -287,21 +287,21 @@ class EvaluationRow(msgspec.Struct):
 
 
 def read_evaluations(folder: str | Path) -> list[EvaluationRow]:
-    """The whole rows of a run's evaluations.jsonl, none without it; ValueError names a broken
-    one."""
+    """Return the whole rows of a run's evaluations.jsonl, none without the file; ValueError names a
+    broken row."""
     return [*read_rows(Path(folder) / EVALUATIONS, EvaluationRow, "a row of evaluations")]
 
 
 def holds_run(folder: str | Path) -> bool:
-    """Whether a run has begun in a folder, as its records tell: it may run, be over, or be of
-    another version of this program."""
+    """Whether a folder has records of a run, which may be running or done, or of another version of
+    this program."""
     names = (_LOCK, CONFIG, METRICS, TRACE, CHECKPOINTS)
     return any((Path(folder) / name).exists() for name in names)
 
 
 def check_run_dir(folder: str | Path) -> None:
-    """ValueError where a folder holds something, and nothing that this program writes to run
-    folders: what a run writes and replaces does not go among other files."""
+    """Raise ValueError if a folder is neither empty nor a run folder, so that a run does not write
+    among other files."""
     path = Path(folder)
     if not path.is_dir() or any(any(path.glob(mark)) for mark in _RUN_MARKERS):
         return
@@ -342,7 +342,7 @@ def answer_folder(
 
 
 def check_answer_file(file: str | Path) -> None:
-    """ValueError where a file that is to be written is a folder or a record of a run."""
+    """Raise ValueError if a file that a command would write is a folder or a record of a run."""
     path = Path(file)
     if path.is_dir():
         raise ValueError(f"{path}: is a folder; name a file in it")
@@ -351,11 +351,11 @@ def check_answer_file(file: str | Path) -> None:
 
 
 def read_launch_name(folder: str | Path) -> str:
-    """The name of the launch that has begun the run in a folder; "" for none."""
+    """Return the name of the launch that began the run in a folder; "" for none."""
     file = Path(folder) / _LAUNCH
     return file.read_text() if file.exists() else ""
 
 
 def read_plan(folder: str | Path) -> Plan:
-    """The plan of a run; ValueError names the file when it is missing or broken."""
+    """Return the plan of a run; ValueError names the file if it is missing or broken."""
     return load(Plan, Path(folder) / PLAN)

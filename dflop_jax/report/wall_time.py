@@ -1,8 +1,8 @@
-"""Where the seconds of a run go, from its first start to its end, with every restart in between.
+"""Where the wall time of a run goes, from its first start to its end, over all restarts.
 
-A run folder's events.jsonl has a row for every interval of process 0's time that has ended, each
-from where the row before it ends. Nothing is ever taken out of it: rows of steps that a later start
-runs again are counted as lost. So its seconds add up to those on the clock.
+A run folder's events.jsonl has a row for every past interval of process 0's time; each begins where
+the row before ends. Rows are never removed: steps that a later start repeats count as lost. So the
+seconds add up to the wall time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dflop_jax.report.row_file import RowFile, read_rows
 
 EVENTS = "events.jsonl"
 START, TRAINING, LOST, STOPPED = "start", "training", "lost steps", "stopped"
-# What else the seconds of a run go to; the order is that of a report.
+# Other categories of a run's seconds; `CATEGORIES` has the order of reports.
 CONNECT, PROFILE, PLAN, COMPILE = "connect", "profile", "plan", "compile"
 DATA, SCHEDULE, SAVE = "wait for data", "wait for the schedule", "wait for a save"
 EVALUATION, REDECISION, END = "evaluation", "re-decision", "end"
@@ -33,15 +33,15 @@ _MAX_PENDING_ROWS = 1_000  # rows: a run begins with dozens, and only process 0 
 
 
 class EventRow(msgspec.Struct):
-    """What the seconds up to a moment went to.
+    """The seconds of an interval by category.
 
     Attributes:
-      until_s: the moment, in seconds since the epoch.
-      seconds: by what they went to; their sum reaches back to the row before.
-      step: the step that then ended; -1 for none.
-      begun_s: the first row of a process: when its run began. What lies between the row before
-        and then went to none of its work.
-      resumed: the step that the process began with; later ones before it are lost.
+      until_s: the end of the interval, in seconds since the epoch.
+      seconds: by category; their sum reaches back to the row before.
+      step: the step that ended the interval; -1 for none.
+      begun_s: in the first row of a process, the time when it began. The run was stopped between
+        the row before and that time.
+      resumed: the step that the process resumed at; earlier rows of later steps are lost.
     """
 
     until_s: float
@@ -52,8 +52,8 @@ class EventRow(msgspec.Struct):
 
 
 class TimeLog:
-    """Notes what a process's time goes to. Rows wait until there is a file (`write_to`), which only
-    process 0 has; `clock` gives seconds since the epoch."""
+    """Records what a process's time goes to. Rows are pending until there is a file (`write_to`),
+    which only process 0 has; `clock` returns seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
@@ -68,7 +68,7 @@ class TimeLog:
 
     @contextmanager
     def track(self, name: str) -> Iterator[None]:
-        """What is done in here counts as `name`, but for parts inside of it."""
+        """Count the time in this context as category `name`, except for contexts inside it."""
         outer = self._category
         self.switch_to(name)
         try:
@@ -77,27 +77,27 @@ class TimeLog:
             self.switch_to(outer)
 
     def switch_to(self, name: str) -> None:
-        """From here on time counts as `name`."""
+        """Count time as category `name` from now on."""
         self._add_row()
         self._category = name
         self.on_category(name)
 
     def step(self, step: int, waits_s: Mapping[str, float]) -> None:
-        """A step has ended, in which devices waited so long for what is named."""
+        """Record the end of a step, and the seconds that devices waited in it, by category."""
         self._add_row(step=step, waits_s=waits_s)
 
     def resumed(self, step: int) -> None:
-        """Steps from `step` on are run (again)."""
+        """Record that the process runs steps from `step` on."""
         self._add_row(resumed=step)
 
     def write_to(self, rows: RowFile) -> None:
-        """Write what is noted to a file, from now on."""
+        """Write pending and later rows to a file."""
         rows.drop_except(lambda _: True)  # drops a row that a kill cut short
         self._rows = rows
         self._flush()
 
     def finish_writing(self) -> None:
-        """Write what is left; the file may then be closed."""
+        """Write the last row; the file may then be closed."""
         self._add_row()
         self._rows = None
 
@@ -142,17 +142,17 @@ class WallTime:
 
     @property
     def goodput(self) -> float:
-        """Share of the run's time in which devices ran steps that counted."""
+        """Fraction of the wall time in which devices ran steps that were not lost."""
         return self.seconds.get(TRAINING, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
 
     def fractions(self) -> dict[str, float]:
-        """Of the run's time, what is at least a thousandth of it."""
+        """Fractions of the wall time by category, of those that are at least 0.1%."""
         fractions = {k: s / self.wall_s for k, s in self.seconds.items() if self.wall_s > 0}
         return {k: fraction for k, fraction in fractions.items() if fraction >= 1e-3}
 
 
 def read_wall_time(folder: str | Path) -> WallTime | None:
-    """What a run folder's events tell; None without any.
+    """Return the wall time of a run from its events; None if there are none.
 
     Raises:
       ValueError: a broken row, named as file:line.

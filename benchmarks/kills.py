@@ -55,7 +55,7 @@ def config():
         schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         train=TrainConfig(steps={steps}, global_batch=4, eval_every=20, eval_samples=4),
         checkpoint=CheckpointConfig(every=5, keep=3),
-        distributed=DistributedConfig(peer_timeout_s=5.0, hang_least_s=5.0),
+        distributed=DistributedConfig(peer_timeout_s=5.0, hang_min_s=5.0),
         run_dir={run_dir!r},
         cache_dir={cache_dir!r},
     )

@@ -386,7 +386,7 @@ class DistributedConfig:
         "times the longest measured that a step, a save, an evaluation or another section of the "
         "run may take before it counts as hung and the run ends (exit code 4); 0: off",
     ] = 20.0
-    hang_least_s: Annotated[
+    hang_min_s: Annotated[
         PositiveFloat, "shortest such deadline; what was never measured has 30 times as long"
     ] = 120.0
 

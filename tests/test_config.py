@@ -157,7 +157,7 @@ RULES = {
         """
         data.frames_per_s data.sample_timeout_s data.sample_memory_bytes train.learning_rate
         train.eps train.lora_alpha distributed.connect_timeout_s distributed.peer_timeout_s
-        distributed.hang_least_s
+        distributed.hang_min_s
     """,
     ),
     "must be a finite number, 0 or above": (

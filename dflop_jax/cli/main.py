@@ -93,6 +93,7 @@ OTHER_TRAINERS_FLAGS = {
     "gradient_checkpointing": "--train.remat",
     "max_length": "--data.max_tokens",
     "lora_r": "--train.lora_rank",
+    "hang_least_s": "--distributed.hang_min_s",  # our own former name
 }
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "

@@ -251,7 +251,7 @@ def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
     config = replace(config, run_dir=resolve_run_dir(config.run_dir, peers, resume=resume))
     model = build_model_for_chip(chip_of(devices[0]), config)
     distributed = config.distributed
-    sections = Sections(distributed.hang_factor, distributed.hang_least_s, REPEATED_SECTIONS)
+    sections = Sections(distributed.hang_factor, distributed.hang_min_s, REPEATED_SECTIONS)
     time_log.on_category = sections.begin
     hosts = tuple(peers.all_gather("hosts", socket.gethostname(), str))
     context = RunContext(config, model, devices, peers, None, hosts, time_log, sections)

@@ -346,7 +346,7 @@ def watch_for_hangs(context: RunContext) -> AbstractContextManager[Any]:
     ends = context.peers.n_processes > 1 or is_cli_process.is_set()
     folder, end = Path(context.config.run_dir, HUNG), None if ends else log.error
     return HangWatch(
-        context.sections, context.peers, folder, min_deadline_s=settings.hang_least_s, end_run=end
+        context.sections, context.peers, folder, min_deadline_s=settings.hang_min_s, end_run=end
     )
 
 

@@ -111,6 +111,7 @@ def test_init_writes_what_the_command_line_amounts_to(named, capsys):
         ("train --model photos --data photos", "config.json: no such file"),
         ("train --modle qwen --data photos", "unknown option --modle; did you mean --model?"),
         ("train --model qwen --dta photos", "unknown option --dta; did you mean --data?"),
+        ("train --model qwen --data photos --distributed.hang_least_s 5", "hang_min_s?"),
         ("train --model qwen --data photos --data.path x", "--data and --data.path say the same"),
         ("train --model qwen --data photos --train.step 3", "did you mean train.steps?"),
         ("train --model qwen --data photos --train.steps 3 --train.epochs 1", "give one of them"),

@@ -23,6 +23,7 @@ from dflop_jax.distributed.hang_watch import (
     main_thread_stack,
 )
 from dflop_jax.distributed.messages import ProcessGroup
+from tests.distributed.launched import wait_for
 from tests.distributed.service import LIMIT_S, make_job
 
 
@@ -177,13 +178,6 @@ def jobs(monkeypatch, tmp_path):
     made.job.stop()
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("stuck", [0, 1, 2])
 def test_all_end_by_the_one_that_hangs(jobs, stuck, tmp_path, caplog):
     jobs.measured()
@@ -215,7 +209,7 @@ def test_who_waits_for_one_that_is_in_time_is_patient(jobs):
     jobs.measured()
     for s in jobs.sections[:2]:
         s.begin("step", 6)
-    jobs.sections[2].begin("save")  # whose deadline is UNMEASURED times as long
+    jobs.sections[2].begin("save")  # whose deadline is UNMEASURED_FACTOR times as long
     jobs.sections[2].n_sections -= 1
     with jobs.watching(0), jobs.watching(1), jobs.watching(2):
         time.sleep(1.0)

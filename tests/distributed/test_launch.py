@@ -75,12 +75,6 @@ def test_json_is_the_exit_codes(program):
     assert json.loads(done.stdout) == {"exit_code": 7, "exit_codes": [128 + 15, 7]}
 
 
-def test_dflop_itself_can_be_launched():
-    done = run("-n", "2", "--", "dflop", "--help")
-    assert done.returncode == 0
-    assert done.stdout.count("Data-aware training") == 2
-
-
 def test_output_that_nobody_reads_does_not_stop_the_processes(program, tmp_path):
     process = subprocess.Popen(launcher("-n", "2", "--", *program("flood")), stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -137,15 +131,14 @@ def family(tmp_path) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGABRT])
-def test_no_process_outlives_a_killed_launcher(program, tmp_path, signum):
+def test_no_process_outlives_a_killed_launcher(program, tmp_path):
     """What a process started itself ends by its own means, as ours do by their closed stdin."""
     process = subprocess.Popen(launcher("-n", "2", "--", *program("save")))
     wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
     pids = [p for p in descendants(process.pid) if runs(p)]
     assert len(pids) == 2
-    process.send_signal(signum)
-    assert process.wait(LIMIT_S) == -signum
+    process.kill()
+    assert process.wait(LIMIT_S) == -signal.SIGKILL
     wait_for(lambda: not any(map(runs, pids)))
 
 

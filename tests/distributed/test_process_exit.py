@@ -9,12 +9,10 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dflop_jax.cli.experiment import finish_run
-from dflop_jax.config import Config
 from dflop_jax.distributed import initialize, process_exit
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import (
@@ -24,12 +22,6 @@ from dflop_jax.distributed.process_exit import (
     TRANSIENT_FAILURE,
     preemption,
 )
-from dflop_jax.runtime.step_result import LocalResult
-from dflop_jax.train import step_log
-from dflop_jax.train.callbacks import Callbacks
-from dflop_jax.train.compile_cache import CompileCounts
-from dflop_jax.train.feed import Waits
-from dflop_jax.train.skipped_steps import SkippedSteps
 
 LIMIT_S = 30.0
 
@@ -117,33 +109,6 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
             process.kill()
     assert process.returncode == 128 + signal.SIGHUP
     assert err == "dflop: SIGHUP again: ended without saving\n"
-
-
-@pytest.mark.parametrize("signalled", [None, 0, 1])
-def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
-    """Whether to save, process 0 says."""
-    monkeypatch.setattr(step_log, "measure_memory", lambda devices: {})
-    monkeypatch.setattr(step_log.StepLog, "_log", lambda *_: None)
-    result = SimpleNamespace(sums={}, grad_norm=1.0, applied=True, ended_s=1.0, started_s=0.0)
-    order = SimpleNamespace(tasks=())
-    handle = SimpleNamespace(
-        local_result=lambda offset_s: LocalResult({}, {}, {}, None), order=order,
-        result=lambda parts: result, process_seconds=lambda result: {},
-    )  # fmt: skip
-    loss = SimpleNamespace(total=lambda sums: 2.0, means=lambda sums: {})
-    batch = SimpleNamespace(step=5, loss=loss, schedule=None)
-
-    def finish(peers: ProcessGroup) -> step_log.StepOutcome:
-        plan = SimpleNamespace(layout=None)
-        trained = SimpleNamespace(rates={})
-        place = SimpleNamespace(config=Config(), peers=peers, trained=trained, devices=())
-        ready = SimpleNamespace(context=place, ex=SimpleNamespace(plan=plan), callbacks=Callbacks())
-        log = step_log.StepLog(ready, CompileCounts(), None, SkippedSteps(), lambda step: ())
-        waits = Waits(0.0, 0.0)
-        return log.finish(handle, batch, waits, peers.process_index == signalled, peers.is_primary)
-
-    told = job(2).together(finish)
-    assert [(v.stop, v.save) for v in told] == [(signalled is not None, True)] * 2
 
 
 # ---- an end that others keep waiting ----

@@ -80,7 +80,7 @@ def run_step(self, schedule, arrays, scales, **limits):
 
 Executor.run_step = run_step
 """
-WATCHED = ("--distributed.hang_least_s", "5", "--distributed.peer_timeout_s", "60")
+WATCHED = ("--distributed.hang_min_s", "5", "--distributed.peer_timeout_s", "60")
 
 
 @pytest.mark.slow

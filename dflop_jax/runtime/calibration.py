@@ -258,10 +258,8 @@ def _mean_host_seconds(calibrations: Sequence[Calibration]) -> float:
 
 def _send_seconds(layout: Layout, calibrations: Sequence[Calibration]) -> dict[SendId, float]:
     """Seconds from the end of a task to the arrival of its outputs, by link and direction."""
-    device_s, arrival_s = (
-        _median_of_slowest([p.device_s for p in calibrations]),
-        _median_of_slowest([p.arrival_s for p in calibrations]),
-    )
+    device_s = _median_of_slowest([p.device_s for p in calibrations])
+    arrival_s = _median_of_slowest([p.arrival_s for p in calibrations])
     sends: dict[SendId, float] = {}
     for link in segment_links(layout):
         low, high = layout.segment(link.source), layout.segment(link.target)

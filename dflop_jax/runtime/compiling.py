@@ -35,35 +35,33 @@ def compile_programs(
     processes take turns. `on_progress` is called before and after each program; if it raises, the
     programs that have not started are skipped.
     """
-    local_jobs = {
-        k: job for k, job in compile_jobs(programs).items() if k[0] in programs.local_segments
-    }
+    jobs, process = compile_jobs(programs), jax.process_index()
+    local_keys = [k for k in jobs if k[0] in programs.local_segments]
     representative_of = representatives(programs)
-    unique_jobs = {k: job for k, job in local_jobs.items() if representative_of[k[0]] == k[0]}
-    process_index = jax.process_index()
+    unique_keys = [k for k in local_keys if representative_of[k[0]] == k[0]]
     own_keys = {
-        k for i, k in enumerate(unique_jobs) if _compiling_process(programs, k, i) == process_index
+        k for i, k in enumerate(unique_keys) if _compiling_process(programs, k, i) == process
     }
-    own_keys = {k for k in unique_jobs if (_required_forward(programs, k) or k) in own_keys}
-    for keys in (own_keys, unique_jobs.keys() - own_keys):
+    own_keys = {k for k in unique_keys if (_required_forward(programs, k) or k) in own_keys}
+    for keys in (own_keys, {*unique_keys} - own_keys):
         with ThreadPoolExecutor(threads_for(programs.segments.values())) as pool:
             running: dict[Key, Future[jax.stages.Compiled]] = {}
             try:
-                for k in (k for k in unique_jobs if k in keys):
-                    on_progress(len(programs.compiled), len(unique_jobs))
+                for k in (k for k in unique_keys if k in keys):
+                    on_progress(len(programs.compiled), len(unique_keys))
                     if forward := _required_forward(programs, k):
                         update_lowering(programs, forward, running[forward].result())
-                    running[k] = pool.submit(unique_jobs[k]().compile)
+                    running[k] = pool.submit(jobs[k]().compile)
                 for key, job in running.items():
                     programs.compiled[key] = job.result()
-                    on_progress(len(programs.compiled), len(unique_jobs))
+                    on_progress(len(programs.compiled), len(unique_keys))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         sync()
-    for key in local_jobs:
+    for key in local_keys:
         programs.compiled[key] = programs.compiled[representative_of[key[0]], *key[1:]]
-    return len(unique_jobs)
+    return len(unique_keys)
 
 
 def threads_for(segments: Iterable[Segment]) -> int:

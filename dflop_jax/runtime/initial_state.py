@@ -60,12 +60,10 @@ def zero_gradients(segment: Segment) -> Params:
 
 def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
     """The key of each part; it depends on the model only, never on the plan."""
-    standard_parts = (*UNIFORM_MODULE_PARTS, ADAPTER, *sorted(taps_of(segment.module)))
-    kinds, freeze_parts = (
-        sorted(stacked_parts(segment.module)),
-        sorted(segment.module.freeze_groups),
-    )
-    names = list(dict.fromkeys((*standard_parts, *kinds, *freeze_parts)))
+    module = segment.module
+    standard_parts = (*UNIFORM_MODULE_PARTS, ADAPTER, *sorted(taps_of(module)))
+    more_parts = (*sorted(stacked_parts(module)), *sorted(module.freeze_groups))
+    names = list(dict.fromkeys((*standard_parts, *more_parts)))
     for part in segment.owned_parts:
         yield part, jax.random.fold_in(key, names.index(part))
 

@@ -273,6 +273,8 @@ class Case:
     tolerance: float = 1e-5
 
 
+# A fresh net's states are small beside their rounding, which its norm amplifies.
+NET_TOLERANCE = 5e-4
 ALL = ("none", "layers", "segment", "dots", "named")
 # Layout -> its case; `make test` runs the first ones. Layouts that are not here have none of this.
 CASES = {
@@ -285,9 +287,9 @@ CASES = {
     "3+5, dp 3 and 5": Case(ODD, ("dots",), ("vision", "connector")),
     "2+6, tp 2 and dp 3 x tp 2": Case(NANO, ("none", "named")),
     "llm stage 4, twice as many": Case(ROUNDS, ("dots", "segment"), unrolled=8),
-    "same devices, other shape": Case(HYBRID, ALL[1:], tolerance=3e-4),
-    "same mesh": Case(HYBRID, ("layers",), tolerance=3e-4),
-    "gpipe": Case(HYBRID, ("layers", "none", "segment"), tolerance=3e-4),
+    "same devices, other shape": Case(HYBRID, ALL[1:], tolerance=NET_TOLERANCE),
+    "same mesh": Case(HYBRID, ("layers",), tolerance=NET_TOLERANCE),
+    "gpipe": Case(HYBRID, ("layers", "none", "segment"), tolerance=NET_TOLERANCE),
     "rows": Case(HANDING, ALL[1:], ("gates",)),
     "llm as 3 segments": Case(NANO, ("dots", "named", "segment", "layers")),
     "4+4, dp 4 and tp 2 x dp 2": Case(None, ("segment",), ("vision", "llm")),

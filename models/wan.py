@@ -149,7 +149,7 @@ class TextToVideo(AdaptableModel):
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
-        """What clips have to be: see `dflop_jax.data.datasets.clips.ClipForm`."""
+        """What clips have to be: see `dflop_jax.data.datasets.clips.ClipFormat`."""
         s = self.size.generator
         facts = {"channels": s.channels, "patch": s.patch, "shift": s.shift}
         return {"generator": {**facts, "time_tokens": TIME_TOKENS, "text": TEXT, "clip": CLIP}}

@@ -143,9 +143,12 @@ class RecordDataset:
     def local_row_reader(self, *, decoded: bool = False) -> LocalRowReader:
         """Return a reader of index rows in this process. `decoded`: a record is also unusable when
         its media cannot be decoded as the model takes them."""
-        shows = getattr(self.tokenizer, "shows", lambda _: False)
+        chat = self.tokenizer if isinstance(self.tokenizer, ChatTokenizer) else None
+        reads_variable = chat.reads_variable if chat else lambda _: False
         preparation = self.preparation if decoded else None
-        return LocalRowReader(self.readers, self.encode_turns, self.spec.kinds, preparation, shows)
+        return LocalRowReader(
+            self.readers, self.encode_turns, self.spec.kinds, preparation, reads_variable
+        )
 
     def process_row_reader(self, *, decoded: bool = False) -> ProcessRowReader:
         """Return a reader of index rows in other processes, see `local_row_reader`."""

@@ -48,7 +48,7 @@ def _permute(values: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _first_value_below(n: int, seed: int) -> np.ndarray:
-    """Return for every block of LEAST_BITS the first value below n on its way, itself included."""
+    """Return for every block of MIN_BITS the first value below n on its way, itself included."""
     blocks = np.arange(1 << MIN_BITS)
     following = np.where(blocks < n, blocks, _cipher(MIN_BITS, _round_keys(seed))(blocks))
     for _ in range(MIN_BITS):  # doubles the steps taken: no way is longer than all blocks

@@ -109,7 +109,7 @@ def test_each_file_that_is_data_is_fetched_once_and_cached(hub, start):
     assert hub.asked.total() == asked
 
 
-@pytest.mark.parametrize("what, status", [("status", 401), ("status", 403), ("file_status", 403)])
+@pytest.mark.parametrize("what, status", [("status", 401), ("file_status", 403)])
 def test_what_asks_for_a_login(hub, start, what, status):
     setattr(hub, what, status)
     code, _, err = over(start())

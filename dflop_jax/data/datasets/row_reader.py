@@ -39,7 +39,7 @@ class LocalRowReader:
       kinds: of media that the records may have.
       preparation: of media by the model; media are decoded as a check. None: headers alone are
         read.
-      shows: whether the chat template asks for a field of this name.
+      reads_variable: whether the chat template asks for a field of this name.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class LocalRowReader:
         encode_turns: EncodeTurns,
         kinds: Kinds = BUILT_IN,
         preparation: Preparation | None = None,
-        shows: Callable[[str], bool] = lambda _: True,
+        reads_variable: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._readers, self._encode_turns = readers, encode_turns
-        self._kinds, self._preparation, self._shows = kinds, preparation, shows
+        self._kinds, self._preparation = kinds, preparation
+        self._reads_variable = reads_variable
         # Of files, each read once: several records may show one picture.
         self._state, self._header = cache(file_state), cache(partial(read_header, kinds=kinds))
 
@@ -82,7 +83,10 @@ class LocalRowReader:
             text_columns, text_positions = count_text_tokens(
                 self._encode_turns(record.turns, record.fields)
             )
-            unread = {*record.unread, *(n for n in record.fields.names if not self._shows(n))}
+            unread = {
+                *record.unread,
+                *(n for n in record.fields.names if not self._reads_variable(n)),
+            }
             cached, read_uncached = self._header, self._header.__wrapped__
             headers = [
                 with_keys((cached if isinstance(m, Path) else read_uncached)(kind, m), keys)

@@ -12,7 +12,6 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer, SceneSource, make_source
 from dflop_jax.data.media.mel import MelSpec
 from tests.data.media_cases import write_wav
-from tests.data.text.test_chat import write
 from tests.data.views import from_pictures, media_spec, supervised, tiles, tokens
 
 SPEC = media_spec(16, 4)
@@ -109,13 +108,6 @@ def test_bad_records_are_named_and_left_out(folder):
     assert source.sample(1).load == source.load(1)
     with pytest.raises(ValueError, match=r"4 of 6 records .*r0.*max_bad_fraction"):
         load(folder, [*records, record(len(BAD))], max_bad_fraction=0.4)
-
-
-def test_a_tokenizer_that_does_not_fit_the_model_is_named(folder):
-    (folder / "dataset.json").write_text(json.dumps([record(0)]))
-    config = DataConfig(path=str(folder), tokenizer=str(write(folder / "t")))
-    with pytest.raises(ValueError, match=r"t: the tokenizer has \d+ ids, .* 128 rows"):
-        make_source(config, SPEC, index_dir=folder, vocab_size=128)
 
 
 def test_prompts_of_scenes_are_not_trained_on():

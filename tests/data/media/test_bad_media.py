@@ -9,10 +9,9 @@ import av
 import numpy as np
 import pytest
 
-from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.tiling import picture_size
 from dflop_jax.data.media.video import read_frames
-from tests.data.media_cases import SHARED, count_frames, read_upright
+from tests.data.media_cases import count_frames, read_upright
 
 
 def huge_png(path, side):
@@ -48,29 +47,3 @@ def test_a_clip_without_frames(tmp_path, suffix):
         count_frames(path, 8)
     with pytest.raises(ValueError, match=rf"a\.{suffix}: "):
         read_frames(path, 1, np.asarray)
-
-
-def read_all(path):
-    """The media of any file, as its ending tells."""
-    if path.suffix in (".jpg", ".png"):
-        picture_size(path)
-        return read_upright(path)
-    if path.suffix == ".mp4":
-        return read_frames(path, count_frames(path, 8), np.asarray)
-    return read_sound(path, count_samples(path, 16000), 16000)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["truncated.jpg", "header_only.jpg", "zero_byte.png", "truncated.png", "corrupt_idat.png",
-     "text_named.jpg", "half_index_first.mp4", "half_index_last.mp4", "wav_header_no_data.wav",
-     "wav_zero_samples.wav", "truncated.flac"],
-)  # fmt: skip
-def test_shared_bad_media_are_one_line(shared_data, name):
-    with pytest.raises(ValueError, match=name) as caught:
-        read_all(SHARED / "bad" / name)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_shared_picture_of_another_ending(shared_data):
-    assert read_all(SHARED / "bad" / "png_named_jpg.jpg").size == (200, 345)

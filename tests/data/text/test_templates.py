@@ -138,13 +138,14 @@ def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
     assert not any(t["content"] in supervised for t in raw["messages"] if t["role"] == "tool")
 
 
-def test_processes_that_read_records_do_not_import_transformers(tmp_path):
+def test_processes_that_read_records_do_not_import_transformers(tmp_path, caplog):
     """They are given what the main process made of the folder."""
     folder = write(tmp_path / "t", TEMPLATES["either"], special=SPECIAL)
     (tmp_path / "d.json").write_text(json.dumps([SHAPES["tools"]]))
     config = DataConfig(path=str(tmp_path / "d.json"), tokenizer=str(folder))
     spec = MediaSpec.of({}, {})
     source = make_source(config, spec, index_dir=tmp_path, in_processes=False)
+    assert "not read" not in caplog.text  # the template asks for tools and tool_calls
     program = (
         "import json, sys\nfrom dflop_jax.data.build import open_row_reader, open_source\n"
         "arguments = json.load(sys.stdin)\n"

@@ -168,6 +168,9 @@ def test_byte_table_adds_up_to_peak_bytes():
     table = byte_table(plan.layout, model)
     in_flight = {"a0": 3, "b0": 2, "b1": 1}
     whole = peak_bytes(plan.layout, CostModel(model), in_flight)
+    assert peak_bytes(plan.layout, CostModel(model), dict.fromkeys(in_flight, 0)) == pytest.approx(
+        table.constant_bytes
+    )
     for name, n in in_flight.items():
         most = max(table.group_bytes[name, shape] for shape in SHAPES)
         assert table.constant_bytes[name] + n * most == pytest.approx(whole[name])
@@ -178,14 +181,6 @@ def test_byte_table_adds_up_to_peak_bytes():
     reduced = {"a0": 2000.0, "b0": 1500.0, "b1": max(1500.0, ends)}
     state = {"a0": 8000.0, "b0": 6000.0, "b1": 6000.0}
     assert table.constant_bytes == pytest.approx({s: state[s] + reduced[s] for s in state})
-
-
-def test_segments_without_groups_in_flight_hold_no_input():
-    plan = chain(2, sources=1)
-    costs = CostModel(profile_of_plan(plan))
-    assert peak_bytes(plan.layout, costs, {"a0": 0}) == peak_bytes(plan.layout, costs, {})
-    one, two = (peak_bytes(plan.layout, costs, {"a0": n})["a0"] for n in (1, 2))
-    assert two - one == pytest.approx(8.0 * TWO.size)
 
 
 def test_memory_of_a_saved_trace():

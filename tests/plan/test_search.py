@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflop_jax.plan import refine_buckets
 from dflop_jax.plan.best_first import BestFirstSearch, search_spaces
 from dflop_jax.plan.candidate import CLOSE_RATIO
 from dflop_jax.plan.evaluate import LOOKAHEADS, work_budget
@@ -21,7 +20,7 @@ from dflop_jax.plan.space import BASELINES, baseline_layouts
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
-from dflop_jax.schedule import BucketChoice, quick_schedule, schedule_batch
+from dflop_jax.schedule import quick_schedule, schedule_batch
 from dflop_jax.schedule.sampled_batches import sample_batches
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_order import peak_groups_in_flight
@@ -32,7 +31,6 @@ from .cases import (
     CONFIG,
     LINKS,
     TILE,
-    capacity,
     data_profile,
     model_profile,
     on,
@@ -57,38 +55,6 @@ def test_a_baseline_is_the_best_of_its_space(policy):
     assert spans == sorted(spans)
     assert len(set(spans)) > 1
     assert result.plan.predicted.makespan_s == spans[0]
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("fits", [True, False])
-def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
-    """Better ones are small ones here, which leave less of the LLM's costly tokens empty; with a
-    huge one they need more memory than allowed."""
-    profile = model_profile(llm=10.0)
-    limit = 2.5 * run(profile=profile).candidates[0].peak_bytes
-
-    def choose(loads, problem, *, effort, **options):
-        tiles, tokens = (capacity(m, loads, problem) for m in problem.ranks)
-        large = Bucket.from_shapes({"vision": tiles, "llm": tokens})
-        if effort == "quick":
-            return BucketChoice((large,), 0.0, {})
-        small = tuple(
-            Bucket.from_shapes({"vision": tiles, "llm": Shape(1, t)}) for t in (32, 64, 96)
-        )
-        huge = Bucket.from_shapes({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
-        return BucketChoice((large if fits else huge, *small), 0.0, {})
-
-    monkeypatch.setattr(refine_buckets, "choose_buckets", choose)
-    # Chosen buckets alone: others may be faster in drifted batches, which no prediction has.
-    monkeypatch.setattr(refine_buckets, "_with_shorter_rows", lambda evaluator, one: [])
-    monkeypatch.setattr(
-        refine_buckets, "buckets_with_shares", lambda layout, context: layout.buckets
-    )
-    quick, full = (run(effort=e, profile=profile, memory_bytes=limit) for e in ("quick", "full"))
-    assert full.candidates == quick.candidates
-    assert full.plan.predicted.makespan_s <= quick.plan.predicted.makespan_s
-    assert (len(full.plan.layout.buckets) == 4) == fits
-    assert most_bytes(full.plan) <= limit
 
 
 def profile_with_few_residuals():

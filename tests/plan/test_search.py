@@ -66,13 +66,15 @@ def profile_with_few_residuals():
 
 
 def test_options_save_memory_only_where_it_is_short():
-    free = run(profile=profile_with_few_residuals(), n_shown=100)
+    free = run(profile=profile_with_few_residuals(), n_shown=100, refine=False)
     assert {c.saving for c in free.candidates} == {"none"}
     limit = 0.6 * free.candidates[0].peak_bytes
-    tight = run(profile=profile_with_few_residuals(), memory_bytes=limit, n_shown=100)
+    tight = run(profile=profile_with_few_residuals(), memory_bytes=limit, n_shown=100, refine=False)
     assert any("llm layers" in c.saving for c in tight.candidates)
     assert all(c.peak_bytes <= limit for c in tight.candidates)
-    forced = run(profile=profile_with_few_residuals(), remat="layers", zero=3, n_shown=100)
+    forced = run(
+        profile=profile_with_few_residuals(), remat="layers", zero=3, n_shown=100, refine=False
+    )
     assert {c.saving for c in forced.candidates} == {"vision layers ZeRO 3, llm layers ZeRO 3"}
     assert {(s.remat, s.zero) for s in forced.plan.layout.segments} == {("layers", 3)}
     assert forced.candidates[0].makespan_s > free.candidates[0].makespan_s
@@ -262,12 +264,12 @@ def test_small_jobs_have_plans():
 
 def test_a_tied_head_may_lie_apart_from_its_embedding():
     profile = model_profile(tied=("llm",))
-    result = run(n_devices=4, profile=profile, n_shown=100)
+    result = run(n_devices=4, profile=profile, n_shown=100, refine=False)
     assert result.plan.layout.tied == ("llm",)
     apart = [c for c in result.candidates if "llm=2*" in c.name]
     assert apart
     # Both segments hold what they share, so the one with the head needs more.
-    untied = {c.name: c.peak_bytes for c in run(n_devices=4, n_shown=100).candidates}
+    untied = {c.name: c.peak_bytes for c in run(n_devices=4, n_shown=100, refine=False).candidates}
     assert any(c.peak_bytes > untied[c.name] for c in apart)
 
 
@@ -347,8 +349,8 @@ def test_trials_have_batches_of_their_own_some_drifted():
 
 
 def test_submeshes_that_devices_cannot_form_are_left_out():
-    every = run("dflop", 4, n_shown=100).candidates
-    some = run("dflop", 4, allowed=lambda m: m.n_devices == 2, n_shown=100).candidates
+    every = run("dflop", 4, n_shown=100, refine=False).candidates
+    some = run("dflop", 4, allowed=lambda m: m.n_devices == 2, n_shown=100, refine=False).candidates
     assert {c.name for c in some} == {c.name for c in every if "@2" in c.name and "*" not in c.name}
     with pytest.raises(ValueError, match="the devices at hand cannot form"):
         run("dflop", 4, allowed=lambda m: False)

@@ -34,12 +34,12 @@ from dflop_jax.records import (
 from dflop_jax.simulate.task_graph import in_flight_limit
 
 POLICY = "dip"
-MIN_EFFICIENCY = 0.95  # of the best rate, which a sub-microbatch reaches at least
-MAX_ROUNDS = 3  # of a module's chunks round the ranks; every chunk has programs of its own
-# Sub-microbatches of a microbatch. With 12 steps of VLM-S were 10% shorter, on 8 ranks in place of
-# 2, and planning took nine times as long, since every step that is tried has more tasks.
+MIN_EFFICIENCY = 0.95  # of the best rate, for a sub-microbatch
+MAX_ROUNDS = 3  # of a module's chunks over the ranks; every chunk has programs of its own
+# Sub-microbatches of a microbatch. With 12, steps of VLM-S were 10% shorter, on 8 ranks in place of
+# 2, and planning took nine times as long, since every simulated step has more tasks.
 MAX_SUB_MICROBATCHES = 4
-# Groups for each rank, beyond which filling and draining the pipeline hardly costs: more are tried
+# Groups for each rank, beyond which fill and drain of the pipeline take little time; more are tried
 # only where memory does not hold fewer.
 _MAX_GROUPS_PER_RANK = 8
 _ROW_COUNTS = tuple(sorted({k * 2**i for i in range(11) for k in (2, 3)} | {1}))

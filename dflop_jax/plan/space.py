@@ -125,7 +125,7 @@ def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
     """Devices of every block, [n_splits, n_blocks]. More blocks begin at multiples of a
-    power of two of which the devices hold `_LEAST_GRAINS`."""
+    power of two of which the devices hold `_MIN_GRAINS`."""
     step = 1
     while n_blocks > _MAX_FINE_BLOCKS and 2 * step * _MIN_GRAINS <= n_devices:
         step *= 2

@@ -1,7 +1,4 @@
-"""The search against exhaustive evaluation of its space: every placement, cut and option alone.
-
-Long because all its cases share one oracle of the whole space.
-"""
+"""The search against exhaustive evaluation of every placement, granularity and option."""
 
 import dataclasses
 from functools import cache

@@ -1,4 +1,4 @@
-"""DIP's partitioner and its search, against counting and simulating everything."""
+"""The partitioner of DIP and its search, against counting and simulating every candidate."""
 
 import dataclasses
 import itertools

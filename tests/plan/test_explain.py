@@ -1,4 +1,4 @@
-"""What the planner says of losers, of memory that is too small, and of what would help."""
+"""Explanations of slower placements, of too little memory, and of what would help."""
 
 import dataclasses
 import re

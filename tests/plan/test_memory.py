@@ -1,4 +1,4 @@
-"""Memory over time against counting by hand, a brute force over moments, and closed forms."""
+"""Memory over time, by hand, by brute force over moments, and in closed form."""
 
 import itertools
 from dataclasses import replace

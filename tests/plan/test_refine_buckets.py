@@ -1,5 +1,4 @@
-"""What is made of candidates before they race: smaller buckets, shorter rows, one for the tail of
-the dataset, and a second recompute policy."""
+"""Variants of candidates: smaller buckets, shorter rows, a spare bucket, a second recompute policy."""
 
 from dataclasses import replace
 from types import SimpleNamespace

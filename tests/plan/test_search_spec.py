@@ -1,4 +1,4 @@
-"""Limits of the space of plans by what a job needs, against numbers done by hand."""
+"""Limits of the space of plans by what a job needs, against numbers computed by hand."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""The fastest of some plans, told apart by as many trials as it takes, and which is taken where
-memory does not hold some of those that are tried."""
+"""Trials until the fastest plan is certain, and the choice where memory does not hold some plans."""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,7 +24,7 @@ def candidate(name, buckets=1, kept=(), **known):
 
 
 class Evaluator:
-    """Plans take these seconds in a trial, all times what the batches of the trial bring."""
+    """Plans take these seconds in a trial, times a factor of the trial's batches."""
 
     def __init__(self, seconds, *, apart=0.0, effort="quick", samples=1):
         self.seconds, self.apart, self.samples = seconds, apart, samples
@@ -54,9 +53,9 @@ def halved(evaluator, **plans):
 @pytest.mark.parametrize("seconds, apart, known, order, asked", [
     ({}, 0.0, {}, "", {}),
     ({"a": 1.0}, 0.0, {}, "a", {}),
-    # Those far behind leave after the first trials.
+    # Much slower plans leave after the first trials.
     ({"a": 1.3, "b": 1.0, "c": 1.2}, 0.0, {}, "bca", dict.fromkeys("abc", FIRST)),
-    # The slower half leaves, of six others three; the rest go on until they are told apart.
+    # The slower half leaves, three of six others; the rest run on until the order is certain.
     ({n: 1 + 0.01 * i for i, n in enumerate("abcdefg")}, 1e-4, {}, "abcdefg",
      dict.fromkeys("abcd", time_plans._MIN_TESTED_TRIALS) | dict.fromkeys("efg", FIRST)),
     # What has run is not run again.

@@ -1,4 +1,4 @@
-"""Variants of candidates: smaller buckets, shorter rows, a spare bucket, a second recompute policy."""
+"""Variants of candidates: smaller buckets, shorter rows, spare buckets, second recompute policies."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Trials until the fastest plan is certain, and the choice where memory does not hold some plans."""
+"""Trials until the fastest plan is certain; the choice where memory does not hold some plans."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Variants of candidates: smaller buckets, shorter rows, spare buckets, second recompute policies."""
+"""Variants of candidates: smaller buckets, shorter rows, spare buckets, second recompute."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -187,10 +187,10 @@ class BestFirstSearch:
         evaluator, context, config = self.evaluator, self.context, self.evaluator.config
         if not all(map(context.spec.allowed, layout.submeshes)):
             return
-        first, *others = (context.options(m) for m in context.n_layers)
-        options = [o for o in first if all(o in of_module for of_module in others)]
-        most, ranks = config.max_microbatches, capacity_of(layout).ranks
-        for microbatches in [*(n for n in _BASELINE_MICROBATCHES if n < most), most]:
+        first, *other_options = (context.options(m) for m in context.n_layers)
+        options = [o for o in first if all(o in of_module for of_module in other_options)]
+        max_count, ranks = config.max_microbatches, capacity_of(layout).ranks
+        for microbatches in [*(n for n in _BASELINE_MICROBATCHES if n < max_count), max_count]:
             self.n_candidates += 1
             n_rows = ranks[layout.modules[-1]] * microbatches
             buckets = arrival_buckets(  # quantiles of what arrives

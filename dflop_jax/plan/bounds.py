@@ -300,8 +300,8 @@ class Space:
         seconds = {}
         for m in self.tables:
             numbers = [one[m] for one in options]
-            here = self.module_options[m].select(self.table_rows[m][p], c).seconds
-            seconds[m] = [s[:, numbers][..., None] for s in here]
+            module_seconds = self.module_options[m].select(self.table_rows[m][p], c).seconds
+            seconds[m] = [s[:, numbers][..., None] for s in module_seconds]
         # Every batch is a mean of its own.
         each_batch = np.repeat(np.reshape(groups, (1, -1, 1, 1)), len(options), axis=2)
         bounds_s: Array = self._step_bounds_s(seconds, each_batch, p, slice(c, c + 1))

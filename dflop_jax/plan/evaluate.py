@@ -78,8 +78,8 @@ class Evaluator:
         self.context, self.loads, self.batches = context, loads, batches
         global_batch, n_sampled = context.spec.global_batch, context.spec.n_batches
         # Small batches differ most, and with them the number of groups.
-        most = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
-        n = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), most)
+        max_batches = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
+        n = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), max_batches)
         self.evaluation_batches = sample_batches(loads, global_batch, n, seed=1)
         self._packed = [Batch(b, tuple(context.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], float] = {}
@@ -168,10 +168,13 @@ class Evaluator:
         """Groups that the scheduler makes of a batch with the layout's one bucket; the last group
         counts as the part of it that a smaller bucket has, and sub-microbatches of one group count
         once. Equal for layouts of equal data degrees."""
-        by_share, capacity = buckets_with_shares(layout, self.context), capacity_of(layout)
-        key = (capacity, tuple(by_share), layout.fan_in, batch)
+        bucket_shares, capacity = buckets_with_shares(layout, self.context), capacity_of(layout)
+        key = (capacity, tuple(bucket_shares), layout.fan_in, batch)
         if key not in self._groups:
-            layout, shares = replace(layout, buckets=tuple(by_share)), list(by_share.values())
+            layout, shares = (
+                replace(layout, buckets=tuple(bucket_shares)),
+                list(bucket_shares.values()),
+            )
             self._groups[key] = min_groups(self._packed[batch], layout, shares, _RANKING_WORK)
         return self._groups[key]
 
@@ -222,14 +225,14 @@ class Evaluator:
             )
             return float(np.mean([s.makespan_s for s in ordered]))
 
-        best, best_s = plan, list_scheduled_s(plan)
+        fastest, best_s = plan, list_scheduled_s(plan)
         for lookahead in LOOKAHEADS:
             longer = plan.with_scheduling(lookahead=lookahead)
             if not self.fits(longer):
                 break
             if (longer_s := list_scheduled_s(longer)) < (1 - _MIN_LOOKAHEAD_GAIN) * best_s:
-                best, best_s = longer, longer_s
-        return best
+                fastest, best_s = longer, longer_s
+        return fastest
 
     def trial_batches(self, number: int) -> list[list[Load]]:
         """The batches of a trial: one with the data's shares of media and, where `plan.drift` is

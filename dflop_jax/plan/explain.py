@@ -116,15 +116,15 @@ class Saving:
 
 def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
     """The saving of each module of a plan that saves memory."""
-    found = []
+    module_savings = []
     for module, option in options_of(plan.layout).items():
         plans = {o: with_options(plan, {module: o}) for o in evaluator.context.options(module)}
         busy_s = {o: evaluator.busy_s(p.layout) for o, p in plans.items()}
         cheaper = [o for o in plans if busy_s[o] < busy_s[option] * (1 - TIE_TOLERANCE)]
         if option not in plans or not cheaper:
             continue
-        other = max(cheaper, key=busy_s.__getitem__)
-        both = plans[option], plans[other]
+        cheaper_option = max(cheaper, key=busy_s.__getitem__)
+        both = plans[option], plans[cheaper_option]
         step_s, other_s = (evaluator.evaluate(p, 0.0).predicted.makespan_s for p in both)
         meshes = {s.submesh for s in plan.layout.segments_of(module)}
         n_bytes, other_bytes = (
@@ -132,10 +132,12 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
             for p in both
         )
         if n_bytes < other_bytes:
-            words = option.description or "none", other.description or "none"
-            fits = evaluator.fits(plans[other])
-            found.append(Saving(module, *words, other_bytes - n_bytes, step_s - other_s, fits))
-    return found
+            words = option.description or "none", cheaper_option.description or "none"
+            fits = evaluator.fits(plans[cheaper_option])
+            module_savings.append(
+                Saving(module, *words, other_bytes - n_bytes, step_s - other_s, fits)
+            )
+    return module_savings
 
 
 def check_placement_exists(limits: SpaceLimits, allowed: Callable[[SubmeshPlan], bool]) -> None:

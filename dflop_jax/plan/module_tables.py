@@ -122,12 +122,15 @@ class SearchContext:
     def granularities(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
         """(groups of a mean batch, microbatches of a group): groups have as many microbatches as
         the deepest loop has stages, and multiples of these where there is a loop."""
-        most, fixed = self.spec.config.max_microbatches, self.spec.config.microbatches_per_stage
+        max_count, fixed = (
+            self.spec.config.max_microbatches,
+            self.spec.config.microbatches_per_stage,
+        )
         sizes = [1]
         if stages > 1:
             per_stage = (fixed,) if fixed else _MICROBATCHES_PER_STAGE
-            sizes = [k * stages for k in per_stage if fixed or k * stages <= most] or [stages]
-        max_groups = [max(1, most // size) for size in sizes]
+            sizes = [k * stages for k in per_stage if fixed or k * stages <= max_count] or [stages]
+        max_groups = [max(1, max_count // size) for size in sizes]
         groups = [[*(c for c in GROUPS_PER_BATCH if c < n), n] for n in max_groups]
         return np.concatenate(groups), np.repeat(sizes, [len(n) for n in groups])
 

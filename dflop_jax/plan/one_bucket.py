@@ -81,12 +81,12 @@ class OneBucketSimulator:
             size = numbers[m].stop
         groups: list[Group] = []
         for first in range(0, n * size, max(size, 1)):
-            for m, own in numbers.items():
+            for m, group_numbers in numbers.items():
                 readers = (i for t in layout.targets(m) for i in numbers.get(t, ()))
                 feeds, shape = tuple(first + i for i in readers), bucket.shape(m)
                 assert shape is not None
                 group = Group(m, shape, feeds, self.content[m], microbatches=layout.group_size)
-                groups += [group] * len(own)
+                groups += [group] * len(group_numbers)
         return tuple(groups)
 
     def makespan_s(self, n: float) -> float:
@@ -114,13 +114,13 @@ def buckets_with_shares(layout: Layout, context: SearchContext) -> dict[Bucket, 
     row, which still holds the longest piece. The share is the largest of the modules that shrink.
     """
     (largest,) = layout.buckets
-    by_share = {largest: 1.0}
+    bucket_shares = {largest: 1.0}
     for share in reversed(context.bucket_shares[:-1]):
         smaller = _scaled_bucket(largest, share, layout, context)
         changed = [(m, s) for m, s in largest.shapes if smaller.shape(m) != s]
-        shares = (smaller.tokens(m) / s.size for m, s in changed)
-        by_share.setdefault(smaller, max(shares, default=1.0))
-    return by_share
+        token_shares = (smaller.tokens(m) / s.size for m, s in changed)
+        bucket_shares.setdefault(smaller, max(token_shares, default=1.0))
+    return bucket_shares
 
 
 def _scaled_bucket(largest: Bucket, share: float, layout: Layout, context: SearchContext) -> Bucket:

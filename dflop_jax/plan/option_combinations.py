@@ -98,8 +98,8 @@ def _options_that_may_fit(
     minima = [[(r, s.min(axis=0), w.min(axis=0)) for r, s, w in m.needs] for m in modules]
     may_fit, peaks = [], []
     for i, m in enumerate(modules):
-        others = [need for j, needs in enumerate(minima) if j != i for need in needs]
-        peak = _peak_bytes([*m.needs, *others])
+        other_needs = [need for j, needs in enumerate(minima) if j != i for need in needs]
+        peak = _peak_bytes([*m.needs, *other_needs])
         may_fit.append(peak <= limit)
         peaks.append(peak.min(axis=0))
     return may_fit, np.maximum.reduce(peaks)
@@ -152,9 +152,9 @@ def best_combinations(
         [np.concatenate(m.seconds)[:, o].T for m, o in zip(modules, numbers.T, strict=True)], axis=1
     )
     while len(numbers):
-        best = int(seconds.sum(axis=1).argmin())
-        is_equal = (seconds[:best] <= seconds[best] * (1 + ROUNDING)).all(axis=1)
-        best = int(is_equal.argmax()) if is_equal.any() else best
-        yield numbers[best]
-        is_beaten = (seconds >= seconds[best] * (1 - ROUNDING)).all(axis=1)
+        fastest = int(seconds.sum(axis=1).argmin())
+        is_equal = (seconds[:fastest] <= seconds[fastest] * (1 + ROUNDING)).all(axis=1)
+        fastest = int(is_equal.argmax()) if is_equal.any() else fastest
+        yield numbers[fastest]
+        is_beaten = (seconds >= seconds[fastest] * (1 - ROUNDING)).all(axis=1)
         numbers, seconds = numbers[~is_beaten], seconds[~is_beaten]

@@ -181,18 +181,18 @@ def _split_unequal(costs: LayerCosts, n_runs: int) -> tuple[tuple[int, int], ...
     each[-1] += round(COST_UNITS * costs.exit)
     total, n = [0, *accumulate(each)], len(each)
     # By number of layers: (maximum cost of a run, sum of squares, first layer of each run).
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    best_split: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for run in range(1, n_runs + 1):
         longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for stop in range(run, n - (n_runs - run) + 1):
             options = []
-            for start, (highest, squares, starts) in best.items():
+            for start, (highest, squares, starts) in best_split.items():
                 if start < stop:
                     cost = total[stop] - total[start]
                     options.append((max(highest, cost), squares + cost * cost, (*starts, start)))
             longer[stop] = min(options)
-        best = longer
-    return tuple(pairwise((*best[n][2], n)))
+        best_split = longer
+    return tuple(pairwise((*best_split[n][2], n)))
 
 
 def divisors(n: int, limit: int) -> list[int]:

@@ -94,8 +94,10 @@ def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> l
     n, best_s = search.evaluator.config.finalists, ranked[0].lower_bound_s
     max_s = CLOSE_RATIO * best_s
     close = [r for i, r in enumerate(ranked) if i < n or r.lower_bound_s <= max_s][:MAX_CLOSE]
-    others = sorted(search.policies - {r.policy for r in close})
-    return close + [c for p in others for c in search.screen_policy(p, _MAX_POLICY_RATIO * best_s)]
+    other_policies = sorted(search.policies - {r.policy for r in close})
+    return close + [
+        c for p in other_policies for c in search.screen_policy(p, _MAX_POLICY_RATIO * best_s)
+    ]
 
 
 def _with_smaller_buckets(evaluator: Evaluator, candidate: Candidate) -> Candidate:
@@ -128,8 +130,10 @@ def _with_integer_program(evaluator: Evaluator, compared: Sequence[Candidate]) -
     first; the first says how its buckets compare with the others'."""
     sized: dict[int, Candidate] = {}  # by ranked plan, with chosen buckets
     for one in compared:
-        known = (c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice)
-        if first := next(known, None):  # else no choice of buckets fits
+        sized_variants = (
+            c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice
+        )
+        if first := next(sized_variants, None):  # else no choice of buckets fits
             sized.setdefault(id(one.ranked_plan), first)
     to_solve = list(sized.values())[:_N_INTEGER_PROGRAMS]
     solved = [c for one in to_solve for c in _solve_integer_program(evaluator, one)]

@@ -101,8 +101,8 @@ def separate_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
 def shared_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
     """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
     the last module may be a loop of stages. Each module is balanced over its own data ranks."""
-    *others, last = limits.n_layers
-    parallelisms = [_parallelisms(limits, m, 1) for m in others]
+    *source_modules, last = limits.n_layers
+    parallelisms = [_parallelisms(limits, m, 1) for m in source_modules]
     loops = _parallelisms(limits, last, limits.config.max_stage)
     parallelisms.append([f for f in loops if f.n_segments == 1])
     for chosen in product(*parallelisms):
@@ -229,8 +229,8 @@ def _stage_splits(policy: str, n_layers: Mapping[str, int], stages: int) -> Iter
         if stages <= sum(n_layers.values()):
             yield _split_evenly(n_layers, stages)
         return
-    most = min(stages - 1, sum(sources.values()))
-    for n in range(most + 1) if policy == "megatron" else [min(1, most)]:
+    max_stages = min(stages - 1, sum(sources.values()))
+    for n in range(max_stages + 1) if policy == "megatron" else [min(1, max_stages)]:
         if stages - n <= n_layers[last]:
             rest = [[(last, a, b)] for a, b in split_layers(n_layers[last], stages - n)]
             if not n:

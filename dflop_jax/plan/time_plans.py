@@ -81,11 +81,11 @@ def compare_new(
 
 def _run_trials(evaluator: Evaluator, candidate: Candidate, n: int) -> Candidate:
     """The candidate with the seconds of its first `n` trials, and with its best lookahead."""
-    plan, known, prices = candidate.plan, candidate.trial_seconds, candidate.prices
-    if not known and prices is None:
+    plan, run_seconds, prices = candidate.plan, candidate.trial_seconds, candidate.prices
+    if not run_seconds and prices is None:
         plan = evaluator.with_lookahead(plan)
-    more = (evaluator.simulate_trial(plan, i, prices) for i in range(len(known), n))
-    return replace(candidate, plan=plan, trial_seconds=(*known, *more))
+    more = (evaluator.simulate_trial(plan, i, prices) for i in range(len(run_seconds), n))
+    return replace(candidate, plan=plan, trial_seconds=(*run_seconds, *more))
 
 
 def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:

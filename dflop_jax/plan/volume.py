@@ -82,19 +82,19 @@ def packed_rows(
 ) -> tuple[Array, Array]:
     """(rows, tokens of a row) of a rank where rows are packed: the number of rows that is cheapest
     per token, each with room for the longest piece, all of them for the largest sample."""
-    share = volume.mean_per_batch * HEADROOM / (microbatches * data)
-    best_rows: Array = np.zeros(np.shape(share), int)
-    best_tokens: Array = np.zeros(np.shape(share), int)
+    tokens_per_rank = volume.mean_per_batch * HEADROOM / (microbatches * data)
+    best_rows: Array = np.zeros(np.shape(tokens_per_rank), int)
+    best_tokens: Array = np.zeros(np.shape(tokens_per_rank), int)
     best_s: Array = np.inf  # per token
     kinds = Counter(costs.profile.layer_kinds(module)).items()
     for rows in ROW_COUNTS if volume.max_per_sample else ():
         shortest = _round_up(_min_row_tokens(volume, rows * data), multiple)
-        tokens = np.maximum(_round_up(share / rows, multiple), shortest).astype(int)
+        tokens = np.maximum(_round_up(tokens_per_rank / rows, multiple), shortest).astype(int)
         predictions = costs.predict(module, model, rows, tokens)
         layers_s = sum(n * predictions.layer(kind, "layer_backward") for kind, n in kinds)
         token_s = layers_s / (rows * tokens)
         # More rows than the share fills would only pad.
-        is_filled = (rows == 1) | (share > (rows - 0.5) * shortest)
+        is_filled = (rows == 1) | (tokens_per_rank > (rows - 0.5) * shortest)
         is_cheaper = is_filled & (token_s < best_s * (1 - ROUNDING))
         best_rows = np.where(is_cheaper, rows, best_rows)
         best_tokens = np.where(is_cheaper, tokens, best_tokens)

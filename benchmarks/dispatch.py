@@ -7,7 +7,7 @@ Expected: the content of the busiest rank never above the paper's algorithm and,
           them
 
 Lengths are heavy-tailed. One microbatch of an encoder is placed on its data ranks as the scheduler
-of a run does it (`content_balance.place_pieces`, then `balance_content`). Two of the paper's four
+of a run does it (`content_balance.assign_pieces`, then `balance_content`). Two of the paper's four
 costs of a rank are those of programs here (docs/scheduling.md):
 
 - `rows`: all ranks run one packed shape. `over_bound` are the tokens of the least rows, a multiple
@@ -42,8 +42,8 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import busiest_rank_bound
 from dflop_jax.schedule.content_balance import (
     GroupContents,
+    assign_pieces,
     balance_content,
-    place_pieces,
 )
 from dflop_jax.schedule.rank_permutation import RankDevices, best_permutation, local_tokens
 
@@ -100,7 +100,7 @@ class Dispatched:
         bucket = Bucket.from_shapes({MODULE: Shape(1, tokens)})
         capacity = Capacity({MODULE: self.n_ranks})
         microbatch = [list(range(self.batch.n_samples))]
-        return place_pieces(
+        return assign_pieces(
             self.batch, bucket, [microbatch], MODULE, capacity, Budget(max(work, 1.0))
         )
 

@@ -170,7 +170,7 @@ class Batch:
         shared = [self.microbatch_tokens(bucket, m, capacity) for m in self.shared]
         return row, np.array(shared, np.int64)
 
-    def pieces_of(self, module: str, samples: Sequence[int]) -> Ints:
+    def piece_indices(self, module: str, samples: Sequence[int]) -> Ints:
         """Indices of the pieces of a module that belong to these samples."""
         chosen = np.asarray(samples, np.int64)
         count, first = self.n_pieces[module][chosen], self.first[module][chosen]

@@ -203,9 +203,9 @@ def assign_groups(
                 none, both = Budget(0), (improved, spread)
                 uneven = [balance_contents(space, a, none, seed, tolerance) for a in both]
                 improved = spread if uneven[1] < uneven[0] else improved
-            same = [t.bucket for t in improved] == [t.bucket for t in greedy]
-            others = assignments if space.priced or not same else []
-            assignments = [("local", improved), *others]
+            same_buckets = [t.bucket for t in improved] == [t.bucket for t in greedy]
+            fallbacks = assignments if space.priced or not same_buckets else []
+            assignments = [("local", improved), *fallbacks]
             if program:
                 by_counts, bound_s = assign_by_counts(
                     program, space, merged.layout, merged_prices, trainable, improved, budget
@@ -215,8 +215,10 @@ def assign_groups(
     for index, (made_by, assignment) in enumerate(assignments):
         # A dearer assignment is not worth balancing, unless the integer program asked for it.
         promising = made_by == "integer" or space.cost(assignment) == space.cost(assignments[0][1])
-        share = budget.remaining / (len(assignments) - index) if promising and balanced else 0
-        balance_contents(space, assignment, budget.sub_budget(share), seed, tolerance)
+        balancing_work = (
+            budget.remaining / (len(assignments) - index) if promising and balanced else 0
+        )
+        balance_contents(space, assignment, budget.sub_budget(balancing_work), seed, tolerance)
         groups = schedule_groups(space, assignment, plan.layout)
         schedule = with_list_order(plan, Schedule(0, groups), prices, trainable)
         if solution is None or schedule.makespan_s < solution.schedule.makespan_s * (1 - ROUNDING):

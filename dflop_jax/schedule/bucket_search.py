@@ -42,7 +42,7 @@ def improve_assignment(
     """
     rng = np.random.default_rng(seed)
     bucket_sets, slacks = _bucket_sets(space, greedy, budget)
-    best, failed_at, packed_at, step = list(greedy), -1, len(bucket_sets), 1
+    cheapest, failed_at, packed_at, step = list(greedy), -1, len(bucket_sets), 1
     index = min(bisect_left(slacks, _LIKELY_SLACK), len(bucket_sets) - 1)
     attempt = _ATTEMPT_WORK + space.batch.n_samples / SAMPLES_PER_WORK
     while packed_at - failed_at > 1 and not budget.is_spent:
@@ -50,7 +50,7 @@ def improve_assignment(
         if assignment is None:
             failed_at = index
         else:
-            best, packed_at = assignment, index
+            cheapest, packed_at = assignment, index
         if failed_at < 0:
             index, step = max(packed_at - step, 0), 2 * step
         elif packed_at == len(bucket_sets):
@@ -59,8 +59,8 @@ def improve_assignment(
             index = (failed_at + packed_at) // 2
     if greedy and packed_at == len(bucket_sets) and space.batch.anchor in space.priced:
         greedy_buckets = tuple(t.bucket for t in greedy)
-        best = pack_into(space, greedy_buckets, budget.sub_budget(attempt), rng) or best
-    return space.sort_runs([space.shrink(t, budget) for t in best])
+        cheapest = pack_into(space, greedy_buckets, budget.sub_budget(attempt), rng) or cheapest
+    return space.sort_runs([space.shrink(t, budget) for t in cheapest])
 
 
 def min_groups(batch: Batch, layout: Layout, bucket_shares: Sequence[float], work: float) -> float:

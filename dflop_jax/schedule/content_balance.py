@@ -35,7 +35,7 @@ _MAX_MATCHINGS = 4
 _EVENING_TURNS = 4
 
 
-def place_pieces(
+def assign_pieces(
     batch: Batch,
     bucket: Bucket,
     microbatches: Packing,
@@ -46,7 +46,7 @@ def place_pieces(
     """The rows of a module's pieces of these microbatches; None if no placement was found."""
     shape, columns = bucket.shape(module), []
     for m, microbatch in enumerate(microbatches):
-        pieces = batch.pieces_of(module, [i for row in microbatch for i in row])
+        pieces = batch.piece_indices(module, [i for row in microbatch for i in row])
         slots = _assign_slots(batch, bucket, microbatch, pieces, module, capacity, budget)
         if slots is None:
             return None

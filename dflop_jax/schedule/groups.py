@@ -16,9 +16,9 @@ from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.content_balance import (
     GroupContents,
+    assign_pieces,
     balance_content,
     imbalance,
-    place_pieces,
     rank_content,
 )
 from dflop_jax.schedule.costs import GroupCosts, Ticks, running_order
@@ -80,7 +80,7 @@ class PackingSpace:
         padded = [*microbatches, *empty]
         placements: dict[str, PackedPieces] = {}
         for module in self.batch.modules:
-            placement = place_pieces(self.batch, shapes, padded, module, self.capacity, budget)
+            placement = assign_pieces(self.batch, shapes, padded, module, self.capacity, budget)
             if placement is None:
                 return None
             if len(placement):
@@ -136,7 +136,7 @@ def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
     budget = Budget(0)
     able_CN = space.can_hold_CN
     cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]
-    best: list[BucketRun] | None = None
+    cheapest: list[BucketRun] | None = None
     tried_buckets: set[bytes] = set()
     for main in range(mains):
         bucket_N = np.where(able_CN[main], main, cheapest_N)
@@ -146,9 +146,9 @@ def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
         assignment: list[BucketRun] = []
         for b in np.unique(bucket_N).tolist():
             assignment += _first_fit_runs(space, b, np.flatnonzero(bucket_N == b), budget)
-        if best is None or space.cost(assignment) < space.cost(best):
-            best = assignment
-    return space.sort_runs(best or [])
+        if cheapest is None or space.cost(assignment) < space.cost(cheapest):
+            cheapest = assignment
+    return space.sort_runs(cheapest or [])
 
 
 def _first_fit_runs(
@@ -188,7 +188,7 @@ def _remove_overflow(
     batch, bucket, capacity = space.batch, space.buckets[b], space.capacity
 
     def fits(module: str) -> bool:
-        return place_pieces(batch, bucket, [microbatch], module, capacity, budget) is not None
+        return assign_pieces(batch, bucket, [microbatch], module, capacity, budget) is not None
 
     while not all(map(fits, batch.modules)):
         fullest = max(microbatch, key=len)
@@ -271,7 +271,7 @@ def _place_on_own_ranks(
         for d, samples in enumerate(ranks_D):
             free = [shape.tokens] * shape.rows if shape else []
             for slot, i in enumerate(samples):
-                for piece_number in batch.pieces_of(module, [i]).tolist():
+                for piece_number in batch.piece_indices(module, [i]).tolist():
                     n = int(batch.lengths[module][piece_number])
                     rows = range(slot, min(slot + 1, len(free))) if row_each else range(len(free))
                     row = next((r for r in rows if free[r] >= n), None)

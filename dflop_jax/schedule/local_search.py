@@ -63,17 +63,17 @@ def improve(state: State, target: float, budget: Budget, rng: np.random.Generato
     """Lower the makespan in place by exchanges and re-splits, until it is at most `target` or the
     budget is spent."""
 
-    def is_done() -> bool:
+    def should_stop() -> bool:
         return state.makespan <= target or budget.is_spent
 
     descend(state, target, budget)
     n_resplits, later_resplits = _RESPLITS
-    while not is_done():
+    while not should_stop():
         makespan_before = np.inf
         while state.makespan < makespan_before * (1 - _CLOSE):
             makespan_before = state.makespan
             for _ in range(n_resplits):
-                if is_done():
+                if should_stop():
                     return
                 resplit(state, target, budget, rng)
                 descend(state, target, budget)

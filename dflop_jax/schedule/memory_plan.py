@@ -130,14 +130,14 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
 def peak_residual_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
     """Peak bytes of the residuals on each resource, of groups between forward and backward under
     the recompute policies that they run under."""
-    kept = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
+    residuals = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
     resource = segment_resources(plan.layout)
     live = dict.fromkeys(resource.values(), 0.0)
     peak_bytes = dict(live)
     for t, change in zip(schedule.order, in_flight_changes(schedule.order), strict=True):
         if change:
             group, r = schedule.groups[t.group], resource[t.segment]
-            k = kept[t.segment, group.shape]
+            k = residuals[t.segment, group.shape]
             live[r] += change * (k.n_bytes + k.more_bytes * (t.segment in group.remat_less))
             peak_bytes[r] = max(peak_bytes[r], live[r])
     return peak_bytes
@@ -194,8 +194,8 @@ def choose_items(device: DeviceMemory, budget: Budget) -> list[int]:
     ).T
     ticks = np.rint(saved / saved.max() * _TICKS_OF_MAX) + (n - np.arange(n)) / n**2
     moments = np.arange(len(device.free_bytes_at))[:, None]
-    is_held = (start <= moments) & (moments < stop)
-    needs = np.where(is_held, np.ceil(extra_bytes / _GRAIN_BYTES), 0.0)
+    in_use = (start <= moments) & (moments < stop)
+    needs = np.where(in_use, np.ceil(extra_bytes / _GRAIN_BYTES), 0.0)
     free_units = np.floor(np.array(device.free_bytes_at) / _GRAIN_BYTES)
     tight = needs.sum(axis=1) > free_units
     result = milp(

@@ -52,13 +52,19 @@ class RankDevices:
     node: int
 
 
-def local_tokens(tokens_RQ: Ints, own: RankDevices, other: RankDevices) -> Floats:
+def local_tokens(tokens_RQ: Ints, rank_devices: RankDevices, other_devices: RankDevices) -> Floats:
     """[R, P]: the tokens that stay on their node, first, and on their device, second, if rank R
     moves to position P. `tokens_RQ` is the traffic between the ranks and those of another
     module."""
     total = float(tokens_RQ.sum())
-    in_node_RP = _sum_by_label(tokens_RQ, other.of_rank // other.node, own.of_rank // own.node)
-    return in_node_RP * (total + 1) + _sum_by_label(tokens_RQ, other.of_rank, own.of_rank)
+    in_node_RP = _sum_by_label(
+        tokens_RQ,
+        other_devices.of_rank // other_devices.node,
+        rank_devices.of_rank // rank_devices.node,
+    )
+    return in_node_RP * (total + 1) + _sum_by_label(
+        tokens_RQ, other_devices.of_rank, rank_devices.of_rank
+    )
 
 
 def _sum_by_label(tokens_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
@@ -75,8 +81,8 @@ def best_permutation(local_RP: Floats) -> Ints:
 
     ranks_P, identity = linear_sum_assignment(local_RP.T, maximize=True)[::-1]
     least_gain = local_RP[identity, identity].sum() * (1 + ROUNDING)
-    is_better = local_RP[ranks_P, identity].sum() > least_gain
-    return ranks_P if is_better else identity
+    improves = local_RP[ranks_P, identity].sum() > least_gain
+    return ranks_P if improves else identity
 
 
 def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
@@ -233,8 +239,8 @@ def exchange_rooms(
                     held_tokens = source.microbatches * source.shape.size
                     key = *modules, source.shape, target.shape
                     shares.setdefault(key, []).append(traffic_between.max_amount / held_tokens)
-    best = {key: _cheapest_share(np.array(needs)) for key, needs in shares.items()}
-    return tuple(ExchangeCapacity(*key, share) for key, share in best.items())
+    share_by_key = {key: _cheapest_share(np.array(needs)) for key, needs in shares.items()}
+    return tuple(ExchangeCapacity(*key, share) for key, share in share_by_key.items())
 
 
 def _cheapest_share(needs: np.ndarray) -> float:

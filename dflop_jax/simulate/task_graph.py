@@ -201,8 +201,8 @@ def in_flight_changes(order: Sequence[Task]) -> list[int]:
     its backward, -1 for that backward, else 0."""
     sign = {FORWARD: 1, BACKWARD: -1}
     forwards, backwards = ({(t.segment, t.group) for t in order if t.direction == d} for d in sign)
-    held = forwards & backwards
-    return [sign.get(t.direction, 0) * ((t.segment, t.group) in held) for t in order]
+    open_groups = forwards & backwards
+    return [sign.get(t.direction, 0) * ((t.segment, t.group) in open_groups) for t in order]
 
 
 def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
@@ -228,5 +228,5 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
         fan_in = layout.fan_in if feeds_one and not groups else 1
         widest = max((len(f) for (_, m), f in fed.items() if m == s.module), default=fan_in)
         n_fed[n] = widest * max((n_fed[t] for t in readers if module[t] != s.module), default=1)
-    ahead = plan.scheduling.lookahead
-    return {n: (d + (ahead if d > 1 else 0)) * n_fed[n] for n, d in depth.items()}
+    lookahead = plan.scheduling.lookahead
+    return {n: (d + (lookahead if d > 1 else 0)) * n_fed[n] for n, d in depth.items()}

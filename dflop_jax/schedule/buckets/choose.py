@@ -150,8 +150,8 @@ def choose_buckets(
     chain_sets = bucket_chains(sizes, problem)[: work.starts]
     if start is None:
         starts = [_grow_to_hold(one, front, sizes, problem.capacity) for one in chain_sets]
-        best = _best_start(starts, evaluator, n_first, work.finalists)
-        start = _refined_choice(best, sizes, evaluator, front)
+        best_set = _best_start(starts, evaluator, n_first, work.finalists)
+        start = _refined_choice(best_set, sizes, evaluator, front)
     if not with_milp:
         return start
     evaluator.remaining = round(_MILP_SHARE * budget)
@@ -177,12 +177,12 @@ def _better_with_milp(
         slacks=work.slacks,
         max_nodes=_MILP_NODES,
     )
-    other = start
+    milp_choice = start
     if other_sets := [buckets for buckets in gap_by_set if buckets != start.buckets]:
-        best = _best_start(other_sets, evaluator, len(evaluator.batches), 1)
-        other = _refined_choice(best, sizes, evaluator, front)
-    wins = is_less(other.expected_s, start.expected_s)
-    slower, faster = (start, other) if wins else (other, start)
+        best_set = _best_start(other_sets, evaluator, len(evaluator.batches), 1)
+        milp_choice = _refined_choice(best_set, sizes, evaluator, front)
+    wins = is_less(milp_choice.expected_s, start.expected_s)
+    slower, faster = (start, milp_choice) if wins else (milp_choice, start)
     return replace(
         faster,
         made_by="integer" if wins else "search",
@@ -281,8 +281,8 @@ def _refine(
         if new_bucket is None or new_bucket in best_buckets:
             continue
         buckets = (*best_buckets[: move.bucket], new_bucket, *best_buckets[move.bucket + 1 :])
-        holds_all = front.any_can_hold(buckets, evaluator.problem.capacity).all()
-        if holds_all and evaluator.is_faster(buckets, best_buckets):
+        fits_all = front.any_can_hold(buckets, evaluator.problem.capacity).all()
+        if fits_all and evaluator.is_faster(buckets, best_buckets):
             best_buckets, untried = buckets, len(moves)
     return best_buckets
 

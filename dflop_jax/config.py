@@ -137,8 +137,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     policy: Annotated[
-        Policy,
-        "dflop, orch, dip, auto (the fastest of them), or a baseline; see the README",
+        Policy, "dflop, orch, dip, auto (the fastest of them), or a baseline; see the README"
     ] = "auto"
     devices: Annotated[NonNegativeInt, "devices to use; 0: all"] = 0
     hardware: Annotated[
@@ -182,8 +181,7 @@ class PlanConfig:
         "blocks divide a module's data ranks; 0: all share, or a node's where that is faster",
     ] = 0
     effort: Annotated[
-        Effort,
-        "quick, or full: more placements and sizes of buckets are tried out",
+        Effort, "quick, or full: more placements and sizes of buckets are tried out"
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
     drift: Annotated[

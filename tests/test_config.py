@@ -5,14 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from dflop_jax.config import (
-    EFFECTIVE_WITH,
-    Config,
-    DataConfig,
-    TrainConfig,
-    fields,
-    override,
-)
+from dflop_jax.config import EFFECTIVE_WITH, Config, DataConfig, TrainConfig, fields, override
 
 
 def get(config, name):

@@ -111,12 +111,7 @@ def _filled(node: ast.AST) -> str:
 
 
 # Put together with what says it, where they are caught or made.
-ELSEWHERE = {
-    "…: coordinator …",
-    "coordinator …: …",
-    "--coordinator: …",
-    "step …: …",
-}
+ELSEWHERE = {"…: coordinator …", "coordinator …: …", "--coordinator: …", "step …: …"}
 
 
 def test_every_message_says_what_to_do():

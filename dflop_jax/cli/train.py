@@ -6,12 +6,7 @@ import argparse
 from typing import Any
 
 from dflop_jax.cli.derive_config import derive_config, settings_notes
-from dflop_jax.cli.experiment import (
-    add_cwd_to_path,
-    add_options,
-    finish_run,
-    load_record,
-)
+from dflop_jax.cli.experiment import add_cwd_to_path, add_options, finish_run, load_record
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 from dflop_jax.distributed.process_exit import (

@@ -6,13 +6,7 @@ versioned JSON, so every stage can run alone from a file. No record knows a moda
 names, joined by the edges that the model declares.
 """
 
-from dflop_jax.records.as_json import (
-    from_json,
-    from_msgpack,
-    from_plain,
-    to_json,
-    to_msgpack,
-)
+from dflop_jax.records.as_json import from_json, from_msgpack, from_plain, to_json, to_msgpack
 from dflop_jax.records.data import (
     Bucket,
     Content,
@@ -34,14 +28,7 @@ from dflop_jax.records.features import (
     token_pairs,
 )
 from dflop_jax.records.hardware import PLANNED_SHARE, USABLE_MEMORY, Collective, Hardware, Link
-from dflop_jax.records.mesh import (
-    AXES,
-    MANUAL_AXES,
-    MeshShape,
-    SubmeshPlan,
-    token_dim,
-    tp_share,
-)
+from dflop_jax.records.mesh import AXES, MANUAL_AXES, MeshShape, SubmeshPlan, token_dim, tp_share
 from dflop_jax.records.packed_pieces import PackedPieces
 from dflop_jax.records.plan import (
     REMAT,

@@ -13,13 +13,7 @@ from dflop_jax.records import from_plain, to_json
 
 VERSION = 3  # of records that have not changed since
 # Raised whenever a field is renamed or changes its meaning; `load` refuses other versions.
-_NEWER = {
-    "Plan": 6,
-    "ModelProfile": 5,
-    "Profile": 5,
-    "PriceList": 8,
-    "Schedule": 6,
-}
+_NEWER = {"Plan": 6, "ModelProfile": 5, "Profile": 5, "PriceList": 8, "Schedule": 6}
 T = TypeVar("T")
 
 

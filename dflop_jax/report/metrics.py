@@ -82,19 +82,16 @@ class StepMetrics:
         SkippedUpdate | None, Column("why the step changed no parameter; null: it did")
     ] = None
     tokens_per_s: Annotated[
-        float,
-        Column("tokens of samples in the last module", label="tokens / s", is_tracked=True),
+        float, Column("tokens of samples in the last module", label="tokens / s", is_tracked=True)
     ] = 0.0
     model_flops: Annotated[
-        float,
-        Column("needed, without padding and recomputation", "FLOP", "model FLOP a step"),
+        float, Column("needed, without padding and recomputation", "FLOP", "model FLOP a step")
     ] = 0.0
     model_flops_by_module: Annotated[Keyed, Column("`model_flops` of a module", "FLOP")] = field(
         default_factory=dict
     )
     flops_per_s: Annotated[
-        float,
-        Column("`model_flops` over `step_s`", "FLOP/s", "model FLOP / s", is_tracked=True),
+        float, Column("`model_flops` over `step_s`", "FLOP/s", "model FLOP / s", is_tracked=True)
     ] = 0.0
     mfu: Annotated[
         float | None,
@@ -159,8 +156,7 @@ class StepMetrics:
         float, Column("makespan over its bound, less 1", "%", "schedule over its proved bound")
     ] = math.nan
     moved_in_node: Annotated[
-        Keyed,
-        Column("features sent to another data rank of the node, by SOURCE > TARGET", "bytes"),
+        Keyed, Column("features sent to another data rank of the node, by SOURCE > TARGET", "bytes")
     ] = field(default_factory=dict)
     moved_across_nodes: Annotated[Keyed, Column("features sent to other nodes", "bytes")] = field(
         default_factory=dict
@@ -173,8 +169,7 @@ class StepMetrics:
         ),
     ] = field(default_factory=dict)
     process_s: Annotated[
-        Keyed,
-        Column("computing without waiting, of the 32 slowest processes; empty of one", "s"),
+        Keyed, Column("computing without waiting, of the 32 slowest processes; empty of one", "s")
     ] = field(default_factory=dict)
     own: Annotated[
         Keyed, Column("of the user's callbacks", label="own metric {}, median", is_tracked=True)

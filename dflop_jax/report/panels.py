@@ -6,17 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    REDUCE,
-    RETURN,
-    SEND,
-    UPDATE,
-    Event,
-    Layout,
-    Trace,
-)
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Layout, Trace
 from dflop_jax.report.metrics import IDLE as IDLE_PHASE
 from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
 

@@ -215,12 +215,7 @@ def test_two_processes_meet_compute_and_leave(tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     # Nothing of gloo's greetings, so that `--json` stays readable.
-    assert sorted(out.splitlines()) == [
-        "[1] got 6.0 [0.0, 2.0]",
-        "[1] left",
-        "got 6.0 []",
-        "left",
-    ]
+    assert sorted(out.splitlines()) == ["[1] got 6.0 [0.0, 2.0]", "[1] left", "got 6.0 []", "left"]
     assert "Traceback" not in err
     assert "Check failure" not in err
 

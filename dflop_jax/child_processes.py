@@ -34,7 +34,7 @@ class Child:
     """A child process that answers lines with lines.
 
     Args:
-      module: whose `main` it runs; `paths`: see `command`.
+      module: whose `main` it runs; `paths`: see `child_command`.
       environment: its variables; None: this process's.
       captures_stderr: keep its stderr for `describe_exit`, instead of sharing this process's.
     """

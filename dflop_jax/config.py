@@ -1,9 +1,9 @@
 """The configuration of a run: nested frozen dataclasses, dotted overrides, JSON.
 
-The annotation of a field says what it may hold (a type, a `Literal` of names, bounds) and ends with
-its help line. Checks, conversions and the command line are made from the annotations alone.
+The annotation of a field has its type (or a `Literal` of names), bounds, and its help line. Checks,
+conversions and the command line are derived from the annotations.
 
-Long because every flag of a run stands here, with its help line.
+Long because it has every flag of a run with its help line.
 """
 
 from __future__ import annotations
@@ -73,37 +73,41 @@ class DataConfig:
     ] = ""
     eval_path: Annotated[
         str,
-        "records to evaluate on, as data.path, of which train.eval_samples are; empty: some of "
-        "data.path, that training leaves out",
+        "records to evaluate on, in the forms of data.path, of which train.eval_samples are used; "
+        "empty: records of data.path that training leaves out",
     ] = ""
     factory: Annotated[
         str, "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
     ] = ""
     root: Annotated[
         tuple[str, ...],
-        "folders of the media, looked through in turn; no file outside them is opened; empty: the "
+        "folders of the media, searched in turn; no file outside them is opened; empty: the "
         "folder of the JSON file",
     ] = ()
     n_samples: Annotated[PositiveInt, "size of the embedded dataset"] = 4096
     seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
     changed: Annotated[
         Literal["refuse", "ok"],
-        "other data than a checkpoint's, where one is resumed: refuse, or ok (go on)",
+        "if a run resumes with other data than its checkpoint's: refuse, or ok (continue)",
     ] = "refuse"
     max_tiles: Annotated[
-        PositiveInt, "most AnyRes grid tiles of an image, the base tile not counted"
+        PositiveInt, "maximum AnyRes grid tiles of an image, without the base tile"
     ] = 9
-    max_frames: Annotated[PositiveInt, "most frames sampled from a video"] = 32
+    max_frames: Annotated[PositiveInt, "maximum frames sampled from a video"] = 32
     min_pixels: Annotated[
-        PositiveInt, "fewest pixels of a picture, of models at native resolution"
+        PositiveInt, "minimum pixels of an image, for models at native resolution"
     ] = 65_536
-    max_pixels: Annotated[PositiveInt, "most pixels of a picture there"] = 16_777_216
-    max_clip_pixels: Annotated[PositiveInt, "most pixels of all frames of a clip there"] = (
-        25_165_824
-    )
-    frames_per_s: Annotated[PositiveFloat, "frames sampled from a second of a clip there"] = 2.0
+    max_pixels: Annotated[
+        PositiveInt, "maximum pixels of an image, for models at native resolution"
+    ] = 16_777_216
+    max_clip_pixels: Annotated[
+        PositiveInt, "maximum pixels of all frames of a clip, for models at native resolution"
+    ] = 25_165_824
+    frames_per_s: Annotated[
+        PositiveFloat, "frames sampled per second of a clip, for models at native resolution"
+    ] = 2.0
     max_tokens: Annotated[
-        PositiveInt, "longest sample in LLM tokens; longer ones are treated as below"
+        PositiveInt, "longest sample in LLM tokens; data.oversize decides about longer ones"
     ] = 1024
     oversize: Annotated[
         Literal["drop", "truncate", "error"],
@@ -115,10 +119,10 @@ class DataConfig:
     ] = ""
     columns: Annotated[
         tuple[str, ...],
-        "names of the columns of records, where they have others: messages=chat,image=pictures",
+        "names of columns that differ from the usual ones: messages=chat,image=pictures",
     ] = ()
     loss_on_prompts: Annotated[
-        bool, "train on all text of a record, not its answers alone; held-out losses stay theirs"
+        bool, "train on all text of a record, not on answers alone; held-out losses stay on answers"
     ] = False
     blank_images: Annotated[bool, "replace every picture by grey (a control experiment)"] = False
     max_bad_fraction: Annotated[
@@ -146,7 +150,7 @@ class PlanConfig:
     node: Annotated[
         NonNegativeInt, "devices that share a node; 0: those of a host, or of its data sheet"
     ] = 0
-    buckets: Annotated[PositiveInt, "most compiled shapes (buckets) per module"] = 4
+    buckets: Annotated[PositiveInt, "maximum compiled shapes (buckets) per module"] = 4
     max_model: Annotated[
         NonNegativeInt, "largest tensor-parallel degree tried; 0: by the model's size and the node"
     ] = 0
@@ -154,7 +158,7 @@ class PlanConfig:
         NonNegativeInt, "largest pipeline degree tried (of dip: ranks); 0: by the model's size"
     ] = 0
     max_microbatches: Annotated[
-        NonNegativeInt, "most microbatches of a global batch tried; 0: by the batch and the memory"
+        NonNegativeInt, "maximum microbatches of a global batch; 0: by the batch and the memory"
     ] = 0
     microbatches_per_stage: Annotated[
         NonNegativeInt,
@@ -163,8 +167,8 @@ class PlanConfig:
     ] = 0
     rounds: Annotated[
         NonNegativeInt,
-        "how often a microbatch goes through the stages of such a loop, each time through other "
-        "layers: more rounds keep it fuller and pass more on; 0: the faster of 1 and 2",
+        "passes of a microbatch through the stages of such a loop, each through other layers "
+        "(interleaving): more rounds keep it fuller and send more; 0: the faster of 1 and 2",
     ] = 0
     memory_bytes: Annotated[
         NonNegativeFloat,
@@ -172,17 +176,15 @@ class PlanConfig:
     ] = 0.0
     zero: Annotated[
         Literal["auto", "1", "2", "3"],
-        "what data ranks share: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "
-        "auto (by module, the cheapest that memory holds)",
+        "what data ranks shard: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "
+        "auto (by module, the cheapest that fits into memory)",
     ] = "auto"
     shard_devices: Annotated[
         NonNegativeInt,
-        "neighbouring devices that share what `zero` says, as every block of so many does where "
-        "blocks divide a module's data ranks; 0: all share, or a node's where that is faster",
+        "neighbouring devices that shard what `zero` names, in blocks that divide a module's data "
+        "ranks; 0: all devices, or those of a node where that is faster",
     ] = 0
-    effort: Annotated[
-        Effort, "quick, or full: more placements and sizes of buckets are tried out"
-    ] = "full"
+    effort: Annotated[Effort, "quick, or full: evaluate more placements and bucket sizes"] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
     drift: Annotated[
         Fraction,
@@ -190,16 +192,16 @@ class PlanConfig:
     ] = 1 / 3
     finalists: Annotated[
         NonNegativeInt,
-        "plans whose own programs are timed before one is chosen; batches are then scheduled by "
-        "these times (1: the best plan by the profile; 0: choose and schedule by the profile)",
+        "plans whose programs are timed before one is chosen; batches are then scheduled by these "
+        "times (1: time the best plan by the profile; 0: choose and schedule by the profile)",
     ] = 3
     profile_samples: Annotated[
         PositiveInt, "samples whose shapes are read for the data profile"
     ] = 2000
     redecide_every: Annotated[
         NonNegativeInt,
-        "steps between looks whether the samples of late ask for another plan; the run changes to "
-        "it where that saves more time than it costs, and losses then agree to rounding; 0: never",
+        "steps between checks whether recent samples need another plan; the run changes to it if "
+        "that saves more time than it costs, and losses then agree to rounding; 0: never",
     ] = 0
 
 
@@ -211,20 +213,18 @@ class ScheduleConfig:
     ahead: Annotated[PositiveInt, "global batches scheduled ahead"] = 4
     correct: Annotated[
         bool,
-        "correct predictions by observed times while that pays; what is decided is saved, so that "
-        "a resumed run decides alike",
+        "correct predicted times by measured ones while that shortens steps; decisions are saved, "
+        "so that a resumed run decides alike",
     ] = True
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     steps: Annotated[PositiveInt, "optimizer steps"] = 100
-    epochs: Annotated[
-        NonNegativeFloat, "how often every sample is shown, which says the steps; 0: train.steps"
-    ] = 0.0
+    epochs: Annotated[NonNegativeFloat, "epochs, in place of train.steps; 0: train.steps"] = 0.0
     max_hours: Annotated[
         NonNegativeFloat,
-        "hours from a process's start after which the run saves and ends, as by a signal; 0: none",
+        "hours after a process's start at which the run saves and ends, as by a signal; 0: none",
     ] = 0.0
     global_batch: Annotated[
         PositiveInt, "samples per optimizer step, at most as many as the data have"
@@ -237,7 +237,7 @@ class TrainConfig:
     ] = "cosine"
     warmup_steps: Annotated[NonNegativeInt, "steps of linear warm-up"] = 10
     warmup_ratio: Annotated[
-        Fraction, "share of all steps that is warm-up, in place of warmup_steps; 0: as that says"
+        Fraction, "fraction of all steps that is warm-up, in place of warmup_steps; 0: off"
     ] = 0.0
     decay_steps: Annotated[
         NonNegativeInt, "last steps, over which the schedule wsd decays; 0: a tenth of all"
@@ -253,13 +253,13 @@ class TrainConfig:
     clip_norm: Annotated[NonNegativeFloat, "global gradient norm is clipped to this; 0: off"] = 1.0
     z_loss: Annotated[
         NonNegativeFloat,
-        "times the square of the log of a token's sum of exponentials, trained on beside the loss; "
-        "what is reported is the plain loss",
+        "weight of the squared log of a token's sum of exponentials (z-loss), added to the loss; "
+        "reported losses are without it",
     ] = 0.0
     label_smoothing: Annotated[
         Decay,
-        "share of a token's target that is spread over the vocabulary; what is reported is the "
-        "plain loss",
+        "fraction of a token's target that is spread over the vocabulary; reported losses are "
+        "without it",
     ] = 0.0
     loss_spike: Annotated[
         NonNegativeFloat,
@@ -268,19 +268,19 @@ class TrainConfig:
     ] = 0.0
     max_bad_steps: Annotated[
         PositiveInt,
-        "steps in a row that changed no parameter, as their gradients were not finite or their "
-        "norm leapt, that end the run; 1: the first",
+        "steps in a row without an update (gradients not finite, or a spike of their norm) after "
+        "which the run ends; 1: the first",
     ] = 10
     beta1: Annotated[Decay, "decay of the first moment of adamw and lion"] = 0.9
     beta2: Annotated[Decay, "decay of adamw's second moment, and of lion's average"] = 0.95
     eps: Annotated[PositiveFloat, "AdamW divides by the root of the second moment and this"] = 1e-8
     moments_dtype: Annotated[
-        Dtype, "what the optimizer's moments are kept in between steps: float32 or bfloat16"
+        Dtype, "dtype of the optimizer's moments between steps: float32 or bfloat16"
     ] = "float32"
     ema: Annotated[
         Decay,
-        "decay of an average of the parameters over steps, which is evaluated in their place "
-        "(0.999, say); 0: none",
+        "decay of an average of the parameters over steps, which evaluations use instead "
+        "(such as 0.999); 0: none",
     ] = 0.0
     learning_rates: Annotated[
         tuple[str, ...], "peak rates of single parts, as vision=2e-6,connector=1e-5"
@@ -298,23 +298,21 @@ class TrainConfig:
         "matrices that LoRA adapts, as llm,vision.up,conn*.out (* stands for any); empty: llm",
     ] = ()
     lora_ranks: Annotated[
-        tuple[str, ...], "ranks of some of them, as vision=4,llm.query=32; the later one counts"
+        tuple[str, ...], "ranks of some targets, as vision=4,llm.query=32; the last match counts"
     ] = ()
     lora_alpha: Annotated[PositiveFloat, "strength of LoRA: it is scaled by lora_alpha / rank"] = (
         16.0
     )
-    lora_dropout: Annotated[
-        Decay, "share of its input's values that an adapter does not see in training"
-    ] = 0.0
+    lora_dropout: Annotated[Decay, "dropout of an adapter's input in training"] = 0.0
     seed: Annotated[int, "seed of the parameters"] = 0
     remat: Annotated[
         Literal["auto", "none", "dots", "named", "layers", "segment"],
-        "what backward computes again, for less memory: none, dots (all but products), named (all "
-        "but attention), layers (each from its input), segment (all of it from its input), or auto "
-        "(by module, the cheapest that memory holds)",
+        "what backward recomputes, for less memory: none, dots (all but products), named (all but "
+        "attention), layers (each from its input), segment (all of it from its input), or auto (by "
+        "module, the cheapest that fits into memory)",
     ] = "auto"
     peak_flops: Annotated[
-        NonNegativeFloat, "FLOP/s that a device reaches at most, for the MFU; 0: by its name"
+        NonNegativeFloat, "peak FLOP/s of a device, for the MFU; 0: by its name"
     ] = 0.0
     profile_steps: Annotated[
         str,
@@ -336,8 +334,8 @@ class TrainConfig:
     ] = 0
     eval_fraction: Annotated[
         Decay,
-        "share of data.path that is held out, each record by its own id and data.seed, of which "
-        "train.eval_samples are evaluated; 0: so many samples are",
+        "fraction of data.path that is held out, each record by its own id and data.seed, of which "
+        "train.eval_samples are evaluated; 0: train.eval_samples are held out",
     ] = 0.0
 
     @property
@@ -358,8 +356,7 @@ class CheckpointConfig:
     ] = 0
     keep_best: Annotated[
         bool,
-        "keep the checkpoint of the lowest held-out loss, too: an evaluation that is the best "
-        "saves",
+        "also keep the checkpoint of the lowest held-out loss: the best evaluation so far saves",
     ] = False
 
     @property
@@ -371,7 +368,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class DistributedConfig:
     coordinator: Annotated[
-        str, "HOST:PORT of process 0; empty: dflop launch, Slurm, Open MPI or Kubernetes say"
+        str, "HOST:PORT of process 0; empty: from dflop launch, Slurm, Open MPI or Kubernetes"
     ] = ""
     num_processes: Annotated[NonNegativeInt, "processes of the run; 0: as the launcher says"] = 0
     process_id: Annotated[int, "this process, from 0; -1: as the launcher says"] = -1
@@ -381,11 +378,11 @@ class DistributedConfig:
     peer_timeout_s: Annotated[PositiveFloat, "silence after which a process counts as lost"] = 15.0
     hang_factor: Annotated[
         NonNegativeFloat,
-        "times the longest measured that a step, a save, an evaluation or another section of the "
-        "run may take before it counts as hung and the run ends (exit code 4); 0: off",
+        "factor over the longest measured duration after which a step, a save, an evaluation or "
+        "another section counts as hung and the run ends (exit code 4); 0: off",
     ] = 20.0
     hang_min_s: Annotated[
-        PositiveFloat, "shortest such deadline; what was never measured has 30 times as long"
+        PositiveFloat, "shortest such deadline; a section without a measurement has 30 times this"
     ] = 120.0
 
 

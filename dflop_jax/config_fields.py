@@ -48,7 +48,7 @@ class Field(NamedTuple):
             check_bounds(self.name, value, self.bounds)
 
     def parse(self, value: str | Sequence[str]) -> Any:
-        """The value that a command line's text stands for.
+        """Return the value of a command line's text.
 
         Raises:
           ValueError: text that is no value of this kind.
@@ -69,13 +69,13 @@ class Field(NamedTuple):
 
 
 def dtype_name(text: str) -> str:
-    """The name that numpy has for bf16, fp16 and fp32; any other text as it is."""
+    """Return numpy's name for bf16, fp16 and fp32; other text unchanged."""
     return _DTYPES.get(text.lower(), text)
 
 
 def size_bytes(text: str) -> float | None:
-    """Bytes of a size such as 80GB (10^9 bytes each), 80 GiB (2^30) or 80G; None for a text
-    without a unit, or that is no size."""
+    """Return the bytes of a size such as 80GB (10^9 bytes each), 80 GiB (2^30) or 80G; None for
+    text without a unit, or that is no size."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[0][-1].isdecimal():
         return None
@@ -87,15 +87,15 @@ def size_bytes(text: str) -> float | None:
 
 
 def _describe_type(kind: Any) -> str:
-    """What a field of a kind holds, in words."""
+    """Describe the values of a field of a type."""
     if get_origin(kind) is tuple:
         return "names with commas between"
     return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a text")
 
 
 def check_bounds(name: str, number: float, bounds: Meta) -> None:
-    """Raise ValueError for a number outside `bounds`, whose description says what it has to be, or
-    one that is not finite."""
+    """Raise ValueError for a number that is outside `bounds`, whose description the message has, or
+    not finite."""
     limits = {rule: getattr(bounds, rule.__name__) for rule in (op.gt, op.ge, op.lt, op.le)}
     is_within = all(rule(number, x) for rule, x in limits.items() if x is not None)
     if not (is_within and math.isfinite(number)):
@@ -104,7 +104,7 @@ def check_bounds(name: str, number: float, bounds: Meta) -> None:
 
 @cache
 def fields_of(kind: type, prefix: str = "") -> tuple[Field, ...]:
-    """Every field that holds a value, of `kind` and of the dataclasses in it."""
+    """Return every field that holds a value, of `kind` and of the dataclasses in it."""
     all_fields: list[Field] = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
@@ -123,8 +123,8 @@ def overridden(
     """`config` with dotted fields replaced; strings are converted to the field's type.
 
     Args:
-      instead: a field -> the field that says the same in another way: given, it puts that one out
-        of force.
+      alternatives: a field -> the field that sets the same in another way; an override of the first
+        disables the second.
 
     Raises:
       ValueError: unknown name (with the nearest one), a value of the wrong type or out of bounds,
@@ -181,15 +181,15 @@ def _parse_entries(
 
 
 def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
-    """The entries of `train.FIELD` by name; see `_named` for errors."""
+    """Return the entries of `train.FIELD` by name; see `_parse_entries` for errors."""
     return _parse_entries(entries, f"train.{field}", _ENTRY_FORMS[field], float)
 
 
 def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """The entries of `train.lora_ranks`: (pattern, rank).
+    """Return the entries of `train.lora_ranks`: (pattern, rank).
 
     Raises:
-      ValueError: see `_named`; a rank that is no whole number above 0.
+      ValueError: see `_parse_entries`; a rank that is no whole number above 0.
     """
     ranks = named_numbers(entries, RANKS)
     for pattern, rank in ranks.items():
@@ -199,12 +199,12 @@ def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
 
 
 def named_columns(entries: Iterable[str]) -> dict[str, str]:
-    """The entries of `data.columns`, column by field; see `_named` for errors."""
+    """Return the entries of `data.columns`, column by field; see `_parse_entries` for errors."""
     return _parse_entries(entries, "data.columns", "FIELD=COLUMN, such as messages=chat", str)
 
 
 def profiled_steps(text: str) -> range:
-    """The steps that `train.profile_steps` names; none for an empty text.
+    """Return the steps that `train.profile_steps` names; none for an empty text.
 
     Raises:
       ValueError: text that is not A:B with A up to B.

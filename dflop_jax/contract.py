@@ -310,7 +310,7 @@ _OR_WHOLE = frozenset({"kv_heads", "vocab"})
 
 
 def split_dim(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> int | None:
-    """The dim of a parameter that tensor parallelism splits over `ways` devices, if any; it may not
+    """The dim of a parameter that tensor parallelism splits over `tp` devices, if any; it may not
     divide.
 
     Args:

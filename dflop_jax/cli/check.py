@@ -236,7 +236,7 @@ def _check_data(
 
 
 def _data_lines(data: DataReport) -> list[str]:
-    """What is said of the data."""
+    """Return the lines of the page about the data."""
     from dflop_jax.data.datasets.index_build import find_remedies
     from dflop_jax.data.datasets.record_table import format_key_counts
 

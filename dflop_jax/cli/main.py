@@ -56,7 +56,7 @@ class Command(NamedTuple):
     """A module of this folder, with `add_arguments(parser)` and `run(args)`.
 
     Attributes:
-      takes: "" no configuration; "experiment" one of an experiment; "model" also one of a model and
+      configuration: "" none; "experiment" one of an experiment; "model" also one of a model and
         data that are named.
     """
 

@@ -64,7 +64,7 @@ def show(content: Any) -> None:
 def make_table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any
 ) -> Table:
-    """A table with its title at the left; `more` as rich has it."""
+    """A table with its title at the left; `options` are those of rich."""
     new_table = Table(*columns, title=title or None, title_justify="left", **options)
     for row in rows:
         new_table.add_row(*row)

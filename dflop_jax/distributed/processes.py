@@ -65,13 +65,13 @@ class Processes:
     """The processes of a run.
 
     Attributes:
-      number: how many there are.
-      index: which one this is, from 0.
+      n_processes: number of processes.
+      index: index of this process, from 0.
       coordinator: where process 0 listens; None for one process.
-      source: who says so.
-      local_number: how many of them are on this host; 0 when nobody says.
-      local_index: which of those this is.
-      devices_each: devices a process is told to use; 0 when it is not.
+      source: what describes the processes, for messages.
+      n_local: processes of the run on this host; 0 if unknown.
+      local_index: index of this process on its host.
+      devices_per_process: devices that a process uses; 0 if not set.
 
     Raises:
       ValueError: index and number do not go together.

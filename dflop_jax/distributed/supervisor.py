@@ -177,7 +177,7 @@ class _Attempt:
     """One start of all processes of a job.
 
     Attributes:
-      signalled: a signal to the supervisor was passed on.
+      is_signalled: whether a signal to the supervisor was passed on.
       exit_code: of the first process that failed; 0: none has.
     """
 

@@ -1,4 +1,4 @@
-"""Records as JSON, columns of whole numbers among them."""
+"""Records as JSON and MessagePack, including columns of whole numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _STEP = "<i4"  # of two neighbours' difference: pieces of a batch and their plac
 
 
 def to_json(value: Any) -> bytes:
-    """JSON of records. Columns of whole numbers are the differences of neighbours, compressed: most
-    are 0 or 1, so that a place of a piece takes about one byte."""
+    """Return records as JSON. Columns of whole numbers become compressed differences of neighbours,
+    most of which are 0 or 1, so that the position of a piece takes about one byte."""
     return msgspec.json.encode(value, enc_hook=_encode_columns)
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """The record that JSON says; `msgspec.DecodeError` where it is not one of `kind`."""
+    """Return the record of type `kind` in JSON; `msgspec.DecodeError` for other data."""
     return msgspec.json.decode(data, type=kind, dec_hook=_decode_columns)
 
 
@@ -35,7 +35,7 @@ def from_msgpack(data: bytes, kind: Any) -> Any:
 
 
 def from_plain(value: Any, kind: type[T]) -> T:
-    """The same of JSON that was read into dictionaries and lists."""
+    """Return the record of type `kind` in JSON that was decoded into dictionaries and lists."""
     return msgspec.convert(value, kind, dec_hook=_decode_columns)
 
 

@@ -1,9 +1,9 @@
-"""What a record asks of its values."""
+"""The check of a record's values."""
 
 from __future__ import annotations
 
 
 def require(condition: bool, message: str) -> None:
-    """ValueError with the message unless it is so."""
+    """Raise ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)

@@ -1,4 +1,4 @@
-"""What samples ask of the modules, and the static shapes that they are packed into."""
+"""The loads of samples on modules, and the static shapes that samples are packed into."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Content = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Load:
-    """What one sample asks of every module, known from headers and text before it is decoded.
+    """The load of one sample on every module, known from headers and text before decoding.
 
     `pieces[module]` are the token counts of the pieces that the module cannot divide: a tile, a
     picture at native resolution, a window of sound, the sequence of text. A module that the sample
@@ -30,7 +30,7 @@ class Load:
     runs: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Said only where something is wrong: there are thousands of loads a step.
+        # The message is built only for a mistake: there are thousands of loads a step.
         if any(n < 1 for lengths in self.pieces.values() for n in lengths):
             problem = "every piece of a sample has at least one token"
         elif any(len(c) != len(self.lengths(m)) for m, c in self.content.items()):
@@ -42,11 +42,11 @@ class Load:
         raise ValueError(f"{problem}, got {self}")
 
     def lengths(self, module: str) -> tuple[int, ...]:
-        """Token counts of the module's pieces; () if the sample does not use it."""
+        """Return the token counts of the module's pieces; () if the sample does not use it."""
         return self.pieces.get(module, ())
 
     def content_of(self, module: str) -> Content:
-        """Of each of the module's pieces, how much it has of each feature of its content."""
+        """Return, for each of the module's pieces, the amount of each feature of its content."""
         named = self.content.get(module)
         return tuple((token_pairs(n),) for n in self.lengths(module)) if named is None else named
 
@@ -56,8 +56,8 @@ class Load:
 
 @dataclass(frozen=True)
 class DataProfile:
-    """Loads of (a part of) a dataset of `n_total` samples. `tail` are those of all of it that ask
-    for most, where the source knows them: together they ask for all that any sample does."""
+    """Loads of (a part of) a dataset of `n_total` samples. `tail` has the largest loads of the
+    whole dataset, where the source knows them: together they cover the maxima of all samples."""
 
     source: str
     n_total: int
@@ -93,9 +93,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Shapes of groups that belong together: one for every module that runs, in module order.
+    """The shapes of groups that belong together: one for every module that runs, in module order.
 
-    The one-to-one policies choose among a plan's buckets; a module that is absent has no group.
+    The one-to-one policies choose among a plan's buckets. An absent module has no group.
     """
 
     shapes: tuple[tuple[str, Shape], ...]
@@ -106,15 +106,15 @@ class Bucket:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Shape | None]) -> Bucket:
-        """The bucket of these shapes, without the modules that have none."""
+        """Return the bucket of these shapes, without modules whose shape is None."""
         return cls(tuple((m, s) for m, s in shapes.items() if s is not None))
 
     def shape(self, module: str) -> Shape | None:
-        """The module's shape; None where the bucket has no group of it."""
+        """Return the module's shape; None if the bucket has no group of it."""
         return next((s for m, s in self.shapes if m == module), None)
 
     def tokens(self, module: str) -> int:
-        """Tokens of one microbatch of the module on one data rank, padding included."""
+        """Return the tokens of the module's microbatch on one data rank, with padding."""
         shape = self.shape(module)
         return shape.size if shape else 0
 
@@ -129,17 +129,18 @@ def piece_positions(loads: Sequence[Load], module: str) -> tuple[tuple[int, int]
 
 
 def first_piece_numbers(loads: Sequence[Load], module: str) -> tuple[int, ...]:
-    """Number of every sample's first piece of a module, and one past the last: [samples + 1]."""
+    """Return the number of every sample's first piece of a module, and one past the last piece:
+    [samples + 1]."""
     return tuple(accumulate((len(load.lengths(module)) for load in loads), initial=0))
 
 
 def piece_tokens(loads: Iterable[Load], module: str) -> tuple[int, ...]:
-    """Token count of every piece of a module, by its number."""
+    """Return the token count of every piece of a module, by its number."""
     return tuple(n for load in loads for n in load.lengths(module))
 
 
 def piece_content(loads: Iterable[Load], module: str) -> np.ndarray:
-    """Content of every piece of a module, by its number, int64 [features, pieces]."""
+    """Return the content of every piece of a module, by its number, int64 [features, pieces]."""
     loads = list(loads)
     if not any(module in load.content for load in loads):
         return token_pairs(np.array(piece_tokens(loads, module), np.int64))[None]

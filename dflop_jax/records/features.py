@@ -1,4 +1,4 @@
-"""What program calls cost something for: features of static shapes, and of the pieces in them.
+"""Features that the cost of program calls depends on: of static shapes, and of the pieces in them.
 
 A call takes the sum of its features times coefficients, which are measured, modelled or fitted.
 What is computed for whole rows, padding included, goes by the shape. What a kernel computes only
@@ -24,29 +24,29 @@ TOKEN = "token"  # every module's; the shape has it, padding included
 
 
 def token_pairs(tokens: Array) -> Array:
-    """Pairs of tokens of a piece."""
+    """Return the number of pairs of tokens of a piece."""
     return tokens * tokens
 
 
 def order_coefficients(named: Mapping[str, float], names: Sequence[str]) -> tuple[float, ...]:
-    """Coefficients in the order of a module's features; 0 of those that are not named."""
+    """Return coefficients in the order of a module's features; 0 for features without one."""
     return tuple(named.get(name, 0.0) for name in names)
 
 
 def scale_coefficients(factor: float, named: Mapping[str, float]) -> dict[str, float]:
-    """So many times as large coefficients."""
+    """Return the coefficients times `factor`."""
     return {name: factor * value for name, value in named.items()}
 
 
 def content_seconds(coefficients: Sequence[Array], content: Sequence[Array]) -> Array:
-    """Seconds of content, from those of a unit of each feature; features that either lacks at its
-    end cost nothing."""
+    """Return the seconds of content from the seconds of a unit of each feature. Features that
+    either sequence lacks at its end cost nothing."""
     return sum(map(mul, coefficients, content))
 
 
 def shape_features(rows: Array, tokens: Array) -> np.ndarray:
-    """What the seconds and bytes of a static shape are sums of, [..., 3]: a constant,
-    the shape's tokens, and the pairs of rows that are one piece each."""
+    """Return the features of a static shape, [..., 3]: a constant, the shape's tokens, and the
+    pairs of tokens of rows that are one piece each."""
     rows, tokens = np.asarray(rows, float), np.asarray(tokens)
     size = rows * tokens
     return np.stack([np.ones_like(size), size, rows * token_pairs(tokens)], -1)

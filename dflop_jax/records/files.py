@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def save(record: Any, path: str | Path) -> None:
-    """Write a record: all of it, or, if the process is killed meanwhile, what was there before."""
+    """Write a record atomically: if the process is killed meanwhile, the old file stays."""
     name = type(record).__name__
     head = {"record": name, "version": _version(name), "value": record}
     new_path = Path(path).with_suffix(".tmp")
@@ -27,7 +27,7 @@ def save(record: Any, path: str | Path) -> None:
 
 
 def load(kind: type[T], path: str | Path) -> T:
-    """Read a record; ValueError names the file and the field when it is not one of `kind`."""
+    """Read a record; ValueError names the file and the field if it is not one of `kind`."""
     try:
         raw = msgspec.json.decode(Path(path).read_bytes())
     except OSError as e:
@@ -50,8 +50,8 @@ def load(kind: type[T], path: str | Path) -> T:
 
 
 def load_or_compute(kind: type[T], path: Path, compute: Callable[[], T]) -> T:
-    """Read a record of a cache; one that is not there, damaged or of another version is made and
-    written."""
+    """Read a record of a cache; if it is missing, damaged or of another version, compute and write
+    it."""
     with suppress(ValueError):
         return load(kind, path)
     record = compute()

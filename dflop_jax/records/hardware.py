@@ -7,18 +7,18 @@ from typing import Literal
 
 Collective = Literal["send", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ppermute"]
 
-# Share of a device's memory that jax takes, in plans and in runs: the rest is the driver's and the
-# libraries'.
+# Fraction of a device's memory that jax takes, in plans and in runs: driver and libraries take the
+# rest.
 USABLE_MEMORY = 0.92
-# Share of that which plans fill: compiled programs took up to 4% more than was predicted.
+# Fraction of jax's memory that plans fill: compiled programs took up to 4% more than predicted.
 PLANNED_SHARE = 0.95
 _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective reached where it was measured: between devices of a node, or of several
-    (`across`). Bytes/s of each device in one direction, and seconds of a step of a ring."""
+    """The measured speed of a collective between devices of a node, or of several nodes (`across`):
+    bytes/s of each device in one direction, and seconds of one step of a ring."""
 
     collective: Collective
     across: bool
@@ -58,12 +58,12 @@ class Hardware:
                 raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
 
     def link(self, collective: Collective, *, across: bool) -> Link | None:
-        """What was measured of a collective; None: nothing."""
+        """Return the measurement of a collective; None if there is none."""
         matching = (k for k in self.measured if (k.collective, k.across) == (collective, across))
         return next(matching, None)
 
     def with_links(self, factor: float) -> Hardware:
-        """The same with links of so many times the bandwidth."""
+        """Return the hardware with `factor` times the bandwidth of its links."""
         faster = {k: factor * getattr(self, k) for k in ("link_bandwidth", "network_bandwidth")}
         measured = tuple(replace(k, bandwidth=factor * k.bandwidth) for k in self.measured)
         return replace(self, measured=measured, **faster)
@@ -79,7 +79,7 @@ class Hardware:
         return PLANNED_SHARE * self.usable_bytes
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products of a dtype; ValueError names the known ones."""
+        """Return the dense FLOP/s of matrix products of a dtype; ValueError names known dtypes."""
         if dtype not in _PEAKS:
             raise ValueError(f"no peak is known for dtype {dtype!r}; known: {', '.join(_PEAKS)}")
         return float(getattr(self, _PEAKS[dtype]))

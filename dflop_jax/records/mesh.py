@@ -1,8 +1,8 @@
-"""Meshes of devices: the one place that names all of their axes.
+"""Meshes of devices: the one module that names all of their axes.
 
-Whoever asks for an axis asks by its name, of `MeshShape` as of jax's `Mesh.shape`. A new axis is a
-field of `MeshShape` with a size of 1 where nothing is said, at its place from the outermost to the
-innermost; plans that lack it are read as if they said 1.
+Code refers to an axis by its name, in `MeshShape` as in jax's `Mesh.shape`. A new axis is a field
+of `MeshShape` with default 1, between its neighbours from the outermost to the innermost axis;
+plans without it are read with size 1.
 """
 
 from __future__ import annotations

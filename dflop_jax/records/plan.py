@@ -1,4 +1,4 @@
-"""The graph of modules, and where a plan puts them."""
+"""The graph of modules, and the plan that places them on devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Count = TypeVar("Count", int, np.ndarray)  # one, or of every cut
 
 @dataclass(frozen=True)
 class Edge:
-    """Outputs of the module `source` stand at places of the module `target`.
+    """An edge: outputs of the module `source` are placed into the module `target`.
 
     Attributes:
       name: the field under which the target reads them; edges of one name are added up.
@@ -106,29 +106,29 @@ class SegmentPlan:
         return self.stop - self.start
 
     def ticks(self, stages: int, microbatches: Count) -> Count:
-        """Ticks of a group's loop through its stages; a stage computes in all but `stages` - 1."""
+        """Return the ticks of a group's pipeline; a stage computes in all but `stages` - 1."""
         return self.rounds * microbatches + stages - 1
 
     def shard_ranks(self, data: Any, model: int) -> Any:
-        """Of so many data ranks, of `model` devices each, those that share a parameter among them;
-        of an array of degrees an array."""
+        """Return how many of `data` data ranks, of `model` devices each, share a parameter; an
+        array for an array of degrees."""
         ranks, data = self.shard_devices // model, np.asarray(data)
         return np.where((ranks > 1) & (data % max(ranks, 1) == 0), ranks, data)[()]
 
     @property
     def with_less_remat(self) -> SegmentPlan:
-        """The segment under its second recompute policy."""
+        """The segment under its second recompute policy, `remat_less`."""
         assert self.remat_less is not None, f"{self.name} has one recompute policy"
         return dataclasses.replace(self, remat=self.remat_less, remat_less=None)
 
     def sends(self, edge: Edge) -> bool:
-        """Whether the edge leaves from this segment; a tap leaves from where its layer ran."""
+        """Whether the edge leaves from this segment; a tap leaves the segment of its layer."""
         if edge.source != self.module:
             return False
         return self.last if edge.leaves < 0 else self.runs_through(edge.leaves)
 
     def runs_through(self, layers: int) -> bool:
-        """Whether so many layers of the module have run inside this segment."""
+        """Whether the module's first `layers` layers end inside this segment."""
         return self.start < layers <= self.stop or (self.first and layers == 0)
 
     def reads(self, edge: Edge) -> bool:
@@ -142,8 +142,8 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class ExchangeCapacity:
-    """What one round of the exchange between a group of `source` and one of `target`, of these
-    shapes, has room for from one data rank to another: a share of the features of a rank."""
+    """The capacity of one round of the exchange between groups of `source` and `target` of these
+    shapes: the share of a rank's features that one data rank can send to another."""
 
     source: str
     target: str
@@ -157,8 +157,8 @@ class ExchangeCapacity:
 
 @dataclass(frozen=True)
 class ResidualBytes:
-    """Bytes per device that a segment keeps of a group of this shape from forward to backward, and
-    how many more under its second recompute policy."""
+    """Residual bytes per device: what a segment saves for the backward of a group of this shape,
+    and how many more bytes under its second recompute policy."""
 
     segment: str
     shape: Shape
@@ -168,10 +168,10 @@ class ResidualBytes:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the planner expects of a plan: seconds of a mean step, share of it in which each
-    submesh computes, and the most bytes that a device of each submesh holds. `chosen_by_s` is the
-    step by the profile's single layers, which are priced by what `priced_by` says, `makespan_s` by
-    the plan's own programs once those were timed, else the same.
+    """The planner's predictions for a plan: seconds of a mean step, the share of it in which each
+    submesh computes, and the peak bytes of a device of each submesh. `chosen_by_s` is the step time
+    by the profile's single layers, whose prices `priced_by` names; `makespan_s` is the step time by
+    the plan's own programs once those are timed, before that `chosen_by_s`.
 
     `shapes_by` says whose buckets these are where the integer program of shapes was asked:
     "integer" its own, "search" those of local search. Their step is `shapes_gain` shorter than with
@@ -301,7 +301,7 @@ class Layout:
     def exchange_capacity(
         self, edge: Edge, source_shape: Shape, target_shape: Shape
     ) -> float | None:
-        """Share of a rank's features that one round takes to another rank; None: not known."""
+        """Return the share of a rank's features that one round sends to another; None: unknown."""
         key = (edge.source, edge.target, source_shape, target_shape)
         capacities = (
             r
@@ -311,12 +311,12 @@ class Layout:
         return next((r.share for r in capacities), None)
 
     def devices(self, module: str) -> tuple[int, ...]:
-        """The first device of each of a module's data ranks, where its exit lies."""
+        """Return the first device of each of a module's data ranks, at the module's exit."""
         mesh = self.submesh(self.segments_of(module)[-1].submesh)
         return tuple(mesh.first + rank * mesh.stride("data") for rank in range(mesh.data))
 
     def shapes(self, module: str) -> tuple[Shape, ...]:
-        """The module's compiled shapes, in the order of the buckets."""
+        """Return the module's compiled shapes, in the order of the buckets."""
         shapes = (b.shape(module) for b in self.buckets)
         return tuple(dict.fromkeys(s for s in shapes if s is not None))
 
@@ -344,15 +344,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Scheduling:
-    """How the batches of a run are cut into groups and put into order.
+    """How the batches of a run are divided into groups and ordered.
 
     `grouping` says how samples meet microbatches: "balanced" (min-max, packed) or "arrival" (in
     order, one sample a row). `lookahead` more groups than in 1F1B may be in flight, so that unlike
     ones do not leave a submesh waiting. `work_budget` bounds the solver of one batch in units of
     work (pairs of rows priced), so that the step hides it; 0: the scheduler's default. Every `node`
-    devices, counted from the first, share a node; 0: all do. `kept` says what groups hold of the
-    segments with two recompute policies, and `free_bytes`, by submesh, what of a device's memory is
-    left when every segment keeps as many groups as it ever may under the first.
+    devices, counted from the first, share a node; 0: all do. `residuals` says what groups hold of
+    the segments with two recompute policies, and `free_bytes`, by submesh, what of a device's
+    memory is left when every segment keeps as many groups as it ever may under the first.
     """
 
     grouping: Grouping = "balanced"
@@ -375,8 +375,8 @@ class Scheduling:
 
 @dataclass(frozen=True)
 class Plan:
-    """The static choice for a run: what programs it runs, how its batches are scheduled on them,
-    and the planner's figures."""
+    """The static plan of a run: its programs, how batches are scheduled on them, and
+    predictions."""
 
     policy: str
     layout: Layout

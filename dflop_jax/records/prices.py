@@ -1,4 +1,4 @@
-"""What everything in a step takes."""
+"""Prices: the seconds of programs, transfers and the end of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProgramId:
 
     @staticmethod
     def for_task(task: Task, group: Group) -> ProgramId:
-        """What a task of a group runs."""
+        """Return the program that a task of a group runs."""
         has_less_remat = task.segment in group.remat_less
         return ProgramId(task.segment, group.shape, task.direction, has_less_remat)
 
@@ -45,25 +45,25 @@ class Price:
         return self.static_s + content_seconds(self.content_s, content)
 
     def scaled(self, factor: float, min_s: float = 0.0) -> Price:
-        """The price with so many times the seconds, `static_s` at least `least_s`."""
+        """Return the price times `factor`, with `static_s` of at least `min_s`."""
         content = tuple(factor * s for s in self.content_s)
         return Price(max(self.static_s * factor, min_s), content)
 
 
 def add_host_work(seconds: Any, host_s: float, *, shares_cores: bool) -> Any:
-    """Seconds of tasks (a number or an array) from those of their devices and of the thread that
-    dispatches them, `host_s` each.
+    """Return the seconds of tasks (a number or an array) with the work of the dispatching thread,
+    `host_s` for each task.
 
-    Where the devices are cores of the host, its work is done in the devices' place. Elsewhere it is
-    hidden behind what devices do, except that no task is done before the thread comes to the next.
+    If the devices are cores of the host, the work adds to the devices' time. Otherwise it overlaps
+    with the devices, but no task takes less time than its dispatch.
     """
     return seconds + host_s if shares_cores else np.maximum(seconds, host_s)
 
 
 @dataclass(frozen=True)
 class SendId:
-    """What one segment sends another on other devices: activations to a group of this shape of the
-    target's (forward), or their gradient that comes back (backward)."""
+    """A transfer between segments on different devices: activations to a group of this shape of the
+    target (forward), or their gradient on the way back (backward)."""
 
     source: str
     target: str
@@ -73,8 +73,8 @@ class SendId:
 
 @dataclass(frozen=True)
 class Prices:
-    """What everything in a step takes, in seconds when run alone: the one price that scheduler,
-    planner, simulator and correction ask.
+    """Seconds of everything in a step when it runs alone. Scheduler, planner, simulator and
+    correction use the same prices.
 
     Attributes:
       programs: of groups' tasks.
@@ -82,7 +82,7 @@ class Prices:
       sends: of what crosses from one submesh to another; absent ones take no time.
       concurrency: devices that really compute at once.
       host_s: work of a process's dispatching thread for each task on its devices, what it does for
-        tasks of other processes included. Prices of programs hold it (see `with_host_work`).
+        tasks of other processes included. Prices of programs hold it (see `add_host_work`).
       shares_cores: whether the devices are cores of the host, so that the work is a part of them.
     """
 
@@ -102,7 +102,7 @@ class Prices:
         require(self.concurrency > 0, "concurrency must be above 0")
 
     def task_s(self, layout: Layout, schedule: Schedule, task: Task) -> float:
-        """Seconds of a task run alone; 0 without a price."""
+        """Return the seconds of a task that runs alone; 0 if it has no price."""
         if task.group == NO_GROUP:
             return self.step_end.get(task, 0.0)
         group = schedule.groups[task.group]
@@ -112,7 +112,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class PriceList:
-    """`Prices` as pairs, for JSON has no keys but strings; no concurrency stands for any."""
+    """`Prices` as pairs, since JSON keys are strings; `concurrency` None means unlimited."""
 
     programs: tuple[tuple[ProgramId, Price], ...]
     step_end: tuple[tuple[Task, float], ...]

@@ -1,4 +1,4 @@
-"""What is measured before planning."""
+"""Profiles: what is measured of a model and its data before planning."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LAYERS = "layers"  # the kind of all layers of a module that does not name kinds
 
 
 def layer_key(module: str, kind: str = LAYERS) -> str:
-    """What a profile calls the layers of one kind of a module: the module itself where it names no
-    kinds."""
+    """Return a profile's name for the layers of one kind of a module; the module's own name if it
+    names no kinds."""
     return module if kind == LAYERS else f"{module}.{kind}"
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What a recompute policy costs a module at a shape.
+    """The cost of a recompute policy of a module at a shape.
 
     Attributes:
       layer_s, ends_s: seconds by which backward of one layer, and of both ends, exceeds the
@@ -81,13 +81,13 @@ class LayerTiming:
         require("segment" not in self.recompute, "the policy segment follows from none")
 
     def scaled(self, factor: float) -> LayerTiming:
-        """The timing with so many times the seconds."""
+        """Return the timing with `factor` times the seconds."""
         recompute = {p: replace(r, **_seconds(r, factor)) for p, r in self.recompute.items()}
         return replace(self, recompute=recompute, **_seconds(self, factor))
 
 
 def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
-    """The seconds of a record by field, so many times as long."""
+    """Return the seconds of a record by field, times `factor`."""
     values = {f.name: getattr(record, f.name) for f in fields(record) if f.name.endswith("_s")}
     return {
         name: scale_coefficients(factor, v) if isinstance(v, dict) else factor * v
@@ -119,7 +119,7 @@ class ModelProfile:
     order. `piece_tokens` holds the modules whose rows take one piece each, and its tokens; the
     others pack pieces of any length into a row. `layer_dims` and `ends_dims` hold the parameters
     one by one, since data ranks cut each of them into equal pieces. `host_s` is the work of a
-    process's dispatching thread for a task (see `prices.with_host_work`). `computed`: seconds come
+    process's dispatching thread for a task (see `prices.add_host_work`). `computed`: seconds come
     from formulas that hold at any size, not from runs. `hardware` says what crosses nodes and links
     takes; None: no time. `kinds` says of each layer of the modules that name kinds which one it is;
     what is said of a layer is by `layer_key`. `content` has, in their order, the features of the
@@ -168,28 +168,28 @@ class ModelProfile:
 
     @property
     def devices_per_node(self) -> int:
-        """Of the hardware; 0: nobody says."""
+        """Devices of a node of the hardware; 0 if unknown."""
         return self.hardware.devices_per_node if self.hardware else 0
 
     def layer_kinds(self, module: str) -> tuple[str, ...]:
-        """The kind of every layer of a module."""
+        """Return the kind of every layer of a module."""
         return self.kinds.get(module) or (LAYERS,) * self.n_layers[module]
 
     def kinds_in(self, segment: SegmentPlan) -> dict[str, int]:
-        """How many layers a segment has of each kind, in the order in which they come first."""
+        """Return the number of a segment's layers of each kind, in order of first occurrence."""
         kinds = self.kinds.get(segment.module)
         return Counter(kinds[segment.start : segment.stop]) if kinds else {LAYERS: segment.n_layers}
 
     def features(self, module: str) -> tuple[str, ...]:
-        """The features of a module's content, in their order."""
+        """Return the features of a module's content, in their order."""
         return self.content.get(module, (PAIR,))
 
     def ends_elements(self, module: str) -> int:
-        """Elements of the parameters of both ends of a module."""
+        """Return the number of parameters of both ends of a module."""
         return sum(prod(p.sizes) for p in self.ends_dims[module])
 
     def n_elements(self, module: str) -> int:
-        """Elements of the parameters of a module."""
+        """Return the number of parameters of a module."""
         layers = (self.layer_dims[layer_key(module, kind)] for kind in self.layer_kinds(module))
         return self.ends_elements(module) + sum(prod(p.sizes) for dims in layers for p in dims)
 
@@ -206,7 +206,7 @@ class ModelProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured before planning: the model on its devices, and the data."""
+    """The measurements before planning: of the model on its devices, and of the data."""
 
     model: ModelProfile
     data: DataProfile

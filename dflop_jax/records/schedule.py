@@ -1,4 +1,4 @@
-"""One global batch as groups of every module, and what happened when it ran."""
+"""One global batch as groups of every module, and traces of its execution."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ class Schedule:
 
     @property
     def gap(self) -> float:
-        """How much longer than its proved bound the step is, relative; nan where none is known."""
+        """The step time over its proved bound, less 1; nan if no bound is known."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.nan
 
     def fed_by(self, group: int, module: str) -> tuple[int, ...]:
-        """Groups of `module` that feed a group."""
+        """Return the groups of `module` that feed a group."""
         return tuple(
             i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds
         )
@@ -130,7 +130,7 @@ SEND, RETURN = "send", "return"
 
 @dataclass(frozen=True)
 class Event:
-    """A task that ran (or was simulated) on a submesh, times in seconds from the step's start."""
+    """A task that ran or was simulated on a submesh; times are seconds from the step's start."""
 
     submesh: str
     segment: str
@@ -142,7 +142,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened in one step, or what the simulator says would happen: the same record."""
+    """The events of one step, measured or simulated."""
 
     step: int
     source: str
@@ -153,7 +153,7 @@ class Trace:
         return max((e.end_s for e in self.events), default=0.0)
 
     def busy_fraction(self) -> dict[str, float]:
-        """Share of the makespan in which each submesh computes."""
+        """Return the fraction of the makespan in which each submesh computes."""
         total = self.makespan_s
         busy: dict[str, float] = {}
         for e in self.events:

@@ -26,9 +26,9 @@ def rank_traffic(
     rank_Q: Ints,
     n_ranks: tuple[int, int],
 ) -> Ints:
-    """[V, D]: the amount that each of the `n` = (V, D) ranks of a source has for each of a target's
-    ranks, where all pieces of a sample in the target read all of its pieces in the source; a piece
-    counts once for a rank that reads it."""
+    """Return [V, D]: the amount that each source rank has for each target rank; `n_ranks` = (V, D).
+    All pieces of a sample in the target read all of its pieces in the source. A piece counts once
+    for a rank that reads it."""
     n_source_ranks, n_target_ranks = n_ranks
     readers = np.sort(sample_Q * n_target_ranks + rank_Q)
     readers = readers[np.append(True, readers[1:] != readers[:-1])[: len(readers)]]
@@ -48,19 +48,19 @@ def rank_traffic(
 
 @dataclass(frozen=True, eq=False)
 class CrossingTraffic:
-    """What ranks of a target read from ranks of a source other than their home, [V, D], and whether
-    the two are in different nodes."""
+    """The amounts that target ranks read from source ranks other than their home, [V, D], and
+    whether the two ranks are in different nodes."""
 
     amount: np.ndarray
     is_across_nodes: np.ndarray
 
     def for_target_ranks(self, ranks: Sequence[int]) -> CrossingTraffic:
-        """What some of the target's ranks read."""
+        """Return the amounts that some of the target's ranks read."""
         return CrossingTraffic(self.amount[:, ranks], self.is_across_nodes[:, ranks])
 
     @property
     def max_amount(self) -> float:
-        """The most that one rank reads from one other."""
+        """Largest amount that one rank reads from one other."""
         return float(self.amount.max(initial=0))
 
     @property
@@ -73,7 +73,7 @@ class CrossingTraffic:
 
 
 def crossing_traffic(read_VD: np.ndarray, node_V: Ints) -> CrossingTraffic:
-    """What of all that is read leaves the rank that has it; `node_V` is that rank's node."""
+    """Return the amounts that leave the rank that has them; `node_V` are the ranks' nodes."""
     home_D = home_ranks(*read_VD.shape)
     amount = read_VD.copy()
     amount[home_D, np.arange(len(home_D))] = 0
@@ -81,21 +81,20 @@ def crossing_traffic(read_VD: np.ndarray, node_V: Ints) -> CrossingTraffic:
 
 
 def home_rank(rank: int, n_source_ranks: int, n_target_ranks: int) -> int:
-    """The data rank of a source of `low` ranks that takes in what rank `rank` of `high` ranks of a
-    target reads: one that shares a device with it where both lie on the same devices, as far as
-    these can."""
+    """Return the source rank that receives what target rank `rank` reads. It shares a device with
+    the target rank, as far as possible, if both modules are on the same devices."""
     common = gcd(n_source_ranks, n_target_ranks)
     return rank // (n_target_ranks // common) * (n_source_ranks // common)
 
 
 def home_ranks(n_source_ranks: int, n_target_ranks: int) -> Ints:
-    """[D]: the `home_rank` of each of `high` ranks among `low`."""
+    """Return [D]: the `home_rank` of each target rank."""
     return np.array(
         [home_rank(rank, n_source_ranks, n_target_ranks) for rank in range(n_target_ranks)]
     )
 
 
 def rank_nodes(plan: Plan, module: str) -> Ints:
-    """[V]: the node of the first device of each of a module's data ranks."""
+    """Return [V]: the node of the first device of each of a module's data ranks."""
     devices = np.array(plan.layout.devices(module))
     return devices // (plan.scheduling.node or plan.layout.n_devices)

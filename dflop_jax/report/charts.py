@@ -1,4 +1,4 @@
-"""What a page draws over the steps of runs: charts of lines, as plain values for JSON.
+"""Charts of lines over the steps of runs, as plain values for a page's JSON.
 
 A chart is {"title", "unit", "stacked", "from_zero", "lines"}; a line is {"name", "colour", "dash",
 "axis", "y"}: a number of a kind of dashes, which of the `axes` it is over, and its values there,
@@ -47,15 +47,15 @@ class _Drawing:
             )
 
     def by_run(self, name: str, values: Callable[[Columns], Values]) -> list[dict[str, Any]]:
-        """A line for each run; `name` is that of a single one's."""
+        """Return a line for each run; `name` is the line's name if there is one run."""
         return [
             _make_line(run.name if self.several else name, _colour_of(i), 0, i, values(run.rows))
             for i, run in enumerate(self.runs)
         ]
 
     def by_key(self, field_name: str, run_indices: Sequence[int]) -> list[dict[str, Any]]:
-        """A line for each key of a field, in the colour of its own, in the dashes of its run, which
-        is one of those in these places."""
+        """Return a line for each key of a field of some runs, in the key's colour and the run's
+        dashes."""
         keys = [(i, key) for i in run_indices for key in self.runs[i].rows.keys(field_name)]
         modules = palette(list(dict.fromkeys(key for _, key in keys)))
         colours = {module: pair[1] for module, pair in modules.items()} | _COLOURS
@@ -70,7 +70,7 @@ class _Drawing:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """The axes and charts of runs, all in one picture but for the phases of each one's steps."""
+    """Return the axes and charts of runs; all runs share a chart, except for phases of steps."""
     d = _Drawing(runs)
     losses = [line for i, run in enumerate(runs) for line in _loss_lines(d, i, run)]
     d.chart("loss", "", losses, from_zero=False)
@@ -115,5 +115,5 @@ def _make_line(name: str, colour: str, dash: int, axis: int, y: Values) -> dict[
 
 
 def _round_for_json(value: float) -> float | None:
-    """At six significant digits, which is finer than a pixel; None for what is not finite."""
+    """Round to six significant digits, finer than a pixel; None for values that are not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

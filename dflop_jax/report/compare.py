@@ -1,4 +1,4 @@
-"""Runs in one table, several in one picture, too; speed-ups are relative to the first."""
+"""Tables and pictures that compare runs; speed-ups are relative to the first run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WORKLOAD_FIELDS = (
 
 
 def compare(runs: Sequence[RunRecord], picture_path: Path, only: Sequence[str] = ()) -> Table:
-    """Table of the runs' figures, a column per run; the picture goes to `out` (a .png).
+    """Return a table of the runs' figures, a column per run, and write the picture to a .png.
 
     Args:
-      only: how the labels of the figures begin that are shown; () for all.
+      only: prefixes of the labels of the figures that are shown; () for all.
 
     The picture holds one timeline per run (its measured trace, else its first one) under a common
     time axis, and all loss curves.
@@ -61,14 +61,14 @@ def figures_table(runs: Sequence[RunRecord], only: Sequence[str] = ()) -> Table:
 
 
 def summary_table(run: RunRecord) -> Group:
-    """What the terminal shows of one run: its figures, its plan and where its pictures are."""
+    """Return what the terminal shows of one run: its figures, its plan and paths of pictures."""
     files = (run.folder / name for name in (TIMELINE, LOSS, SUMMARY))
     lines = [*plan_lines(run), *(str(path) for path in files if path.exists())]
     return Group(figures_table([run]), *map(Text, lines))
 
 
 def comparison_rows(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """(label, a text per run): speed-ups of several, then every figure that any of them has."""
+    """Return (label, a text per run): speed-ups of several runs, then every figure of any run."""
     cells = [{f.label: f.text for f in figures(run)} for run in runs]
     speedup_texts = [
         "-" if math.isnan(speedup) else f"{number(speedup)} x" for speedup in speedups(runs)
@@ -78,8 +78,8 @@ def comparison_rows(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """The same figures for programs: {"runs": [{"name", "folder", "speedup", "figures"}]}, these
-    with "unit" and "values" by label; unknown ones are null."""
+    """Return the figures as JSON: {"runs": [{"name", "folder", "speedup", "figures"}]}, where
+    figures have "unit" and "values" by label; unknown values are null."""
     return {
         "runs": [
             {
@@ -97,8 +97,8 @@ def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def speedups(runs: Sequence[RunRecord]) -> list[float]:
-    """Median step time of the first run over each run's; nan for a run of another model, other data
-    or another global batch, whose steps are other work."""
+    """Return the median step time of the first run over each run's; nan for a run of another model,
+    other data or another global batch."""
     times_s, workloads = (
         [run.rows.median("step_s") for run in runs],
         [_workload(run) for run in runs],
@@ -110,7 +110,7 @@ def speedups(runs: Sequence[RunRecord]) -> list[float]:
 
 
 def _workload(run: RunRecord) -> list[Any]:
-    """What a step of a run is of, as its configuration says; empty where there is none."""
+    """Return model, data and batch of a run's configuration; [] if there is none."""
     try:
         return [run.config[section][name] for section, name in _WORKLOAD_FIELDS]
     except (LookupError, TypeError):
@@ -118,7 +118,7 @@ def _workload(run: RunRecord) -> list[Any]:
 
 
 def _merge_labels(cells: Sequence[dict[str, str]]) -> list[str]:
-    """All labels, in the runs' own order: one that a run adds follows its neighbour there."""
+    """Return all labels in the runs' order: a label that a run adds follows its neighbour."""
     order: list[str] = []
     for cell in cells:
         index = 0

@@ -84,7 +84,7 @@ def page(runs: Sequence[RunRecord], memory: MemoryCurves | None = None) -> str:
 
 
 def _status(run: RunRecord) -> str:
-    """Where a run is, in words."""
+    """Return a run's name and number of steps as text."""
     planned, n_done = run.config.get("train", {}).get("steps", 0), run.rows.n_steps
     total_text = f" of {planned:,}" if planned else ""
     return f"{run.name}: {n_done:,} steps" + total_text * (n_done != planned)
@@ -192,7 +192,7 @@ def _panel(
 def _memory(
     folder: Path, plan: Plan, trace: Trace, labels: Mapping[int, str], memory: MemoryCurves | None
 ) -> tuple[Mapping[str, Sequence[tuple[float, float]]], str]:
-    """Return the curves, or none of them and why."""
+    """Return the memory curves and "", or no curves and the reason."""
     if memory is None:
         return {}, ""
     try:

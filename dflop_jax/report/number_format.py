@@ -1,4 +1,4 @@
-"""How figures are written for people."""
+"""Numbers as text for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A figure at `digits` significant digits, with thousands marked; "-" for nan."""
+    """Return a number with `digits` significant digits and thousands separators; "-" for nan."""
     if math.isnan(value):
         return "-"
     if abs(value) >= 10**digits - 0.5:  # what rounds up to one digit more, too
@@ -15,8 +15,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """How long something takes, in its two largest units, in whole seconds where it is long: "1.25
-    s", "14 min 36 s", "2 d 3 h"."""
+    """Return a duration in its two largest units, such as "1.25 s", "14 min 36 s", "2 d 3 h"."""
     if not 10 <= seconds < math.inf:
         return f"{number(seconds)} s"
     minutes, s = divmod(round(seconds), 60)
@@ -28,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 def flops_text(value: float) -> str:
-    """FLOPs with a unit: MFLOP, GFLOP or TFLOP; "-" for nan."""
+    """Return FLOPs with a unit: MFLOP, GFLOP or TFLOP; "-" for nan."""
     if math.isnan(value):
         return "-"
     unit, name = (1e12, "TFLOP") if value >= 1e12 else (1e9, "GFLOP")

@@ -1,5 +1,4 @@
-"""What a timeline shows of a trace, for pictures and pages: its rows, labels and colours, and the
-colours of curves."""
+"""Rows, labels and colours of timelines and curves, for pictures and pages."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ PHASE_COLOURS = {
 
 
 def palette(modules: Sequence[str]) -> Palette:
-    """Colours of modules: their own, or by turns those of `OTHER_COLOURS`."""
+    """Return the colours of modules: their own, or in turn those of `OTHER_COLOURS`."""
     unnamed_modules = [m for m in modules if m not in MODULE_COLOURS]
     fallback_colours = {
         m: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, m in enumerate(unnamed_modules)
@@ -42,7 +41,7 @@ def palette(modules: Sequence[str]) -> Palette:
 
 
 def ink_on(colour: str) -> str:
-    """The colour of text on a colour "#rrggbb": white on dark ones."""
+    """Return the colour of text on a background "#rrggbb": white on dark ones."""
     r, g, b = bytes.fromhex(colour[1:])
     return "#ffffff" if 0.299 * r + 0.587 * g + 0.114 * b < 0.55 * 255 else INK
 
@@ -58,11 +57,11 @@ class Panel:
     submeshes: Sequence[str] = ()
 
     def module(self, e: Event) -> str:
-        """The module that a task is of."""
+        """Return the module of a task."""
         return self.modules.get(e.segment, e.segment)
 
     def label(self, e: Event) -> str:
-        """What the legend calls a task."""
+        """Return the name of a task in the legend."""
         if e.direction in DIRECTION_COLOURS:
             return e.direction
         return f"{self.module(e)} {e.direction}"
@@ -75,8 +74,8 @@ class Panel:
 
     @property
     def rows(self) -> list[str]:
-        """Submeshes from top to bottom: in the plan's order, each with the links that leave it;
-        others as they begin."""
+        """Submeshes from top to bottom: in the plan's order, each followed by the links that leave
+        it, then others in the order of their first event."""
         links, rows = self.links, list[str]()
         first_order = dict.fromkeys(
             e.submesh for e in sorted(self.trace.events, key=lambda e: e.start_s)
@@ -94,8 +93,8 @@ def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
 
 
 def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
-    """Label -> colour of all that is drawn: modules in the order of their plans, then those that
-    only traces name, sends and per-step tasks, idle."""
+    """Return label -> colour of everything drawn: modules in the order of their plans, modules that
+    only traces name, sends, tasks at the end of a step, and idle time."""
     planned = [m for p in panels for m in p.modules.values()]
     traced = [p.module(e) for p in panels for e in p.trace.events]
     colours = palette(list(dict.fromkeys([*planned, *traced])))

@@ -20,9 +20,9 @@ class Progress:
     Args:
       total_steps: steps of the whole run.
       start: steps done before (a resumed run).
-      every: steps between plain lines when the output is no terminal; 0 chooses about 20 lines.
-      console: where to write; default standard error, so that standard output stays for results.
-      quiet: write nothing (all processes of a run but the first).
+      log_interval: steps between plain lines without a terminal; 0: about 20 lines in all.
+      console: where to write; by default standard error, so that standard output has results only.
+      quiet: write nothing, as all processes of a run but the first.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A run folder as reports read it, in one pass: plan, rows of steps, evaluations and traces.
 
-The figures of metrics.jsonl become columns over its steps (8 bytes of each figure a step), and
-curves of them with a bounded number of points.
+The numbers of metrics.jsonl become columns over the steps (8 bytes per number and step), and curves
+with a bounded number of points.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_CHART_POINTS = 600  # max. points of a page's curve
 
 @dataclass
 class Columns:
-    """What reports need of a run's rows.
+    """The columns of a run's rows.
 
     `values` has, by field (or field and key), a number for each step, float64, NaN where a step has
     none. `made_by` counts the schedules by what found them.
@@ -63,43 +63,43 @@ class Columns:
     values: dict[ColumnKey, np.ndarray] = field(default_factory=dict)
 
     def column(self, name: ColumnKey) -> np.ndarray:
-        """A field over all steps."""
+        """Return a field over all steps."""
         return self.values.get(name, np.full(self.n_steps, math.nan))
 
     def keys(self, name: str) -> list[str]:
-        """The keys of a field that is itself keyed (by submesh or module), in first order."""
+        """Return the keys of a keyed field (by submesh or module), in order of first occurrence."""
         return [k[1] for k in self.values if isinstance(k, tuple) and k[0] == name]
 
     def after_warmup(self, name: ColumnKey) -> np.ndarray:
-        """A field over the steps after warm-up; over all of a run that is no longer."""
+        """Return a field over the steps after warm-up; over all steps if the run is no longer."""
         return self.column(name)[WARMUP_STEPS if self.n_steps > WARMUP_STEPS else 0 :]
 
     def median(self, name: ColumnKey) -> float:
-        """The median of a field over the steps after warm-up; nan where it has no value."""
+        """Return the median of a field over the steps after warm-up; nan if it has no value."""
         return percentiles(self.after_warmup(name)).median
 
     def medians(self, name: str) -> dict[str, float]:
-        """The medians of a field that is itself keyed."""
+        """Return the medians of a keyed field by key."""
         return {key: self.median((name, key)) for key in self.keys(name)}
 
     def curve(self, max_stretches: int = MAX_LOSS_STRETCHES) -> tuple[list[float], list[float]]:
-        """(steps, losses); of a run of more steps the lowest and the highest loss of as many
-        stretches."""
+        """Return (steps, losses); for a run of more than `max_stretches` steps, the lowest and the
+        highest loss of each of as many stretches."""
         losses = self.column("loss")
         indices = extreme_indices(losses, max_stretches)
         return self.column("step")[indices].tolist(), losses[indices].tolist()
 
     def chart_steps(self) -> list[float]:
-        """The first step of each stretch of a page's curve."""
+        """Return the first step of each stretch of a page's curve."""
         return self.column("step")[:: _stretch_length(self.n_steps, MAX_CHART_POINTS)].tolist()
 
     def chart_points(self, name: ColumnKey) -> list[float | None]:
-        """The mean of a field over each stretch of a page's curve; None where it has no value."""
+        """Return the mean of a field over each stretch of a page's curve; None without a value."""
         return stretch_means(self.column(name))
 
 
 def read_columns(folder: str | Path) -> Columns:
-    """What reports need of a run folder's metrics.
+    """Read the columns of a run folder's metrics.
 
     Raises:
       ValueError: as for `read_metrics`.
@@ -123,8 +123,8 @@ def read_columns(folder: str | Path) -> Columns:
 
 
 def extreme_indices(values: np.ndarray, max_stretches: int) -> np.ndarray:
-    """Indices, ascending, of the lowest and the highest value of each stretch of equal length;
-    all of them where there are no more values than stretches."""
+    """Return the ascending indices of the lowest and the highest value of each stretch of equal
+    length; all indices if there are at most `max_stretches` values."""
     length = _stretch_length(len(values), max_stretches)
     if length == 1:
         return np.arange(len(values))
@@ -139,7 +139,7 @@ def extreme_indices(values: np.ndarray, max_stretches: int) -> np.ndarray:
 
 
 def stretch_means(values: np.ndarray, max_stretches: int = MAX_CHART_POINTS) -> list[float | None]:
-    """The mean of the finite values of each stretch of equal length; None where it has none."""
+    """Return the mean of the finite values of each stretch of equal length; None without any."""
     if not len(values):
         return []
     starts = np.arange(0, len(values), _stretch_length(len(values), max_stretches))
@@ -150,7 +150,7 @@ def stretch_means(values: np.ndarray, max_stretches: int = MAX_CHART_POINTS) -> 
 
 
 def _stretch_length(n: int, max_stretches: int) -> int:
-    """Values in each of at most so many stretches of `n`."""
+    """Return the length of each of at most `max_stretches` stretches of `n` values."""
     return max(1, -(-n // max_stretches))
 
 
@@ -159,12 +159,12 @@ _TITLES = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What reports show of a run.
+    """A run as reports show it.
 
     Attributes:
       rows: of its steps; empty where it did none.
       config: its config.json; empty where that is missing or broken.
-      spent: where its time went; None where nothing tells.
+      wall_time: where its time went; None if unknown.
     """
 
     name: str

@@ -87,7 +87,7 @@ class RunFolder:
     Raises:
       FolderInUse: another run is writing to the folder.
       ValueError: it holds metrics and `existing` is "error", it cannot be written, `path` is a
-        file, or see `check_own`.
+        file, or see `check_run_dir`.
       OSError: the disk is full.
     """
 
@@ -243,7 +243,7 @@ def _warn_unlocked(path: Path, reason: str) -> None:
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl (a folder or the file itself), in file order; of a long run
-    `columns.read_columns` needs less.
+    `reader.read_columns` needs less.
 
     A last line that a kill cut short is ignored.
 
@@ -317,11 +317,11 @@ def answer_folder(
     run_dir: str | Path, answer_name: str, out: str | None = None, *, is_kept: bool = True
 ) -> Path:
     """Return the folder that the answer to a question is written to, made where it is missing:
-    `out`, or `run_dir`, where a run has begun there `run_dir`/`question`. So no run's record is
+    `out`, or `run_dir`, where a run has begun there `run_dir`/`answer_name`. So no run's record is
     written over.
 
     Args:
-      keep: what is made stays; else the folder is only tried out.
+      is_kept: whether a new folder stays; if not, the function only tries to make it.
 
     Raises:
       ValueError: it is a file, holds a run, or cannot be written.

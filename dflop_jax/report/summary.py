@@ -1,6 +1,6 @@
-"""What one run came to: a table of figures, for the terminal, summary.md, comparisons and pages.
+"""The figures of one run, for the terminal, summary.md, comparisons and pages.
 
-Steady figures (times, rates, fractions) are medians that leave the first `WARMUP_STEPS` steps out.
+Times, rates and fractions are medians without the first `WARMUP_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DISPLAY_UNITS = {"s": ("ms", 1e3), "bytes": ("GiB", 2.0**-30), "FLOP/s": ("FLOP
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a run, or several of a kind side by side; nan where the run has none.
+    """A figure of a run, or several of a kind side by side; nan if the run has none.
 
     `unit` is that of the numbers: "ms", "GiB", "MB", "FLOP", "s", "%" (of 1), or "".
     """
@@ -59,11 +59,12 @@ class Figure:
 
 
 def figures(run: RunRecord) -> list[Figure]:
-    """The figures of a run.
+    """Return the figures of a run.
 
-    The planner chose the plan by one mean step, and predicts another by the plan's own programs.
-    `held out` are loss and token accuracy of the last evaluation, of all held-out samples and of
-    each dataset of a mixture. Steps without a row are those whose row found no room on the disk.
+    The planner chose the plan by one predicted step time, and predicts another by the plan's own
+    programs. Held-out figures are loss and token accuracy of the last evaluation, of all held-out
+    samples and of each dataset of a mixture. Steps without a row are those whose row did not fit on
+    the disk.
 
     Raises:
       ValueError: it did no step.
@@ -137,7 +138,7 @@ def _evaluation_figures(row: EvaluationRow) -> list[Figure]:
 
 
 def _wall_time_figures(spent: WallTime) -> list[Figure]:
-    """Where a run's time went."""
+    """Return the figures of a run's wall time."""
     return [
         Figure("wall time", "s", (spent.wall_s,)),
         Figure("starts", "", (spent.starts,)),
@@ -151,12 +152,12 @@ def _wall_time_figures(spent: WallTime) -> list[Figure]:
 
 
 def shape_text(module: str, shape: Shape) -> str:
-    """Rows and tokens of a module's microbatch on one data rank."""
+    """Return rows and tokens of a module's microbatch on one data rank as text."""
     return f"{module} {shape.rows} x {shape.tokens}"
 
 
 def label_texts(layout: Layout) -> dict[str, str]:
-    """What the labels of groups (see `report.trace`) say at length."""
+    """Return the long texts of group labels (see `report.trace`)."""
     return {
         f"{m}:{s.name}": f"{shape_text(m, s)} tokens"
         for m in layout.modules
@@ -165,12 +166,12 @@ def label_texts(layout: Layout) -> dict[str, str]:
 
 
 def bucket_text(bucket: Bucket) -> str:
-    """Rows and tokens of every module of a bucket."""
+    """Return rows and tokens of every module of a bucket as text."""
     return ", ".join(shape_text(m, s) for m, s in bucket.shapes) + " tokens"
 
 
 def submesh_rows(layout: Layout) -> list[tuple[str, str, str, str]]:
-    """(name, devices, sizes of the mesh's axes, layers) of each submesh."""
+    """Return (name, devices, sizes of the mesh's axes, layers) of each submesh as texts."""
     layers: dict[str, list[str]] = {m.name: [] for m in layout.submeshes}
     for s in layout.segments:
         rounds = f" in {s.rounds} rounds" if s.rounds > 1 else ""
@@ -191,7 +192,7 @@ def _span(first: int, stop: int) -> str:
 
 
 def plan_lines(run: RunRecord) -> list[str]:
-    """A run's submeshes and buckets in words."""
+    """Return a line for each submesh and bucket of a run."""
     return [
         *(
             f"submesh {name}: devices {devices} as {' × '.join(AXES)} {shape}, layers {layers}"
@@ -202,7 +203,7 @@ def plan_lines(run: RunRecord) -> list[str]:
 
 
 def markdown(run: RunRecord, pictures: list[str]) -> str:
-    """summary.md: figures, plan, pictures (file names beside it)."""
+    """Return the text of summary.md: figures, plan, pictures (file names beside it)."""
     lines = [f"# Run {run.name}", "", "| figure | value |", "|---|---:|"]
     lines += [f"| {figure.label} | {figure.text} |" for figure in figures(run)]
     warmup_note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."

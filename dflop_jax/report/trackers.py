@@ -1,7 +1,7 @@
-"""The numbers of metrics.jsonl in TensorBoard and Weights & Biases too, for runs that ask for it.
+"""Trackers: the numbers of metrics.jsonl in TensorBoard and Weights & Biases.
 
-Both packages are optional. A resumed run continues what it wrote before: each step stands there
-once, as in metrics.jsonl.
+Both packages are optional. A resumed run continues its earlier files, so each step is there once,
+as in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tracker(Protocol):
 
 
 def step_scalars(row: StepMetrics) -> dict[str, float]:
-    """What is tracked of a step, by field or "field/key"."""
+    """Return the tracked numbers of a step, by field or "field/key"."""
     return {
         name if isinstance(name, str) else "/".join(name): value
         for name, value in iter_numbers(row, TRACKED_FIELDS)
@@ -39,7 +39,7 @@ def step_scalars(row: StepMetrics) -> dict[str, float]:
 
 
 def evaluation_scalars(row: Any) -> dict[str, float]:
-    """What is tracked of an evaluation (of `train.evaluate`), by name."""
+    """Return the tracked numbers of an evaluation (of `train.evaluate`), by name."""
     scalars = {}
     for name, losses in {"": row, **row.by_source}.items():
         prefix = f"held_out/{name}/" if name else "held_out/"
@@ -50,8 +50,8 @@ def evaluation_scalars(row: Any) -> dict[str, float]:
 
 
 def check_trackers(config: Config) -> list[Any]:
-    """The packages of `_OPTIONS` that the run needs, None for the others; ValueError: one of them
-    is missing."""
+    """Return the packages of `_OPTIONS` that the run needs, None for the others. ValueError if a
+    package is missing."""
     packages = []
     for option, name in _OPTIONS.items():
         try:
@@ -65,7 +65,7 @@ def check_trackers(config: Config) -> list[Any]:
 
 
 def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
-    """What the configuration asks for, in a run folder, to go on at step `start`.
+    """Return the configured trackers of a run folder, which continue at step `start`.
 
     Raises:
       ValueError: a package is missing, or W&B does not start.
@@ -78,8 +78,8 @@ def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
 
 
 class TensorBoard:
-    """An event file in `folder`; whatever earlier files there have of `start` and later steps is
-    marked as void, so TensorBoard drops it."""
+    """Writes an event file in `folder`. A session start at step `start` makes TensorBoard drop
+    that step and later ones of earlier files."""
 
     def __init__(self, package: Any, folder: Path, start: int) -> None:
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
@@ -107,8 +107,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a W&B project, whose name on the server is kept in the run folder. A step that is
-    there already is left as it is: W&B's steps only go up."""
+    """Writes to a run of a W&B project, whose id is stored in the run folder. W&B ignores steps
+    that it already has, since its steps only increase."""
 
     def __init__(self, package: Any, config: Config, folder: Path) -> None:
         project = config.train.wandb_project

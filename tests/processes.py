@@ -107,7 +107,7 @@ def main() -> None:
 
     from dflop_jax import DistributedConfig
     from dflop_jax.distributed.initialize import initialize
-    from dflop_jax.train.compile_cache import use_cache
+    from dflop_jax.train.run_context import use_cache
 
     n, i, port, devices = map(int, sys.argv[1:])
     initialize(DistributedConfig(f"{LOOPBACK}:{port}", n, i), plan_devices=n * devices)

@@ -76,7 +76,7 @@ MANY_ARGUMENTS = {
 PRIVATE_JAX = {
     "dflop_jax/distributed/messages.py",  # jax's client of its coordination service
     "dflop_jax/distributed/processes.py",  # jax's Slurm, Open MPI and Kubernetes variables
-    "dflop_jax/train/compile_cache.py",  # compiled programs kept by every process
+    "dflop_jax/train/run_context.py",  # compiled programs kept by every process
     "models/attention_cudnn.py",  # cuDNN attention over packed rows
 }
 

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.generate.prompt import add_tags, check_media
     from dflop_jax.generate.prompt_file import read_prompts
     from dflop_jax.generate.sampling import Sampling
-    from dflop_jax.train.compile_cache import use_cache
+    from dflop_jax.train.run_context import use_cache
 
     config, source = _resolve_config(args)
     if generates_clips(config):
@@ -182,7 +182,7 @@ def _published_config(args: argparse.Namespace) -> Config:
 
 def _generate_clip(args: argparse.Namespace, config: Config) -> Any:
     from dflop_jax.generate.clip import make_clip
-    from dflop_jax.train.compile_cache import use_cache
+    from dflop_jax.train.run_context import use_cache
 
     if args.image:
         raise ValueError("the model makes clips of a caption; leave out --image")

@@ -29,8 +29,8 @@ from dflop_jax.runtime.module_parts import module_structs
 from dflop_jax.runtime.parameter_layout import initial_structs
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.train.load_params import apply_lazily, open_params
+from dflop_jax.train.optimizer import LORA, find_trained_parts
 from dflop_jax.train.run_dir import read_run_config
-from dflop_jax.train.stages import LORA, find_trained_parts
 from dflop_jax.weights import Folder, ModuleParams, read_segment
 from dflop_jax.weights.adapter import adapted_tensors
 

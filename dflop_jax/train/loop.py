@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 
 from dflop_jax.config_fields import profiled_steps
@@ -20,7 +21,7 @@ from dflop_jax.distributed.hang_watch import Sections, TaskProgress
 from dflop_jax.distributed.process_exit import RunFailed, preemption
 from dflop_jax.distributed.processes import report_step
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.report.run_folder import CORRECTIONS
+from dflop_jax.report.run_folder import CORRECTIONS, XPROF
 from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
 from dflop_jax.runtime.step_result import StepHandle
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
@@ -28,16 +29,68 @@ from dflop_jax.schedule.correction import price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
 from dflop_jax.train.choose_plan import PlannedRun
-from dflop_jax.train.compile_cache import count_compiles
 from dflop_jax.train.correction import Corrector, restore_learnt
 from dflop_jax.train.evaluate import Evaluator
 from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
 from dflop_jax.train.plan_trials import load_count_program
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import RunState
+from dflop_jax.train.run_context import count_compiles
 from dflop_jax.train.step_figures import row_tokens
 from dflop_jax.train.step_log import StepLog
-from dflop_jax.train.step_profile import StepProfiler
+
+
+class StepProfiler:
+    """Writes one trace of consecutive steps, for XProf and Perfetto, below a run's folder. Nothing
+    else runs on the devices meanwhile: the steps before and after wait.
+
+    Args:
+      steps: to trace; none for an empty range.
+      drain: waits for every step that was dispatched.
+      log: shows a line.
+    """
+
+    def __init__(
+        self,
+        steps: range,
+        run_dir: str | Path,
+        process: int,
+        drain: Callable[[], None],
+        log: Callable[[str], None],
+    ):
+        self._steps, self._drain, self._log = steps, drain, log
+        # Of each process its own: jax names the files by host alone.
+        self._folder = Path(run_dir) / XPROF / f"process-{process:05d}"
+        self._on = False
+
+    def dispatching(self, step: int) -> AbstractContextManager[Any]:
+        """What surrounds the dispatch of a step; call `dispatched` once it can be waited for."""
+        if self._steps and step == self._steps[0]:
+            self._drain()
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every call of the host would drown the rest
+            jax.profiler.start_trace(
+                self._folder, create_perfetto_trace=True, profiler_options=options
+            )
+            self._on = True
+        return (
+            jax.profiler.StepTraceAnnotation("step", step_num=step) if self._on else nullcontext()
+        )
+
+    def dispatched(self, step: int) -> None:
+        """End the trace behind its last step."""
+        if self._on and step == self._steps[-1]:
+            self._drain()
+            self.close()
+            first, last = self._steps[0], self._steps[-1]
+            self._log(f"traced steps {first} to {last}: {self._folder.parent}")
+
+    def close(self) -> None:
+        """End the trace if the run ends inside of it."""
+        if self._on:
+            self._on = False
+            jax.profiler.stop_trace()
+
 
 FIRST_STEP = "first step"
 

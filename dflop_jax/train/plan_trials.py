@@ -45,9 +45,8 @@ from dflop_jax.runtime.step import TrainState
 from dflop_jax.runtime.synthetic_batch import content_of_rows
 from dflop_jax.schedule import count_program as counts_program
 from dflop_jax.schedule.count_program import CountProgram, canonicalize, program_sizes
-from dflop_jax.train.compile_cache import count_compiles
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.run_context import RunContext
+from dflop_jax.train.run_context import RunContext, count_compiles
 
 REPEATS = 5  # timed runs of a program: their median tells
 T = TypeVar("T")

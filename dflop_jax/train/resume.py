@@ -28,7 +28,7 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Plan, PriceList, Profile
 from dflop_jax.schedule.correction import CorrectionState
 from dflop_jax.train.run_context import RunContext
-from dflop_jax.train.skipped_steps import SkippedSteps
+from dflop_jax.train.step_figures import SkippedSteps
 
 log = logging.getLogger(__name__)
 VERSION = 4  # of `RunState` in checkpoints

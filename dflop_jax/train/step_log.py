@@ -16,17 +16,15 @@ from dflop_jax.report.trace import group_labels
 from dflop_jax.runtime.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.train.callbacks import StepDone
 from dflop_jax.train.choose_plan import PlannedRun
-from dflop_jax.train.compile_cache import CompileCounts
 from dflop_jax.train.correction import Corrector
 from dflop_jax.train.feed import PackedBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
-from dflop_jax.train.skipped_steps import (
+from dflop_jax.train.run_context import CompileCounts
+from dflop_jax.train.step_figures import (
     SkippedSteps,
     describe_skip,
     find_end_reason,
     make_skipped_update,
-)
-from dflop_jax.train.step_figures import (
     max_by_name,
     measure_memory,
     measure_utilisation,

@@ -134,14 +134,6 @@ def test_a_save_waits_for_the_one_before(runs, tmp_path):
     assert CheckpointStore(tmp_path).steps() == (2, 1)
 
 
-def test_only_the_newest_are_kept(runs, tmp_path):
-    saver = saver_of(runs("one device each").ex, tmp_path, keep=2)
-    for step in (0, 1, 5, 6):
-        save(saver, step)
-    assert CheckpointStore(tmp_path).steps() == (6, 5)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000005", "00000006"]
-
-
 # ---- a store that fails ----
 
 

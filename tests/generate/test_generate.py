@@ -17,9 +17,8 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.records.files import save
-from dflop_jax.train.compile_cache import count_compiles
 from dflop_jax.train.load_params import load_params
-from dflop_jax.train.run_context import build_model
+from dflop_jax.train.run_context import build_model, count_compiles
 from tests.generate.likeliest import assert_likeliest, n_compiled
 
 from ..data.media_cases import noise, talk, write_clip, write_wav

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from dflop_jax.train import compile_cache
+from dflop_jax.train import run_context
 
 from ..processes import ROOT
 
@@ -16,11 +16,11 @@ FOLDER = "jax_compilation_cache_dir"
 
 @pytest.mark.parametrize("told", [None, "/told/to/jax"])
 def test_programs_are_kept_where_jax_was_told_to_or_with_the_run(tmp_path, monkeypatch, told):
-    monkeypatch.setattr(compile_cache, "_USER_CACHE_DIR", told)
-    monkeypatch.setattr(compile_cache.compiler, "_cache_write", compile_cache.compiler._cache_write)
+    monkeypatch.setattr(run_context, "_USER_CACHE_DIR", told)
+    monkeypatch.setattr(run_context.compiler, "_cache_write", run_context.compiler._cache_write)
     before = jax.config.values[FOLDER]
     try:
-        compile_cache.use_cache(tmp_path)
+        run_context.use_cache(tmp_path)
         assert jax.config.values[FOLDER] == (told or str(tmp_path / "xla"))
     finally:
         jax.config.update(FOLDER, before)
@@ -32,7 +32,7 @@ PROGRAM = """
 import jax, sys, warnings
 warnings.simplefilter("error")
 from jax._src import distributed
-from dflop_jax.train.compile_cache import use_cache
+from dflop_jax.train.run_context import use_cache
 distributed.global_state.process_id = 1  # of which jax itself keeps no programs
 use_cache(sys.argv[1])
 hits = []

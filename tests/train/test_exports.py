@@ -29,7 +29,7 @@ from dflop_jax.train.initial_params import (
     warn_unexportable_adapters,
 )
 from dflop_jax.train.load_params import load_params, open_params
-from dflop_jax.train.stages import configure_model
+from dflop_jax.train.optimizer import configure_model
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.verify import reference
 from dflop_jax.verify.samples import mixed_samples

@@ -51,8 +51,3 @@ def test_small_weights_do_not_scale_the_loss(weight):
     loss = BatchLoss.for_model(MODEL, {"text": 9 * weight})
     assert loss.means({"text.loss_sum": 9 * weight * 7}) == {"text": pytest.approx(7)}
     assert loss.scales["text"] * 9 * weight == pytest.approx(1)
-
-
-def test_a_batch_without_weights_has_no_loss():
-    loss = BatchLoss.for_model(MODEL, {"text": 0.0})
-    assert loss.means({"text.loss_sum": 0.0}) == {"text": 0.0}

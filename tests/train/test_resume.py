@@ -105,12 +105,17 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(whole, monkeypatch, at, e
     assert_as_whole("run", whole)
 
 
-def test_sigterm_without_checkpoints_promises_nothing(monkeypatch, capsys):
+def test_a_run_without_checkpoints_starts_from_the_beginning(whole, monkeypatch, capsys):
     ask_after(monkeypatch, 0)
     result = fit("run", checkpoint=CheckpointConfig(every_s=0))
     assert result.preempted
     assert not Path("run/checkpoints").exists()
     assert "--resume" not in capsys.readouterr().err
+    # Resumed it starts from the beginning, and saves nothing.
+    result = fit("run", "resume", checkpoint=CheckpointConfig(every_s=0))
+    assert len(result.losses) == STEPS
+    assert_as_whole("run", whole)
+    assert steps_saved("run") == ()
 
 
 def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys, monkeypatch):
@@ -149,14 +154,6 @@ def test_a_run_whose_hours_are_over_saves_and_ends(whole, capsys):
     assert steps_saved("short")[0] == result.steps_done
     fit("short", "resume")
     assert_as_whole("short", whole)
-
-
-def test_nothing_saved_starts_from_the_beginning_and_nothing_is_saved(whole):
-    folder = as_killed(whole, saved=0, rows=2)
-    result = fit(folder, "resume", checkpoint=CheckpointConfig(every_s=0))
-    assert len(result.losses) == STEPS
-    assert_as_whole(folder, whole)
-    assert steps_saved(folder) == ()
 
 
 def test_the_optimizer_may_begin_anew(whole, monkeypatch, capsys):

@@ -14,9 +14,9 @@ from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.train import skipped_steps
+from dflop_jax.train import step_figures
 from dflop_jax.train.optimizer import learning_rates
-from dflop_jax.train.skipped_steps import MIN_NORMS, NORM_WINDOW, SkippedSteps
+from dflop_jax.train.step_figures import MIN_NORMS, NORM_WINDOW, SkippedSteps
 from tests.report.runs import cells_of
 
 from .resume_cases import (
@@ -119,7 +119,7 @@ def test_a_run_that_is_killed_about_such_a_step_goes_on_bit_for_bit(overflown, s
 
 
 def test_a_spike_is_left_out_likewise(scaled, tmp_path, monkeypatch):
-    monkeypatch.setattr(skipped_steps, "MIN_NORMS", 3)
+    monkeypatch.setattr(step_figures, "MIN_NORMS", 3)
     monkeypatch.setitem(scaled, BAD, 1e3)
     fit(tmp_path / "run", train=dataclasses.replace(CONFIG.train, loss_spike=20.0))
     rows = read_metrics(tmp_path / "run")

@@ -16,9 +16,13 @@ from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.module_parts import module_structs
 from dflop_jax.train.choose_plan import describe_context, describe_data
-from dflop_jax.train.optimizer import make_optimizer
+from dflop_jax.train.optimizer import (
+    TrainedParts,
+    configure_model,
+    find_trained_parts,
+    make_optimizer,
+)
 from dflop_jax.train.run_context import make_run_context
-from dflop_jax.train.stages import TrainedParts, configure_model, find_trained_parts
 from dflop_jax.train.trainer import Trainer
 from models import llava, qwen2_audio
 from tests.checkpoint.checkpoint_cases import model

@@ -178,13 +178,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """JSON bytes, equal for equal manifests.
 
     Raises:
-      ValueError: meta holds something that JSON has no form for.
+      ValueError: the run state holds something that JSON has no form for.
     """
     try:
         # Not msgspec: a generator's state has integers of 128 bits, a metric may be NaN.
         text = json.dumps(msgspec.to_builtins(manifest), separators=(",", ":"))
     except (TypeError, ValueError) as e:
-        raise ValueError(f"meta of checkpoint {manifest.step}: {e}") from None
+        raise ValueError(f"run state of checkpoint {manifest.step}: {e}") from None
     return text.encode() + b"\n"
 
 

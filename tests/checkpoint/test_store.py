@@ -106,12 +106,6 @@ def test_equal_state_makes_equal_files_in_any_order(tmp_path):
     assert files_of(folders[0]) == files_of(folders[1])
 
 
-def test_few_files(store):
-    """One for each process, however many arrays there are."""
-    folder = save(store, 1, random_case(0, n_processes=3, n_arrays=50))
-    assert len(files_of(folder)) == 3 + 2
-
-
 def test_a_part_travels_as_json(store):
     case = random_case(1, n_processes=1)
     store.prepare(1)
@@ -119,20 +113,20 @@ def test_a_part_travels_as_json(store):
     assert msgspec.json.decode(msgspec.json.encode(part), type=WrittenFile) == part
 
 
-def test_meta_comes_back_exactly(store):
-    meta = {
+def test_a_run_state_comes_back_exactly(store):
+    run_state = {
         "generator": 2**127 + 1,
         "rate": 0.1 + 0.2,
         "worst": float("inf"),
         "name": "mél\n",
         "no": None,
     }
-    save(store, 1, vector(), meta)
-    assert store.open(1).run_state == meta
+    save(store, 1, vector(), run_state)
+    assert store.open(1).run_state == run_state
 
 
-def test_meta_that_is_not_json_is_refused(store):
-    with pytest.raises(ValueError, match=r"meta of checkpoint 1: .*ndarray"):
+def test_a_run_state_that_is_not_json_is_refused(store):
+    with pytest.raises(ValueError, match=r"run state of checkpoint 1: .*ndarray"):
         save(store, 1, vector(), {"x": np.zeros(1)})
     assert store.steps() == ()
 

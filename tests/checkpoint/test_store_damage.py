@@ -88,15 +88,6 @@ def test_lost_bytes_are_noticed(store, change, which):
     assert files[which].name in str(e.value)
 
 
-def test_a_truncated_file_is_called_so(store):
-    file = save(store, 1, vector()) / "process-00000"
-    size = file.stat().st_size
-    os.truncate(file, 5)
-    with pytest.raises(CorruptCheckpoint) as e:
-        read_all(store, 1)
-    assert str(e.value) == f"{file}: has 5 bytes, {size} were written"
-
-
 def test_a_sound_file_of_another_checkpoint_is_noticed(store):
     """An interrupted copy of one checkpoint over another of the same shapes."""
     folders = [save(store, step, vector(first=step)) for step in (1, 2)]
@@ -106,13 +97,6 @@ def test_a_sound_file_of_another_checkpoint_is_noticed(store):
     with pytest.raises(CorruptCheckpoint, match="process-00000: damaged"):
         read_all(store, 1)
     assert_holds(store.open(2), vector(first=2))
-
-
-def test_a_copy_is_as_good(store):
-    save(store, 1, vector())
-    shutil.copytree(store.root, store.root.with_name("copy"))
-    shutil.rmtree(store.root)
-    assert_holds(CheckpointStore(store.root.with_name("copy")).open(1), vector())
 
 
 def test_without_marker_there_is_no_checkpoint(store):

@@ -106,8 +106,9 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(whole, monkeypatch, at, e
 
 
 def test_a_run_without_checkpoints_starts_from_the_beginning(whole, monkeypatch, capsys):
-    ask_after(monkeypatch, 0)
-    result = fit("run", checkpoint=CheckpointConfig(every_s=0))
+    with monkeypatch.context() as patch:
+        ask_after(patch, 0)
+        result = fit("run", checkpoint=CheckpointConfig(every_s=0))
     assert result.preempted
     assert not Path("run/checkpoints").exists()
     assert "--resume" not in capsys.readouterr().err

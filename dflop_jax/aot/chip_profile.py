@@ -257,8 +257,8 @@ class ProbeSet:
             whole_bytes = ends[_WORK] + _DEPTHS[1] * layer[_WORK]
             layer, ends = self._split_layer(costs, shape, remat, ends=False)
             hidden_bytes *= tp_share(shape.rows, shape.tokens, self.tp)
-            kept_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
-            loss_bytes = whole_bytes - kept_bytes
+            residual_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
+            loss_bytes = whole_bytes - residual_bytes
         costs_of_policy = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
         layer_s, ends_s, *bytes_each = (max(0.0, float(x)) for x in (*costs_of_policy, loss_bytes))
         return Recompute(layer_s, ends_s, content_s, *bytes_each)

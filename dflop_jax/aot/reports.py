@@ -144,7 +144,7 @@ def device_memory(
     for s in segments:
         shards[s.resource] = shards.get(s.resource, 0.0) + s.shard_bytes
 
-    def kept_bytes(s: SegmentMemory) -> float:
+    def residual_bytes(s: SegmentMemory) -> float:
         """Of the groups in flight, of the largest shape, under the segment's own policy."""
         handed = (p.handed_bytes for p in programs if p.segment == s.segment and not p.keeping)
         return (s.input_bytes + max(handed, default=0.0)) * s.in_flight
@@ -168,7 +168,7 @@ def device_memory(
             DeviceMemory(
                 submesh=", ".join(names),
                 state_bytes=sum(s.state_bytes for s in on_resource),
-                kept_bytes=sum(map(kept_bytes, on_resource)),
+                kept_bytes=sum(map(residual_bytes, on_resource)),
                 work_bytes=work_bytes(largest) if largest else 0.0,
                 program=largest.name if largest else "",
                 planned_bytes=max(planned_peaks.get(name, 0.0) for name in names),

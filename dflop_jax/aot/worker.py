@@ -131,7 +131,7 @@ class Worker:
         self._devices = cache(absent_devices)
 
     def respond(self, request: Request) -> PlanPrograms | ProgramReport | ProbeResult:
-        """An `OpenPlan` of a plan, a `ProgramReport` of a program of it, a `Found` of a probe."""
+        """The `PlanPrograms` of a plan, the report of one of its programs, or a probe's result."""
         try:
             if self._config != request.config:
                 self._workplace, self._config, self._plan = (

@@ -28,7 +28,7 @@ class Efficiency:
 
     The defaults are assumptions for GPUs: with them a bfloat16 product of n x n x n reaches 48%,
     63% and 68% of an A100's peak at n = 1024, 2048 and 4096. Attention is that of `models`' kernels
-    as five rows of docs/gpus.md were timed on an H100, met to 27%. `LINK_REACH` is NCCL's own.
+    as five rows of docs/gpus.md were timed on an H100, met to 27%. `LINK_EFFICIENCY` is NCCL's own.
     """
 
     matmul: float = 0.72

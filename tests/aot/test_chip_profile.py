@@ -71,26 +71,28 @@ def made_up(probe: Probe) -> ProbeResult:
 
 
 def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
-    asked: list[Probe] = []
+    requested: list[Probe] = []
 
     def answers(config, model, probes, on_progress):
-        asked.extend(probes)
+        requested.extend(probes)
         return {p: answer(p) for p in probes}
 
     monkeypatch.setattr(chip_profile, "compile_probes", answers)
-    found = chip_profile.compile_profile(config(tmp_path, **train), MODEL, H100, SHAPES, degrees, 8)
-    return found, asked
+    result = chip_profile.compile_profile(
+        config(tmp_path, **train), MODEL, H100, SHAPES, degrees, 8
+    )
+    return result, requested
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", AGAIN)
-@pytest.mark.parametrize("ways", [1, 2])
-def test_prices_of_other_depths_and_shapes_match_their_programs(tmp_path, monkeypatch, remat, ways):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_prices_of_other_depths_and_shapes_match_their_programs(tmp_path, monkeypatch, remat, tp):
     """Encoders hand over, so every figure of theirs is the compiler's own."""
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     whole = SegmentPlan("vision", "vision", 0, 27, "m", True, True, remat)
-    probe = Probe("vision", ways, Shape(9, 16), 27, remat)
-    mesh, shape = MeshShape(model=ways), (9, 16)
+    probe = Probe("vision", tp, Shape(9, 16), 27, remat)
+    mesh, shape = MeshShape(model=tp), (9, 16)
     overhead = Efficiency().task_s
     for kind in (FORWARD, BACKWARD):
         got = group_s(costs, whole, mesh, 1, *shape, kind)
@@ -127,9 +129,9 @@ def test_degrees_that_do_not_compile_are_left_out(tmp_path, monkeypatch):
     def answer(probe):
         return ProbeResult(error="no tile fits") if probe.tp == 2 else made_up(probe)
 
-    found = profile(tmp_path, monkeypatch, answer)[0]
-    assert {t.model for t in found.timings} == {1}
-    assert found.priced_by == "programs compiled for h100"
+    result = profile(tmp_path, monkeypatch, answer)[0]
+    assert {t.model for t in result.timings} == {1}
+    assert result.priced_by == "programs compiled for h100"
     with pytest.raises(ValueError, match="vision cannot be compiled for h100: no tile fits"):
         profile(tmp_path, monkeypatch, lambda p: ProbeResult(error="no tile fits"))
 
@@ -147,11 +149,11 @@ def test_shapes_are_powers_of_two_around_the_data():
 
 def test_compiled_probe_has_kernels_and_residual_bytes():
     probe = Probe("vision", 1, Shape(2, 16), 2, "none", forward=True)
-    found = compile_probe(MODEL, probe, jax.devices())
-    assert not found.error
-    assert found.backward.kernels
-    assert found.forward.kernels
-    assert found.residual_bytes > found.hidden_bytes == 2 * 16 * 2 * MODEL.size.vision.width
+    result = compile_probe(MODEL, probe, jax.devices())
+    assert not result.error
+    assert result.backward.kernels
+    assert result.forward.kernels
+    assert result.residual_bytes > result.hidden_bytes == 2 * 16 * 2 * MODEL.size.vision.width
     bad = compile_probe(MODEL, replace(probe, tp=3), jax.devices())
     assert "does not divide" in bad.error
 
@@ -177,16 +179,16 @@ def test_probe_results_are_cached_unless_the_compiler_died(tmp_path, monkeypatch
     monkeypatch.setattr(child_processes, "child_source", running(FAKE))
     probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]
     ticks = []
-    found = compiling.compile_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
-    assert [found[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
-    assert found[probes[2]].error == "the compiler died (signal 6): no tile fits"
+    result = compiling.compile_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
+    assert [result[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
+    assert result[probes[2]].error == "the compiler died (signal 6): no tile fits"
     assert sorted(ticks) == [(n, 4) for n in (1, 2, 3, 4)]
     monkeypatch.setattr(
         child_processes, "child_source", running("import sys; sys.exit('no disk left')")
     )
     again = compiling.compile_probes(config(tmp_path), MODEL, probes)
     assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
-    assert again == {p: found[p] for p in probes if p.depth != 3}
+    assert again == {p: result[p] for p in probes if p.depth != 3}
     other = replace(
         config(tmp_path), plan=PlanConfig(policy="dflop", hardware="a100-80", devices=8)
     )

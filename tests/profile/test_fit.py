@@ -216,9 +216,11 @@ def with_pairs(forward_s):
     ]
 
 
-@pytest.mark.parametrize("remat, again", [("none", 0), ("layers", 1), ("dots", 1), ("segment", 0)])
+@pytest.mark.parametrize(
+    "remat, n_forward", [("none", 0), ("layers", 1), ("dots", 1), ("segment", 0)]
+)
 @pytest.mark.parametrize("stage, group_size, rounds", [*LOOPS[:2], *LOOPS[3:5], LOOPS[6]])
-def test_content_costs_every_layer_in_every_tick(stage, group_size, rounds, remat, again):
+def test_content_costs_every_layer_in_every_tick(stage, group_size, rounds, remat, n_forward):
     """A group of M microbatches holds its pairs over M ticks, and M + S - 1 are run; nobody reads
     the segment, so its task also runs forward."""
     plan = with_remat(plan_of(stage=stage, group_size=group_size, rounds=rounds), remat)
@@ -229,7 +231,7 @@ def test_content_costs_every_layer_in_every_tick(stage, group_size, rounds, rema
     want = (forward,)
     assert model.segment(s, mesh).content_s(group_size, FORWARD) == pytest.approx(want)
     back = model.segment(s, mesh).content_s(group_size, BACKWARD)
-    assert back == pytest.approx((3 + again) * np.array(want))
+    assert back == pytest.approx((3 + n_forward) * np.array(want))
     # What a shape costs without content is what it costs without pairs.
     plain = group_s(plan, CostModel(profile()), "l0", BACKWARD)
     assert group_s(plan, model, "l0", BACKWARD) == plain
@@ -256,13 +258,13 @@ def test_backward_task_costs_its_recomputation(remat, read):
     edges = (Edge("vision", "llm", "v"),) if read else ()
     plan = with_remat(plan_of(edges=edges), remat)
     model = CostModel(dataclasses.replace(profile(with_pairs(1e-9)), edges=edges))
-    again, policy = PASSES[remat]
-    again = again if read else 1
+    n_forward, policy = PASSES[remat]
+    n_forward = n_forward if read else 1
     cost_s = {t.shape: t.recompute[policy] for t in timings("vision", [Shape(3, PATCHES)])}
     one, more = cost(LAYER, Shape(3, PATCHES)), cost_s[Shape(3, PATCHES)]
-    want = (again + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
+    want = (n_forward + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
     assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
-    pairs = 4e-9 * (again + 2 + (policy != "none"))
+    pairs = 4e-9 * (n_forward + 2 + (policy != "none"))
     got, *_ = model.segment(plan.layout.segment("vision"), MeshShape()).content_s(1, BACKWARD)
     assert got == pytest.approx(pairs)
     forward, *_ = model.segment(plan.layout.segment("vision"), MeshShape()).content_s(1, FORWARD)
@@ -295,16 +297,16 @@ def test_peak_bytes_by_hand(remat, zero, half):
     plan = plan.with_layout(segments=segments)
     model = dataclasses.replace(plans.halved(profile()) if half else profile(), edges=edges)
     tiles, llm = cost(LAYER, Shape(3, PATCHES)), cost(LAYER, Shape(2, 64))
-    again, policy = PASSES[remat]
+    n_forward, policy = PASSES[remat]
     more = {t.shape: t.recompute[policy] for t in timings("llm", [Shape(2, 64)])}[Shape(2, 64)]
     own = tuple(getattr(more, f"{name}_bytes") / llm for name in ("layer", "ends", "temp"))
 
-    def one(forward, layers, rounds, flying, fused, ranks, params):
+    def one(forward, layers, rounds, in_flight, fused, ranks, params):
         """Bytes of a segment: the input is 100 forwards of a layer. At the step's end it has its
         reduced gradients, and all new parameters where ranks gather them."""
         kept = 4 * forward * (layers * own[0] + own[1])  # microbatches, and not the ticks
         work = own[2] * forward + forward * (layers / rounds * own[0] + own[1])
-        if fused or again:
+        if fused or n_forward:
             work += kept + 2 * 4 * 100 * forward
             kept = 0.0
         reads = layer + ends / 2 * fused  # where the loss is
@@ -314,7 +316,7 @@ def test_peak_bytes_by_hand(remat, zero, half):
         gathers = ranks > 1 and zero < 3
         end = (3.2 if gathers else 1.85 if ranks > 1 else 1.0) * params / ranks
         work = max(work, end + gathers * (0.5 if half else 1.0) * params)
-        return flying * (4 * 100 * forward + kept) + work
+        return in_flight * (4 * 100 * forward + kept) + work
 
     vision = state_by_hand(4 * layer + ends, 1, zero, half) + one(
         tiles, 4, 1, 2, False, 1, 4 * layer + ends
@@ -328,8 +330,8 @@ def test_peak_bytes_by_hand(remat, zero, half):
 
 def test_segments_on_one_submesh_add_their_bytes():
     """Only one program at a time has temporaries."""
-    plan, model, flying = plan_of(), CostModel(profile()), {"vision": 1, "l0": 1}
-    apart = peak_bytes(plan.layout, model, flying)
+    plan, model, in_flight = plan_of(), CostModel(profile()), {"vision": 1, "l0": 1}
+    apart = peak_bytes(plan.layout, model, in_flight)
     least = min(
         float(segment_bytes(model, s, MeshShape(), 1, shape.rows, shape.tokens).temporaries)
         for s in plan.layout.segments
@@ -340,7 +342,7 @@ def test_segments_on_one_submesh_add_their_bytes():
         segments=tuple(dataclasses.replace(s, submesh="all") for s in plan.layout.segments),
     )
     want = {"all": pytest.approx(sum(apart.values()) - least, rel=1e-12)}
-    assert peak_bytes(shared.layout, model, flying) == want
+    assert peak_bytes(shared.layout, model, in_flight) == want
 
 
 def test_residuals_include_every_edge_into_a_segment():

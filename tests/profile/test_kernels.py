@@ -37,8 +37,8 @@ def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def run(function, args, dims, ways):
-    region = trace(jax.make_jaxpr(function)(*args), dims, ways)
+def run(function, args, dims, tp):
+    region = trace(jax.make_jaxpr(function)(*args), dims, tp)
     return kernels_of(region)
 
 
@@ -50,12 +50,12 @@ def mlp(x, up, down):
     return jax.nn.silu(x @ up) @ down
 
 
-@pytest.mark.parametrize("ways", [1, 2, 4])
-def test_an_mlp_by_hand(ways):
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_an_mlp_by_hand(tp):
     """Split over its hidden width: one reduction of the output, as in Megatron-LM."""
-    kernels = run(mlp, (array(T, D), array(D, F), array(F, D)), (None, 1, 0), ways)
+    kernels = run(mlp, (array(T, D), array(D, F), array(F, D)), (None, 1, 0), tp)
     up, down = of_kind(kernels, MATMUL)
-    f = F / ways
+    f = F / tp
     assert (up.rows, up.cols, up.depth, up.flops) == (T, f, D, 2 * T * f * D)
     assert (down.rows, down.cols, down.depth, down.flops) == (T, D, f, 2 * T * f * D)
     assert up.n_bytes == 4 * (T * D + D * f + T * f)
@@ -63,7 +63,7 @@ def test_an_mlp_by_hand(ways):
     (silu,) = of_kind(kernels, ELEMENTWISE)  # fused: read once, written once
     assert silu.n_bytes == 4 * 2 * T * f
     reduced = of_kind(kernels, REDUCE)
-    assert [r.n_bytes for r in reduced] == ([] if ways == 1 else [4 * T * D])
+    assert [r.n_bytes for r in reduced] == ([] if tp == 1 else [4 * T * D])
 
 
 def test_terms_of_one_sum_are_reduced_once():
@@ -138,10 +138,10 @@ def test_gradient_has_two_products_for_each_of_forward(family, name):
     module = MODELS[family].modules[name]
     shape = module_shape(MODELS[family], name)
 
-    def flops(part, direction, ways=1):
+    def flops(part, direction, tp=1):
         return sum(
             k.flops * k.repeats
-            for k in trace_kernels(TraceSpec(module, part, shape, ways), direction)
+            for k in trace_kernels(TraceSpec(module, part, shape, tp), direction)
         )
 
     forward = flops("layers", FORWARD)
@@ -165,10 +165,10 @@ def test_layer_gathers_and_scatters_tokens_around_products(family, name):
     for direction, remat, n in (
         (FORWARD, "none", 4), (BACKWARD, "none", 6), (BACKWARD, "layers", 7)
     ):  # fmt: skip
-        for ways in (1, 2):
-            kernels = trace_kernels(TraceSpec(module, "layers", shape, ways, (), remat), direction)
+        for tp in (1, 2):
+            kernels = trace_kernels(TraceSpec(module, "layers", shape, tp, (), remat), direction)
             whole = hidden_bytes(module, shape)
-            assert [k.n_bytes for k in of_kind(kernels, GATHER)] == [whole] * n * (ways > 1)
+            assert [k.n_bytes for k in of_kind(kernels, GATHER)] == [whole] * n * (tp > 1)
             assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
 
 
@@ -176,10 +176,10 @@ def test_attention_kernels_have_flops_of_a_pair():
     """Two products forward and seven backward; what they compute of pairs a trace does not show."""
     llm, shape = build_llava("nano", attention_kernel="pallas").modules["llm"], Shape(2, 64)
     for direction, kind, products in ((FORWARD, ATTENTION, 2), (BACKWARD, ATTENTION_BACKWARD, 7)):
-        for ways in (1, 2):
-            kernels = of_kind(trace_kernels(TraceSpec(llm, "layers", shape, ways), direction), kind)
+        for tp in (1, 2):
+            kernels = of_kind(trace_kernels(TraceSpec(llm, "layers", shape, tp), direction), kind)
             assert sum(k.flops for k in kernels) == 0
-            want = 2 * products * shape.size * 4 * 32 / ways  # heads of 8, filled up to 32
+            want = 2 * products * shape.size * 4 * 32 / tp  # heads of 8, filled up to 32
             assert sum(k.pair_flops * k.repeats for k in kernels) == want
 
 
@@ -200,17 +200,18 @@ def test_residual_bytes_follow_the_recompute_policy():
     """Of a layer its input at least, and never what follows from parameters or fields alone."""
     llm, shape = MODELS["llava"].modules["llm"], Shape(1, 96)
     hidden = hidden_bytes(llm, shape)
-    of = {
+    specs = {
         r: TraceSpec(llm, "layers", shape, remat=r) for r in ("none", "dots", "layers", "segment")
     }
-    none, dots, layers, segment = (residual_bytes(part, 2) for part in of.values())
+    none, dots, layers, segment = (residual_bytes(part, 2) for part in specs.values())
     assert layers == hidden < dots < none == segment
-    assert residual_bytes(replace(of["layers"], tp=2), 2) == hidden / 2
+    assert residual_bytes(replace(specs["layers"], tp=2), 2) == hidden / 2
     # Tokens and features are there anyway.
-    assert residual_bytes(replace(of["none"], part="entry"), 2) == 0.0
+    assert residual_bytes(replace(specs["none"], part="entry"), 2) == 0.0
     flops = {
-        r: sum(k.flops * k.repeats for k in trace_kernels(part, BACKWARD)) for r, part in of.items()
+        r: sum(k.flops * k.repeats for k in trace_kernels(part, BACKWARD))
+        for r, part in specs.items()
     }
-    forward = forward_flops(of["none"])
+    forward = forward_flops(specs["none"])
     assert flops["none"] == pytest.approx(2 * forward)
     assert flops["none"] < flops["dots"] < flops["layers"] <= 3 * forward

@@ -48,8 +48,8 @@ SHAPES = {
 }
 
 
-def seconds(kernel, e=None, ways=1, hardware=A100):
-    return program_s([kernel], ways, hardware, e or Efficiency())
+def seconds(kernel, e=None, tp=1, hardware=A100):
+    return program_s([kernel], tp, hardware, e or Efficiency())
 
 
 def product(n, kind=MATMUL, rows=None, dtype="bfloat16"):
@@ -82,7 +82,7 @@ def test_each_kind_of_kernel_by_hand():
     assert seconds(Kernel(SEND, 0, 1e9, group=2)) == pytest.approx(
         send_s(1e9, A100, efficiency=e.link)
     )
-    reduced = seconds(Kernel(REDUCE, 0, 1e9), ways=4)
+    reduced = seconds(Kernel(REDUCE, 0, 1e9), tp=4)
     assert reduced == pytest.approx(all_reduce_s(1e9, 4, A100, efficiency=e.link))
     assert program_s([], 1, A100) == 0.0
     twice = Kernel(ELEMENTWISE, 0, 1e9, repeats=2)
@@ -165,8 +165,8 @@ def test_attention_that_skips_costs_by_pairs():
     llm = NANO.modules["llm"]
     flops = 2.0 * llm.size.n_heads * llm.size.head_dim  # causal: half
 
-    def predicted(module, shape, ways=1):
-        predictor = Predictor(module, ("visual",), ways, A100)
+    def predicted(module, shape, tp=1):
+        predictor = Predictor(module, ("visual",), tp, A100)
         return roofline._predict_timings(predictor, "llm", [shape], one_piece_rows=False)[0]
 
     by_rows, by_pairs = (

@@ -32,23 +32,23 @@ def test_every_job_is_timed_by_one_device_group():
     assert timing_jobs(MODEL, SHAPES, []) == []
 
 
-@pytest.mark.parametrize("here, timed, told", [(0, 6, 6), (1, 6, 2), (2, 0, 0)])
-def test_first_process_of_a_job_returns_its_timing(monkeypatch, here, timed, told):
+@pytest.mark.parametrize("process, n_timed, n_returned", [(0, 6, 6), (1, 6, 2), (2, 0, 0)])
+def test_first_process_of_a_job_returns_its_timing(monkeypatch, process, n_timed, n_returned):
     """Jobs of process 0, of process 1, and of both together."""
     calls = []
-    monkeypatch.setattr(jax, "process_index", lambda: here)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(jobs_module, "time_layer", lambda *a, **k: calls.append(k) or a[1:3])
     a, b = devices(0, 1)
-    met = []
-    monkeypatch.setattr(jobs_module, "_barrier", lambda job: met.append(len(calls)))
+    barriers = []
+    monkeypatch.setattr(jobs_module, "_barrier", lambda job: barriers.append(len(calls)))
     jobs = timing_jobs(MODEL, SHAPES, [[(a, b)], [(a,), (b,)]])
-    assert len([j for j in jobs if here in j.processes]) == timed
+    assert len([j for j in jobs if process in j.processes]) == n_timed
     syncs = []
-    assert len(time_layers(MODEL, jobs, sync=lambda: syncs.append(len(calls)))) == told
-    assert len(calls) == timed
+    assert len(time_layers(MODEL, jobs, sync=lambda: syncs.append(len(calls)))) == n_returned
+    assert len(calls) == n_timed
     # All processes wait once, those with shared jobs before the first of them.
-    assert syncs == [2 * (timed > 0)]
-    assert met == ([2] if timed else [])
+    assert syncs == [2 * (n_timed > 0)]
+    assert barriers == ([2] if n_timed else [])
     assert time_layers(MODEL, [], sync=lambda: 1 / 0) == []
 
 

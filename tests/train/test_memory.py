@@ -93,14 +93,6 @@ def test_a_given_plan_that_memory_does_not_hold(monkeypatch, part, what):
         Trainer(CONFIG, plan=plan, profile=nano_profile()).fit()
 
 
-def test_none_is_left(monkeypatch):
-    watched(monkeypatch, "compile", fails=99)
-    with pytest.raises(
-        ValueError, match=r"^no plan .* tried\): plan dflop.*--plan\.memory_bytes 9"
-    ):
-        Trainer(CONFIG, profile=nano_profile()).fit()
-
-
 def test_what_a_program_lacks_is_known_before_it_is_run(monkeypatch):
     """The step ends where its groups' residuals have taken what programs left free."""
     plan = NANO.with_layout(buckets=(bucket(8, 96),))

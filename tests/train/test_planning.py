@@ -33,17 +33,6 @@ def place_and_profile():
 
 
 @pytest.mark.slow
-def test_planning_for_hardware_that_is_not_here(place_and_profile):
-    place, profile = place_and_profile
-    assert place.devices == []
-    assert profile.model.device == "a100-80"
-    assert {t.model for t in profile.model.timings} == {1, 2}
-    result = planning.make_plan(place, profile)
-    assert result.plan.layout.n_devices == 4
-    assert all(s.tokens % 128 == 0 for s in result.plan.layout.shapes("llm"))
-
-
-@pytest.mark.slow
 def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
     place, profile = place_and_profile
     found = {w.change: w.makespan_s for w in planning.evaluate_changes(place, profile)}

@@ -60,7 +60,7 @@ def test_what_was_timed_of_a_plan_that_then_changed_is_found():
         SimpleNamespace(executor=SimpleNamespace(plan=p)) for p in (TWO, TWO.with_layout(fan_in=2))
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs.timing, "compile_and_time", lambda place, ex, **_: ex)
+        patch.setattr(runs.plan_trials, "compile_and_time", lambda place, ex, **_: ex)
         with timings.taken():
             for timed in (first, other):
                 runs.trainer.compile_and_time(None, timed)

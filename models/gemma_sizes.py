@@ -18,13 +18,11 @@ class HeadsSize:
 
     Attributes:
       theta: base of the rotary positions' wavelengths; the first `rotated_pairs` pairs of a head
-      turn
-        (None: all), as if at positions divided by `position_factor`.
-      scale: of the products of queries and keys. window: tokens that one sees at most, 0: all
-      before it. values_are_keys: values are the keys' products, before these are normed and turned.
-      bidirectional_images: whether the tokens of a picture, if there are any, all see each other,
-      within the
-        window behind them.
+        turn (None: all), as if at positions divided by `position_factor`.
+      scale: of the products of queries and keys.
+      window: how many tokens back a token attends, 0: all.
+      values_are_keys: values are the keys' products, before these are normed and turned.
+      bidirectional_images: whether the tokens of a picture attend to each other, within the window.
     """
 
     n_heads: int

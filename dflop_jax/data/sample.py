@@ -121,6 +121,17 @@ class Source(Protocol):
         ...
 
 
+def check_hook_names(source: Source) -> None:
+    """Raise ValueError if a source has an optional attribute of `Source` under its former name."""
+    for former, name in {
+        "opened_by": "factory",
+        "part_of": "dataset_of",
+        "tail": "largest_samples",
+    }.items():
+        if hasattr(source, former):
+            raise ValueError(f"{source.name}: rename its {former!r} to {name!r}")
+
+
 def get_loads(source: Source, indices: Sequence[int]) -> list[Load]:
     """Return the loads of some samples."""
     load_many: Callable[[Sequence[int]], list[Load]] | None = getattr(source, "loads", None)

@@ -91,7 +91,7 @@ def sample_tokens(
 
     Args:
       logits_BV: float32.
-      said_BV: bool, the tokens that prompt and answer have.
+      present_BV: bool, the tokens that prompt and answer have.
       number_B: uint32, of the answer among all that are drawn.
       nth_B: int32, how many tokens of the answer there are already.
     """

@@ -131,7 +131,7 @@ def describe_data(source: Source, train: TrainConfig, requested_batch: int) -> s
 
     Args:
       train: of the steps as they are run (`run_context.with_step_count`).
-      asked_batch: the global batch before it was lowered to the samples that there are.
+      requested_batch: the global batch before it was lowered to the samples that there are.
     """
     n, batch = len(source), train.global_batch
     lowered = f" (train.global_batch {requested_batch} is lowered, there are no more)"

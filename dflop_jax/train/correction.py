@@ -59,7 +59,7 @@ class Corrector:
     decisions this one takes.
 
     Args:
-      ready: a run of process 0; its prices are as predicted.
+      run: a planned run of process 0; its prices are as predicted.
       learnt: what `worker` schedules by (see `price_changes`).
     """
 

@@ -41,8 +41,8 @@ def load_params(
     given, adapters folded into what they adapt.
 
     Args:
-      where: one device, on which they then lie whole and as they were saved, or by module the
-        shapes, dtypes and shardings of its parts.
+      placement: one device, for whole arrays as they were saved; or by module the shapes, dtypes
+        and shardings of its parts.
 
     Raises:
       ValueError: it is of another model; see `use_newest_checkpoint`.

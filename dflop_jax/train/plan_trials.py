@@ -78,7 +78,7 @@ def run_with_memory_check(
     wait for each other, and there they learn whether one of them has run out of memory.
 
     Args:
-      what: is done, for the message, such as "compiling".
+      action: for the message, such as "compiling".
       limit_s: longest wait for the others after this process has run out, after which the run
         ends: they may wait on their devices for what it did not send. None: nothing is sent.
 

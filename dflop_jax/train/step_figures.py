@@ -118,7 +118,7 @@ def phase_seconds(
     """Return what the mean device did in a step's seconds, which these add up to.
 
     Args:
-      begun_s: when the step's seconds begin, from the trace's start: before it where devices
+      start_s: when the step's seconds begin, from the trace's start: before it where devices
         waited for its first task, after it where the step before was still under way.
       waits_s: what devices waited for before the trace's start, by name.
     """

@@ -90,8 +90,8 @@ class Trainer:
         run that `dflop launch` starts again is resumed, whatever this says.
       callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
       dry: end before the first step, once what is expected is said; a folder made for it goes.
-      tell: is told on process 0, a line each, of devices and model, and then of the data; and
-        whether all is checked that can be without measuring.
+      on_line: called on process 0 with a line about devices and model, then with one about the
+        data, and with whether everything is checked that needs no measurement.
 
     Raises:
       ValueError: the model cannot be built, the data cannot be read, too few devices exist, or the

@@ -110,7 +110,7 @@ def gradient_errors(
     share of the largest entry of its tensor.
 
     Args:
-      there: by the names that transformers gives its parameters.
+      reference: by the names that transformers gives its parameters.
 
     Raises:
       ValueError: the reference has no gradient for a tensor of the model.

@@ -98,8 +98,9 @@ def write_folder(
         configuration and the tokenizer's files are taken from there.
       dtype: "float32", "bfloat16" or "float16" for all tensors but those that stay float32; None:
         as in `source`, else as in the parameters.
-      processor_folders: folders that have a tokenizer and processors, before `source`, see
-      `copy_processor_files`. max_file_bytes: size of a file beyond which another one is begun.
+      processor_folders: folders that have a tokenizer and processors, before `source`; see
+        `copy_processor_files`.
+      max_file_bytes: size of a file beyond which another one is begun.
 
     Raises:
       ValueError: the folder exists, a parameter is missing, or it is not all on this process.

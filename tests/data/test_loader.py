@@ -13,7 +13,7 @@ import pytest
 from dflop_jax.data import EMPTY, Loader, Sample
 from dflop_jax.data.decoder import decode
 from dflop_jax.data.loader import OversizeFilter
-from dflop_jax.data.sample import fits_in
+from dflop_jax.data.sample import check_hook_names, fits_in
 from dflop_jax.records import Load
 from tests.data.views import media_spec
 
@@ -284,3 +284,12 @@ def test_the_share_of_bad_samples_is_that_of_the_run():
     usable(19, 0, decode(source, 0))
     with pytest.raises(ValueError, match="11 of 200 samples cannot be decoded, the last is number"):
         usable(19, 10, decode(source, 10))
+
+
+@pytest.mark.parametrize("former, name", [("opened_by", "factory"), ("tail", "largest_samples")])
+def test_former_names_of_optional_attributes_are_refused(former, name):
+    source = Numbers(2)
+    check_hook_names(source)
+    setattr(source, former, None)
+    with pytest.raises(ValueError, match=f"numbers: rename its '{former}' to '{name}'"):
+        check_hook_names(source)

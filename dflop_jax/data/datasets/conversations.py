@@ -41,8 +41,9 @@ class Conversation(NamedTuple):
     """(role, text) turns, where a tag stands for each medium.
 
     Attributes:
-      media: that parts name themselves (a path, bytes, or {"bytes", "path"}), by the number of
-        their tag among all tags; keys: what else those parts say of them, by the same.
+      media: media that parts name themselves (a path, bytes, or {"bytes", "path"}), by the number
+        of their tag among all tags.
+      keys: the other fields of those parts, by the same number.
       tags_in_text: numbers of the tags in typed parts of text.
       unread: keys of such parts that are not read.
     """

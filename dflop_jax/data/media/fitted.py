@@ -30,7 +30,8 @@ class Fitted(Native):
     """Sizes of patches and budgets of tokens.
 
     Attributes:
-      soft_tokens: of a picture at most; frame_tokens: of a frame.
+      soft_tokens: upper limit of tokens of a picture.
+      frame_tokens: upper limit of tokens of a frame.
     """
 
     soft_tokens: int = 280

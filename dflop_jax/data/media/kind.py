@@ -26,17 +26,20 @@ class Kind:
 
     Attributes:
       name: of the tag, <NAME>, and of a record's field.
-      noun: how messages call one. verb: what a model does with it ("sees").
+      noun: how messages call one.
+      verb: what a model does with it ("sees").
       columns: by name the integer type of what its header says; kinds may share some.
       header: reads them off a file. ValueError: it is none.
       opened: what a medium is decoded from, given a file.
       described: a header in words.
       too_small: what one is that no model can take, and what to do.
       keys: that a record may give one of them, see `media_keys`; those but `SPAN` are columns.
-      extensions: of its files in a shard. question: put before a caption of it.
+      extensions: of its files in a shard.
+      question: put before a caption of it.
       placeholders: tokens that stand for one where a tokenizer's configuration names none.
       wrapped: whether it stands between the tokens that begin and end a picture, where a tokenizer
-        has such; preface: text before it then.
+        has such.
+      preface: text before a wrapped one.
     """
 
     name: str

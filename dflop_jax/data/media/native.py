@@ -71,7 +71,8 @@ class Native:
       patch_px: side of a patch.
       merge: `merge` x `merge` patches are a block, which becomes one LLM token.
       frames: of a clip in one patch; a picture is repeated so often.
-      min_pixels, max_pixels: of a resized picture; max_clip_pixels: of all frames of a clip.
+      min_pixels, max_pixels: of a resized picture.
+      max_clip_pixels: of all frames of a clip.
       max_frames: sampled from a clip, at `frames_per_s`, at least `min_frames` where it has them;
         `num_frames`: always so many instead, where it is not 0.
       min_clip_pixels: of all frames of a clip.

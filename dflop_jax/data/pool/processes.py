@@ -88,7 +88,8 @@ class DecoderPool:
     Args:
       factory: opens what they serve: a source, whose samples are asked for by number, or a
         function that gives a request its `DecoderReply`.
-      timeout_s: seconds that an answer may take; memory_bytes: what it may allocate.
+      timeout_s: seconds that an answer may take.
+      memory_bytes: what an answer may allocate.
     """
 
     def __init__(self, factory: SourceFactory, timeout_s: float, memory_bytes: int) -> None:

@@ -93,10 +93,10 @@ def test_the_others_are_told_of_an_error_before_anything_is_cleaned_up(monkeypat
         stack.callback(order.append, "cleaned up")
         raise ValueError("no room")
 
-    monkeypatch.setattr(trainer.Trainer, "_fit", fit)
+    monkeypatch.setattr(trainer.Trainer, "_fit_plan", fit)
     run = object.__new__(trainer.Trainer)
     watched = DistributedConfig(hang_factor=0)
-    run.place = SimpleNamespace(config=Config(distributed=watched), devices=[])
+    run.context = SimpleNamespace(config=Config(distributed=watched), devices=[])
     run.peers = SimpleNamespace(process_index=1, fail=lambda why, code: order.append((why, code)))
     with pytest.raises(ValueError, match="no room"):
         run.fit()

@@ -45,7 +45,9 @@ def told(module, kind, content):
 )
 @pytest.mark.parametrize("size", [GEMMA3["gemma3-nano"].decoder, GEMMA4["gemma4-nano"].decoder])
 def test_pairs_are_those_of_the_mask(window, size, pictures):
-    size = dataclasses.replace(size, sliding=dataclasses.replace(size.sliding_heads, window=window))
+    size = dataclasses.replace(
+        size, sliding_heads=dataclasses.replace(size.sliding_heads, window=window)
+    )
     module = GemmaModule(size, jnp.float32)
     for before, after in ((0, 0), (0, 1), (7, 41)):
         runs = [run for n in pictures for run in (np.ones(n, bool), np.zeros(1, bool))]

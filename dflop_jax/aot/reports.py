@@ -82,7 +82,7 @@ class SegmentMemory:
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class CompiledMemory:
     """Most bytes that a device of a submesh holds.
 
     Attributes:
@@ -117,7 +117,7 @@ class CompileReport:
     n_nodes: int
     budget_bytes: float
     programs: tuple[ProgramReport, ...]
-    memory: tuple[DeviceMemory, ...]
+    memory: tuple[CompiledMemory, ...]
     fits: bool
     verdict: str
 
@@ -131,7 +131,7 @@ def device_memory(
     segments: Sequence[SegmentMemory],
     programs: Sequence[ProgramReport],
     planned_peaks: Mapping[str, float] = MappingProxyType({}),
-) -> tuple[DeviceMemory, ...]:
+) -> tuple[CompiledMemory, ...]:
     """Peak bytes of each block of devices: state of its segments, inputs and residuals of the
     groups in flight, and temporaries of the largest program. During reduction and update all
     reduced gradients of the block are in memory too.
@@ -165,7 +165,7 @@ def device_memory(
         largest = max(resource_programs, key=work_bytes, default=None)
         names = dict.fromkeys(s.submesh for s in on_resource)
         by_device.append(
-            DeviceMemory(
+            CompiledMemory(
                 submesh=", ".join(names),
                 state_bytes=sum(s.state_bytes for s in on_resource),
                 kept_bytes=sum(map(residual_bytes, on_resource)),
@@ -180,7 +180,7 @@ def device_memory(
 def describe_fit(
     chip: str,
     budget_bytes: float,
-    memory: Sequence[DeviceMemory],
+    memory: Sequence[CompiledMemory],
     programs: Sequence[ProgramReport],
     segments: Sequence[SegmentMemory],
 ) -> tuple[bool, str]:
@@ -211,7 +211,7 @@ def describe_fit(
     )
 
 
-def _suggest_remedy(worst: DeviceMemory, segments: Sequence[SegmentMemory]) -> str:
+def _suggest_remedy(worst: CompiledMemory, segments: Sequence[SegmentMemory]) -> str:
     """What would lower the largest part of the peak."""
     segments_there = [s for s in segments if s.submesh in worst.submesh.split(", ")]
     if worst.state_bytes > worst.work_bytes + worst.kept_bytes:

@@ -19,7 +19,7 @@ from dflop_jax.plan.bounds import Space, bound_families
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate, Key
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import dip_spaces
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.one_bucket import build_plan
 from dflop_jax.plan.options import describe_savings
@@ -68,7 +68,9 @@ def sorted_candidates(
 class BestFirstSearch:
     """Best-first search over the spaces of policies and a baseline's layouts."""
 
-    def __init__(self, evaluator: Evaluator, spaces: Sequence[Space], baselines: Sequence[Layout]):
+    def __init__(
+        self, evaluator: PlanEvaluator, spaces: Sequence[Space], baselines: Sequence[Layout]
+    ):
         self.evaluator, self.context, self._spaces = evaluator, evaluator.context, spaces
         self.policies = {space.policy for space in spaces}  # those that are searched
         self.n_placements = sum(len(space.lower_bound_s) for space in spaces) + len(baselines)

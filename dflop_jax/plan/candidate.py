@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.plan.bounds import Space
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.one_bucket import OneBucketSimulator, floor_and_ceil
 from dflop_jax.plan.options import MemoryOption, describe_savings, options_of, with_options
 from dflop_jax.plan.placement import layout_name
@@ -157,7 +157,7 @@ class Candidate:
         """The candidate with another plan, which has run no trial."""
         return replace(self, plan=plan, trial_seconds=(), **changes)
 
-    def expand(self, evaluator: Evaluator) -> list[Candidate]:
+    def expand(self, evaluator: PlanEvaluator) -> list[Candidate]:
         """Candidates with bounds nearer to their makespans that replace this one: with one more
         batch counted, after all batches one for each choice of options, then simulated."""
         assert self.space_index is not None, "a baseline is exact"
@@ -184,7 +184,7 @@ class Candidate:
         return replace(self, batch_bounds_s=batch_bounds_s, lower_bound_s=lower_bound_s, **changes)
 
     def _with_each_choice(
-        self, evaluator: Evaluator, space: Space, p: int, c: int
+        self, evaluator: PlanEvaluator, space: Space, p: int, c: int
     ) -> list[Candidate]:
         """A candidate for each choice of options."""
         contents, n_subs = space.contents_at(p, c), space.sub_microbatches_at(c)
@@ -216,7 +216,7 @@ class Candidate:
         mean_s = float(np.mean(self.trial_seconds[:n]))
         return mean_s * (1 + MIN_SECOND_REMAT_GAIN) if self.plan.scheduling.residuals else mean_s
 
-    def with_predictions(self, evaluator: Evaluator) -> Candidate:
+    def with_predictions(self, evaluator: PlanEvaluator) -> Candidate:
         """The candidate with a plan that has predictions by its one-bucket steps, and peak bytes
         for any number of groups."""
         plan, busy = self.plan, dict(self.plan.predicted.busy_fraction)

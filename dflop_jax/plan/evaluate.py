@@ -65,7 +65,7 @@ def work_budget(step_s: float, *, shares_cores: bool) -> int:
     return max(1, int(share * step_s * WORK_PER_S))
 
 
-class Evaluator:
+class PlanEvaluator:
     """Schedules and simulates the same sampled batches for every plan.
 
     Candidates are ranked by `batches`, compared by the batches of trials, some of which hold other
@@ -85,7 +85,7 @@ class Evaluator:
         self._groups: dict[tuple[object, ...], float] = {}
         self._trials: dict[int, list[list[Load]]] = {}
 
-    def with_less_memory(self, n_bytes: float) -> Evaluator:
+    def with_less_memory(self, n_bytes: float) -> PlanEvaluator:
         """The evaluator for devices with so many bytes less, where their memory has a limit."""
         evaluator, spec = copy(self), self.context.spec
         left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0

@@ -12,7 +12,7 @@ from dflop_jax.plan.best_first import search_spaces
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import rank_submeshes
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.placement import SpaceLimits
@@ -114,7 +114,7 @@ class Saving:
     fits: bool
 
 
-def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
+def savings(evaluator: PlanEvaluator, plan: Plan) -> list[Saving]:
     """The saving of each module of a plan that saves memory."""
     module_savings = []
     for module, option in options_of(plan.layout).items():

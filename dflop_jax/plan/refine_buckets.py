@@ -13,7 +13,7 @@ from dflop_jax.plan.best_first import MAX_CLOSE, BestFirstSearch, first_of_place
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import with_sub_microbatches
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.memory import group_bytes
 from dflop_jax.plan.one_bucket import buckets_with_shares
 from dflop_jax.plan.time_plans import close_to_best, compare_new, screen, successive_halving
@@ -100,7 +100,7 @@ def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> l
     ]
 
 
-def _with_smaller_buckets(evaluator: Evaluator, candidate: Candidate) -> Candidate:
+def _with_smaller_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> Candidate:
     plan = candidate.plan
     buckets = tuple(buckets_with_shares(plan.layout, evaluator.context))
     return replace(
@@ -111,7 +111,7 @@ def _with_smaller_buckets(evaluator: Evaluator, candidate: Candidate) -> Candida
     )
 
 
-def _with_chosen_buckets(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
+def _with_chosen_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
     """The candidate with chosen buckets, at each granularity that the effort allows."""
     config, largest = evaluator.config, candidate.largest_buckets()[0]
     ratios = _GRANULARITIES[-1:] if config.effort == "quick" else _GRANULARITIES
@@ -125,7 +125,9 @@ def _with_chosen_buckets(evaluator: Evaluator, candidate: Candidate) -> list[Can
     ]
 
 
-def _with_integer_program(evaluator: Evaluator, compared: Sequence[Candidate]) -> list[Candidate]:
+def _with_integer_program(
+    evaluator: PlanEvaluator, compared: Sequence[Candidate]
+) -> list[Candidate]:
     """The candidates, and those with the integer program's buckets for the fastest ones, fastest
     first; the first says how its buckets compare with the others'."""
     sized: dict[int, Candidate] = {}  # by ranked plan, with chosen buckets
@@ -158,7 +160,7 @@ def _with_integer_program(evaluator: Evaluator, compared: Sequence[Candidate]) -
     return [replace(fastest, plan=replace(fastest.plan, predicted=predicted)), *others]
 
 
-def _solve_integer_program(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
+def _solve_integer_program(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
     """The candidate with the integer program's buckets, as large as memory holds with its options
     and, where that differs, with any: larger buckets may be worth other options."""
     n, effort = candidate.max_microbatches, evaluator.config.effort
@@ -171,7 +173,7 @@ def _solve_integer_program(evaluator: Evaluator, candidate: Candidate) -> list[C
     return [c for one in solved for c in (one, *_with_divided_readers(evaluator, one))]
 
 
-def _with_divided_readers(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
+def _with_divided_readers(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
     """The candidate with sub-microbatches in the modules that only read others, where policy `dip`
     divides no module yet and memory holds it. The ranking leaves this out: it gains less than the
     ranking's equal groups are wrong by."""
@@ -183,13 +185,13 @@ def _with_divided_readers(evaluator: Evaluator, candidate: Candidate) -> list[Ca
     return _with_layout(evaluator, candidate, divided) if divided != layout else []
 
 
-def _with_layout(evaluator: Evaluator, candidate: Candidate, layout: Layout) -> list[Candidate]:
+def _with_layout(evaluator: PlanEvaluator, candidate: Candidate, layout: Layout) -> list[Candidate]:
     """The candidate with another layout, where memory holds it."""
     plan = replace(candidate.plan, layout=layout).with_scheduling(lookahead=0)
     return [candidate.with_plan(plan)] if evaluator.fits(plan) else []
 
 
-def _with_shorter_rows(evaluator: Evaluator, candidate: Candidate) -> list[Candidate]:
+def _with_shorter_rows(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
     """The candidate with packed rows as short as the longest piece allows, and no more of them.
 
     None where rows are as short already, do not hold every sample, or need many more groups: the
@@ -213,7 +215,7 @@ def _with_shorter_rows(evaluator: Evaluator, candidate: Candidate) -> list[Candi
     return _with_layout(evaluator, candidate, shorter.layout)
 
 
-def _count_groups(evaluator: Evaluator, layout: Layout) -> float:
+def _count_groups(evaluator: PlanEvaluator, layout: Layout) -> float:
     """Groups of the largest bucket that hold the first batches of the ranking."""
     one_bucket = replace(layout, buckets=layout.buckets[:1])
     n_batches = len(evaluator.batches[: evaluator.context.spec.n_batches])
@@ -221,7 +223,7 @@ def _count_groups(evaluator: Evaluator, layout: Layout) -> float:
 
 
 def _choose_buckets(
-    evaluator: Evaluator,
+    evaluator: PlanEvaluator,
     candidate: Candidate,
     largest: Bucket | None,
     max_microbatches: int,
@@ -270,7 +272,7 @@ def _choose_buckets(
     return [sized] if evaluator.fits(plan) else []
 
 
-def with_second_remat(plan: Plan, evaluator: Evaluator) -> list[Plan]:
+def with_second_remat(plan: Plan, evaluator: PlanEvaluator) -> list[Plan]:
     """Plans that fit in which segments have a second recompute policy that keeps more, for groups
     that memory has room for as a step goes (`schedule.memory_plan`); one plan for each such policy,
     none where no segment recomputes."""
@@ -296,7 +298,7 @@ def with_second_remat(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     return plans
 
 
-def _with_free_bytes(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
+def _with_free_bytes(plan: Plan, backward: set[str], evaluator: PlanEvaluator) -> Plan:
     """The plan with the bytes of its groups, and the free bytes of every submesh's devices."""
     layout, costs, residuals = plan.layout, evaluator.context.costs, []
     for s in layout.segments:
@@ -309,7 +311,7 @@ def _with_free_bytes(plan: Plan, backward: set[str], evaluator: Evaluator) -> Pl
     return plan.with_scheduling(residuals=tuple(residuals), free_bytes=free)
 
 
-def with_spare_bucket(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
+def with_spare_bucket(plan: Plan, tail: Sequence[Load], evaluator: PlanEvaluator) -> Plan:
     """The plan with a bucket for samples of `tail` that none of its buckets holds, since they are
     larger than the profiled ones.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dflop_jax.plan.best_first import BestFirstSearch, first_of_placements, search_spaces
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.explain import explain_no_fit
 from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.refine_buckets import refine_candidates
@@ -105,7 +105,7 @@ def search_plan(
     )
 
 
-def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> Evaluator:
+def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> PlanEvaluator:
     """The evaluator of a spec, with the job's limits where the spec has none."""
     spec = with_limits(spec, profile, data.loads)
     batches = sample_batches(data.loads, spec.global_batch, _RANKING_BATCHES_RATIO * spec.n_batches)
@@ -115,4 +115,4 @@ def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) 
         )
         for m in profile.n_layers
     }
-    return Evaluator(SearchContext(CostModel(profile), volumes, spec), data.loads, batches)
+    return PlanEvaluator(SearchContext(CostModel(profile), volumes, spec), data.loads, batches)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
-from dflop_jax.plan.evaluate import TRIAL_WORK, Evaluator
+from dflop_jax.plan.evaluate import TRIAL_WORK, PlanEvaluator
 from dflop_jax.records import Plan, Prices
 from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
 from dflop_jax.schedule.sampled_batches import LARGE_BATCH
@@ -36,7 +36,7 @@ _GUESSED_SHORTAGE = 0.1
 _REMEDIES = "--plan.zero 3, --train.remat layers or a smaller --data.max_tokens"
 
 
-def screen(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
+def screen(evaluator: PlanEvaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates after their first trials, fastest first."""
     return _fastest_first([_run_trials(evaluator, c, _MIN_TRIALS) for c in candidates], _MIN_TRIALS)
 
@@ -47,7 +47,9 @@ def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [c for c in candidates if c.mean_trial_s(_MIN_TRIALS) <= max_s]
 
 
-def successive_halving(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
+def successive_halving(
+    evaluator: PlanEvaluator, candidates: Sequence[Candidate]
+) -> list[Candidate]:
     """The candidates, fastest first, those that left early last; a single one runs no trial."""
     running, left = list(candidates), list[Candidate]()
     batches = evaluator.trial_batches(0)
@@ -69,7 +71,7 @@ def successive_halving(evaluator: Evaluator, candidates: Sequence[Candidate]) ->
 
 
 def compare_new(
-    evaluator: Evaluator, compared: Sequence[Candidate], new: Sequence[Candidate]
+    evaluator: PlanEvaluator, compared: Sequence[Candidate], new: Sequence[Candidate]
 ) -> list[Candidate]:
     """The fastest of `new` candidates and the first of those that were `compared`, then all others
     by their first trials."""
@@ -79,7 +81,7 @@ def compare_new(
     return [fastest, *_fastest_first([*others, *compared[1:]], _MIN_TRIALS)]
 
 
-def _run_trials(evaluator: Evaluator, candidate: Candidate, n: int) -> Candidate:
+def _run_trials(evaluator: PlanEvaluator, candidate: Candidate, n: int) -> Candidate:
     """The candidate with the seconds of its first `n` trials, and with its best lookahead."""
     plan, run_seconds, prices = candidate.plan, candidate.trial_seconds, candidate.prices
     if not run_seconds and prices is None:
@@ -121,7 +123,7 @@ class PlanTooLarge(ValueError):
 
 
 def choose_by_timing(
-    evaluator: Evaluator,
+    evaluator: PlanEvaluator,
     plans: Sequence[Plan],
     n: int,
     time_plan: TimePlan,
@@ -161,7 +163,7 @@ def plans_to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
 class _TimingSession:
     """Tries plans on the devices at hand, and learns from those that these do not hold."""
 
-    def __init__(self, evaluator: Evaluator, time_plan: TimePlan, try_step: TryStep):
+    def __init__(self, evaluator: PlanEvaluator, time_plan: TimePlan, try_step: TryStep):
         self._evaluator, self._time_plan, self._try_step = evaluator, time_plan, try_step
         self._refused: list[PlanTooLarge] = []
         self.n_timed = 0
@@ -172,7 +174,7 @@ class _TimingSession:
         return sum(e.short_bytes for e in self._refused)
 
     @property
-    def evaluator(self) -> Evaluator:
+    def evaluator(self) -> PlanEvaluator:
         """The evaluator for devices with so much less memory."""
         return self._evaluator.with_less_memory(self._missing_bytes)
 

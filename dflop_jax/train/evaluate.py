@@ -40,7 +40,7 @@ class _HeldOutBatch:
     positions: list[int]
 
 
-class Evaluator:
+class HeldOutEvaluator:
     """Evaluates the held-out samples of a run, all processes together. `row` is the newest
     evaluation; `best` the step and the loss of the saved one of the lowest, (None, inf) for none.
 

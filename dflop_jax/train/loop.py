@@ -30,7 +30,7 @@ from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.correction import Corrector, restore_learnt
-from dflop_jax.train.evaluate import Evaluator
+from dflop_jax.train.evaluate import HeldOutEvaluator
 from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
 from dflop_jax.train.plan_trials import load_count_program
 from dflop_jax.train.redecide import NewPlan, Redecider
@@ -112,7 +112,7 @@ class TrainLoop:
         self._corrector: Corrector | None = None
         self._redecider = Redecider(run, loader().loads)  # before too large ones are replaced
         self.next_plan: NewPlan | None = None
-        self._evaluator: Evaluator | None = None
+        self._evaluator: HeldOutEvaluator | None = None
         self._reported_stall_s = 0.0
         self._save_requested = False  # by process 0, as time goes
         self._stop_reason = ""
@@ -130,7 +130,7 @@ class TrainLoop:
         self._saved_s = time.monotonic()
         worker = self._start_worker(stack, first_step)
         if self._run.held_out is not None:
-            self._evaluator = Evaluator(self._run, self.packer)
+            self._evaluator = HeldOutEvaluator(self._run, self.packer)
             self.saver.store.best = self._evaluator.best[0]
         counter = stack.enter_context(count_compiles())
         names = partial(sample_names, self._run.source, self.loader)

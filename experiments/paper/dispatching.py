@@ -20,7 +20,7 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeTraffic:
     """Bytes of features that a step moves forward inside and across nodes, and seconds of it both
     ways where every device sends and receives over its own links."""
 
@@ -29,7 +29,9 @@ class Exchange:
     seconds: float
 
 
-def exchange(case: Case, plan: Plan, step: Step, loads: Sequence[Load], named: bool) -> Exchange:
+def exchange(
+    case: Case, plan: Plan, step: Step, loads: Sequence[Load], named: bool
+) -> ExchangeTraffic:
     """What a step moves, with the ranks that the scheduler named or (not `named`) with names drawn
     at random, as a balance that knows no nodes leaves them."""
     rng = np.random.default_rng(0)
@@ -43,7 +45,7 @@ def exchange(case: Case, plan: Plan, step: Step, loads: Sequence[Load], named: b
         inside += moved.in_node
         across += moved.across_nodes
         seconds += 2 * _slowest_s(moved, case.hardware)
-    return Exchange(inside, across, seconds)
+    return ExchangeTraffic(inside, across, seconds)
 
 
 def features(case: Case, plan: Plan, step: Step, loads: Sequence[Load]) -> float:

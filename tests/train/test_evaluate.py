@@ -21,7 +21,7 @@ from dflop_jax.report.trackers import evaluation_scalars
 from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.train import evaluate
 from dflop_jax.train.callbacks import Callbacks, Evaluation, HeldOutLoss
-from dflop_jax.train.evaluate import Evaluator, draw_held_out_samples
+from dflop_jax.train.evaluate import HeldOutEvaluator, draw_held_out_samples
 from dflop_jax.train.feed import Packer
 from dflop_jax.train.run_context import build_model
 from tests.distributed.service import make_job
@@ -75,13 +75,13 @@ class Counted:
         return SimpleNamespace(local_result=lambda: SimpleNamespace(sums=sums))
 
 
-def held_out_of(config, source, packer) -> Evaluator:
+def held_out_of(config, source, packer) -> HeldOutEvaluator:
     place = SimpleNamespace(config=config, peers=packer.peers, time_log=TimeLog())
     progress = SimpleNamespace(log=lambda line: None)
     ready = SimpleNamespace(context=place, held_out=source, ex=Counted(), folder=None,
                             prices=Prices(programs(NANO)), progress=progress,
                             callbacks=Callbacks())  # fmt: skip
-    return Evaluator(ready, packer)
+    return HeldOutEvaluator(ready, packer)
 
 
 def by_hand(samples):

@@ -90,7 +90,9 @@ def plans_made_up(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     plan = SimpleNamespace(predicted=SimpleNamespace(makespan_s=0.1))
     found = SimpleNamespace(plan=plan, n_placements=1, n_candidates=2, n_evaluated=1,
                             candidates=[SimpleNamespace(name="llm 1x1x8@0")])  # fmt: skip
-    patch.setattr(script.prepare, "set_up", lambda config: SimpleNamespace(source=lambda: None))
+    patch.setattr(
+        script.run_context, "make_run_context", lambda c: SimpleNamespace(source=lambda: None)
+    )
     patch.setattr(script, "make_profile", lambda place, source: nano_profile())
     patch.setattr(script.planning, "make_plan", lambda place, profile: found)
 

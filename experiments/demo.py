@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.config import Policy
 
 if TYPE_CHECKING:
     from dflop_jax import Trainer
 
-RUNS = ("blind", "dflop", "dip", "orch")
+RUNS: tuple[Policy, ...] = ("blind", "dflop", "dip", "orch")
 AUTO = Path("runs/demo/auto")  # the plan that `auto` makes
 # Figures that fit into 80 columns; `dflop report` has all.
 SHOWN = (
@@ -38,7 +39,7 @@ SHOWN = (
 )
 
 
-def config(policy: str = "dflop") -> Config:
+def config(policy: Policy = "dflop") -> Config:
     return Config(
         model=ModelConfig(size="tiny+tiny-short"),
         data=DataConfig(n_samples=4096),
@@ -79,8 +80,9 @@ def keep_auto(trainer: Trainer) -> None:
     from dflop_jax.report.run_folder import PLAN
     from dflop_jax.train.planning import make_plan
 
+    assert trainer.profile is not None  # it has trained
     run = replace(trainer.config, plan=replace(trainer.config.plan, policy="auto"))
-    plan = make_plan(replace(trainer.place, config=run), trainer.profile).plan
+    plan = make_plan(replace(trainer.context, config=run), trainer.profile).plan
     AUTO.mkdir(parents=True, exist_ok=True)
     save(plan, AUTO / PLAN)
 

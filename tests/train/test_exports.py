@@ -206,7 +206,9 @@ def test_adapters_are_folded_in_a_few_matrices_at_a_time(monkeypatch):
     reader = CheckpointStore(Path("runs/run/checkpoints")).open(2)
     saved = {n: jax.tree.map(np.asarray, tree) for n, tree in open_params(reader, model).items()}
     with monkeypatch.context() as patch:
-        alive = Alive(patch, (CheckpointReader, "read"), (Folder, "read"), (write, "to_file_layout"))
+        alive = Alive(
+            patch, (CheckpointReader, "read"), (Folder, "read"), (write, "to_file_layout")
+        )
         assert main(["export", "runs/run", "--out", "out"]) == 0
     # Of all that is read and folded, no more at once than a few matrices of a layer.
     assert alive.peak <= 2 * alive.largest

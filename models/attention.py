@@ -84,9 +84,8 @@ def attention(
     if chosen != "xla" and q_BTNH.size:
         directions: tuple[Any, Any] = attention_gpu.forward, attention_gpu.backward
         if chosen == "cudnn":
-            in_order = kernel != "cudnn"
-            backward = attention_cudnn.ordered_backward if in_order else attention_cudnn.backward
-            directions = attention_cudnn.forward, backward
+            any_order, ordered = attention_cudnn.backward, attention_cudnn.ordered_backward
+            directions = attention_cudnn.forward, any_order if kernel == "cudnn" else ordered
         gpu_kernel = AttentionKernel(*directions, causal, not is_gpu(chip), scale, window)
         has_more = token_mask.last_visible is not None
         kernel_mask = token_mask if has_more else token_mask.segment_ids

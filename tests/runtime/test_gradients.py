@@ -274,7 +274,7 @@ class Case:
 
 
 # A fresh net's states are small beside their rounding, which its norm amplifies.
-NET_TOLERANCE = 5e-4
+NET_TOLERANCE = 3e-4
 ALL = ("none", "layers", "segment", "dots", "named")
 # Layout -> its case; `make test` runs the first ones. Layouts that are not here have none of this.
 CASES = {
@@ -285,9 +285,9 @@ CASES = {
     "chunks on 2 ranks, 1 and 2 rounds": Case(None, ("layers",), less_remat=True),
     "blocks of dp 6 and 2 x tp 2": Case(HANDING, ("named",), ("vision",)),
     "3+5, dp 3 and 5": Case(ODD, ("dots",), ("vision", "connector")),
-    "2+6, tp 2 and dp 3 x tp 2": Case(NANO, ("none", "named")),
+    "2+6, tp 2 and dp 3 x tp 2": Case(HYBRID, ALL[1:], tolerance=NET_TOLERANCE),
     "llm stage 4, twice as many": Case(ROUNDS, ("dots", "segment"), unrolled=8),
-    "same devices, other shape": Case(HYBRID, ALL[1:], tolerance=NET_TOLERANCE),
+    "same devices, other shape": Case(NANO, ("none", "named")),
     "same mesh": Case(HYBRID, ("layers",), tolerance=NET_TOLERANCE),
     "gpipe": Case(HYBRID, ("layers", "none", "segment"), tolerance=NET_TOLERANCE),
     "rows": Case(HANDING, ALL[1:], ("gates",)),

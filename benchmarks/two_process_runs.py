@@ -167,7 +167,6 @@ class Timings:
 
         with (
             patch.object(plan_trials, "compile_and_time", noted),
-            patch.object(trainer, "compile_and_time", noted),
         ):
             yield
 

@@ -81,10 +81,7 @@ def gradients(name: str, file: str) -> dict[str, Any]:
     )
     assert n_compared > 0 or not ex.programs.local_segments
     ex.close()
-    return {
-        "loss": result.sums.get("llm.loss_sum", 0.0) * scales["llm"],
-        "lowered": lowered,
-    }
+    return {"loss": result.sums.get("llm.loss_sum", 0.0) * scales["llm"], "lowered": lowered}
 
 
 def recorded_jobs(lowered: list[str], programs):

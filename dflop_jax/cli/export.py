@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import FACTORY, folder_config
 from dflop_jax.cli.terminal import show
-from dflop_jax.config import Config
 from dflop_jax.config_fields import dtype_name
 from dflop_jax.folders import make_folder
 
@@ -57,12 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the folder, a matrix of a layer at a time."""
-    from dflop_jax.train.initial_params import (
-        check_only_adapters,
-        find_tokenizer_folders,
-        read_merged_params,
-    )
-    from dflop_jax.train.load_params import open_params, use_newest_checkpoint
+    from dflop_jax.train import load_params
     from dflop_jax.train.resume import frozen_parts
     from dflop_jax.train.run_context import build_trained_model
     from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
@@ -78,21 +72,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.weights:
         config = replace(config, model=replace(config.model, weights=tuple(args.weights)))
     model: Any = build_trained_model(config)
-    weight_map, initial_folder = _weight_map(model, config, args.module)
+    module = args.module or ""
+    weight_map = load_params.find_weight_map(model, module)
+    initial_folder = load_params.find_published_folders(config.model.weights).get(module, "")
 
     def write(reader: CheckpointReader, folder: Path) -> int:
         if args.adapter:
-            check_only_adapters(config, model, frozen_parts(reader.run_state))
+            load_params.check_only_adapters(config, model, frozen_parts(reader.run_state))
             train, dtype = config.train, args.dtype or "float32"
             form = AdapterForm(
                 train.lora_rank, train.lora_alpha, train.lora_dropout, initial_folder, dtype
             )
-            params = open_params(reader, model, average=args.ema)
+            params = load_params.open_params(reader, model, average=args.ema)
             write_adapter(args.out, weight_map, params, form)
         else:
-            merged = read_merged_params(reader, model, average=args.ema)
+            merged = load_params.read_merged_params(reader, model, average=args.ema)
             source = Folder(initial_folder, weight_map) if initial_folder else None
-            extra_files = [] if args.module else find_tokenizer_folders(config)
+            extra_files = [] if args.module else load_params.find_tokenizer_folders(config)
             write_folder(
                 args.out,
                 weight_map,
@@ -103,30 +99,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
         return reader.step
 
-    step = use_newest_checkpoint(args.run_folder, write)
+    step = load_params.use_newest_checkpoint(args.run_folder, write)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:
         show(f"wrote step {step} to {args.out}: {', '.join(files)}")
     return {"folder": args.out, "step": step, "files": files}
-
-
-def _weight_map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:
-    """Where a folder has the parameters of the model or of one module, and the folder of weights
-    that these began with, "" for none."""
-    from dflop_jax.train.initial_params import find_published_folders
-
-    initial_weights = find_published_folders(config.model.weights)
-    if module is None:
-        if not hasattr(model, "weights"):
-            raise ValueError(
-                f"{config.model.factory}: this model has no published form to write; --module "
-                "writes a part of it"
-            )
-        return model.weights, initial_weights.get("", "")
-    part_weights = getattr(model, "part_weights", {})
-    if module not in part_weights:
-        raise ValueError(
-            f"--module {module}: it has no published form; known: "
-            f"{', '.join(part_weights) or 'none'}"
-        )
-    return part_weights[module](), initial_weights.get(module, "")

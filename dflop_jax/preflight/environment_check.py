@@ -20,10 +20,10 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.processes import find_processes
 from dflop_jax.hardware import GB, GIB, find_hardware
 from dflop_jax.report.number_format import number
-from dflop_jax.train.initial_params import make_initializer
+from dflop_jax.train.load_params import make_initializer
 from dflop_jax.train.planning import min_state_bytes
 from dflop_jax.train.profiling import parameter_bytes
-from dflop_jax.train.run_context import RunContext, build_model_for_chip, select_devices
+from dflop_jax.train.run_context import RunContext, build_trained_model, select_devices
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "safetensors", "tokenizers", "huggingface_hub", "av")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -148,7 +148,7 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
         else:
             hardware, devices = None, select_devices(config.plan.devices)
             chip = chip_of(devices[0])
-        model = build_model_for_chip(chip, config)
+        model = build_trained_model(config, chip)
         workplace = RunContext(config, model, devices, ProcessGroup(), hardware)
         need = min_state_bytes(workplace)
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""What a user's own code is told of a run, and how it adds metrics and ends one."""
+"""Callbacks of a user's own code, and the records that they get."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from dflop_jax.train.run_context import import_object
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Loss of some held-out samples, nan where no token of theirs is supervised, and mean accuracy
-    of the supervised tokens of the last module with a loss; None where that predicts no tokens."""
+    """Loss and token accuracy of held-out samples."""
 
-    loss: float
-    accuracy: float | None
+    loss: float  # nan without a supervised token
+    accuracy: float | None  # of the last module with a loss; None if it predicts no tokens
 
     def __str__(self) -> str:
         correct = "" if self.accuracy is None else f", token accuracy {self.accuracy:.3f}"
@@ -27,8 +26,7 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`HeldOutLoss` of the held-out samples after `step` steps; `by_source` that of each dataset of
-    a mixture, by its name."""
+    """`HeldOutLoss` after `step` steps; `by_source` for each dataset of a mixture, by name."""
 
     step: int
     loss: float
@@ -41,64 +39,45 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FitResult:
-    """How a run ended.
-
-    Attributes:
-      losses: of the steps that this call ran.
-      evaluation: that of the last step, None without held-out samples.
-      steps_done: steps of the whole run so far.
-      preempted: a signal ended it before its last step; what was reached is saved, where
-        checkpoints are.
-      stopped_by: why a callback ended it before its last step; "" where none did.
-    """
+    """How a run ended."""
 
     run_dir: Path
-    losses: tuple[float, ...]
-    evaluation: Evaluation | None
+    losses: tuple[float, ...]  # of the steps that this call ran
+    evaluation: Evaluation | None  # of the last step; None without held-out samples
     compiles_after_warmup: int
-    steps_done: int
-    preempted: bool
-    stopped_by: str = ""
+    steps_done: int  # of the whole run
+    preempted: bool  # a signal ended it before its last step
+    stopped_by: str = ""  # why a callback ended it before its last step
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """A step that is done on all processes.
-
-    Attributes:
-      loss: per supervised token of the global batch, added up over the modules that have one.
-      losses: by module, each without its weight in that sum.
-      updated: the parameters were; otherwise the step was skipped.
-      row: all its figures, on process 0; None elsewhere.
-    """
+    """A step that is done on all processes."""
 
     step: int
-    loss: float
-    losses: Mapping[str, float]
+    loss: float  # per supervised token of the global batch, added up over modules with a loss
+    losses: Mapping[str, float]  # by module, each without its weight in that sum
     grad_norm: float
-    updated: bool
-    row: StepMetrics | None
+    updated: bool  # the parameters were; otherwise the step was skipped
+    row: StepMetrics | None  # all figures, on process 0
 
 
 class Callback:
     """Override what is of interest; all methods do nothing.
 
-    They run in the thread that dispatches steps, so what takes long here holds the devices up, and
-    an error ends the run. They see what was done and change nothing of it.
-
-    Attributes:
-      everywhere: whether it is called on every process, or on process 0 only.
+    They run in the thread that dispatches steps: slow ones hold the devices up, and an error ends
+    the run.
     """
 
-    everywhere: ClassVar[bool] = False
+    everywhere: ClassVar[bool] = False  # called on every process, not on process 0 only
     _stop_reason = ""
 
     def before_step(self, step: int) -> None:
         """A step is about to be dispatched."""
 
     def after_step(self, done: StepDone) -> Mapping[str, float] | None:
-        """A step is done, while devices work on the next one. What process 0 returns stands under
-        `own` in metrics.jsonl, in the summary, and where runs are tracked."""
+        """A step is done, while devices work on the next one. The metrics that process 0 returns
+        go to `own` in metrics.jsonl, the summary and the trackers."""
 
     def after_evaluation(self, step: int, row: Evaluation) -> None:
         """The held-out samples were evaluated after `step` steps."""
@@ -120,26 +99,19 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = (), *, is_process_0: bool = True) -> None:
         self.active = [c for c in callbacks if is_process_0 or c.everywhere]
         for c in self.active:
-            c._stop_reason = ""  # another run's end is none of this one's
+            c._stop_reason = ""  # of a run before
 
     @property
     def stop_reason(self) -> str:
-        """Why one of them ends the run; "": none does."""
         return next((c._stop_reason for c in self.active if c._stop_reason), "")
 
     def after_step(self, done: StepDone) -> dict[str, float]:
-        """What they add to the step's metrics.
-
-        Raises:
-          ValueError: something else than numbers by name, or a name of two of them.
-        """
+        """The metrics that callbacks add to the step's; ValueError unless they are numbers, each
+        under a name of its own."""
         user_metrics: dict[str, float] = {}
         for c in self.active:
             for name, value in (c.after_step(done) or {}).items():
-                if (
-                    not (isinstance(name, str) and hasattr(value, "__float__"))
-                    or name in user_metrics
-                ):
+                if name in user_metrics or not hasattr(value, "__float__"):
                     raise ValueError(
                         f"{type(c).__name__}.after_step: {name!r} is {value!r}; return numbers, "
                         "each under a name of its own"
@@ -149,26 +121,21 @@ class Callbacks:
 
 
 def import_callbacks(paths: Sequence[str]) -> list[Callback]:
-    """The callbacks that command-line flags name: each an object, or a class or function without
-    arguments that makes one.
-
-    Raises:
-      ValueError: nothing of the kind is there.
-    """
+    """Import the callbacks that command-line flags name: each an object, or a class or function
+    without arguments that makes one; ValueError for anything else."""
     callbacks: list[Callback] = []
     for path in paths:
         candidate: Any = import_object("--callbacks", path)
+        problem = f"it is a {type(candidate).__name__}"
         if inspect.isclass(candidate) or inspect.isfunction(candidate):
             try:
                 candidate = candidate()
             except TypeError as e:
-                raise ValueError(
-                    f"--callbacks={path!r}: {e}; give what takes no arguments"
-                ) from None
+                problem = str(e)
         if not isinstance(candidate, Callback):
             raise ValueError(
-                f"--callbacks={path!r} is a {type(candidate).__name__}; give a subclass of "
-                "dflop_jax.Callback, or a function that returns one"
+                f"--callbacks={path!r}: {problem}; give a subclass of dflop_jax.Callback, or a "
+                "function without arguments that returns one"
             )
         callbacks.append(candidate)
     return callbacks

@@ -1,8 +1,8 @@
-"""What comes before the first step of a run: its plan (given, a checkpoint's or a new one, the same
-on all processes), and what is said and refused."""
+"""The plan of a run before its first step: given, a checkpoint's or a new one."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,51 +27,34 @@ from dflop_jax.report.wall_time import PLAN, PROFILE
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.simulate.steps import simulate_schedules
+from dflop_jax.train import profiling
 from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.plan_trials import PlanTrials, TimedPlan, describe_plan, make_executor
 from dflop_jax.train.planning import check_layers, check_named_remat, check_plannable, make_plan
-from dflop_jax.train.profiling import (
-    make_profile,
-    measure_hardware,
-    parameter_bytes,
-    profile_data,
-)
 from dflop_jax.train.resume import (
     RunState,
+    describe_changed_flags,
     is_other_device_count,
     reuse_state,
     run_settings,
 )
 from dflop_jax.train.run_context import RunContext
 
-# Batches of the profiled data whose mean step is what a plan predicts; twice as many are scheduled
-# in twice the time, and scatter less by a third.
-_PREDICTED_BATCHES = 4
-
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before the first of its steps under a plan.
-
-    Attributes:
-      held_out: the samples to evaluate on.
-      state: the run's state before that step; its plan is the executor's.
-      folder: process 0's.
-      start_s: seconds that choosing, compiling and restoring took.
-      ends_s: when `train.max_hours` are over, by `time.monotonic`.
-      callbacks: the user's, that this process calls.
-    """
+    """A run before the first of its steps under a plan."""
 
     context: RunContext
     source: Source
-    held_out: Source | None
-    state: RunState
+    held_out: Source | None  # to evaluate on
+    state: RunState  # before that step; its plan is the executor's
     ex: Executor
     saver: Checkpointer
-    folder: RunFolder | None
+    folder: RunFolder | None  # of process 0
     progress: Progress
-    start_s: float
-    ends_s: float
+    start_s: float  # seconds that choosing, compiling and restoring took
+    ends_s: float  # when `train.max_hours` are over, by `time.monotonic`
     callbacks: Callbacks
 
     @property
@@ -81,7 +64,6 @@ class PlannedRun:
 
     @cached_property
     def prices(self) -> Prices:
-        """The prices that batches are scheduled by."""
         assert self.state.prices
         return self.state.prices.prices
 
@@ -100,18 +82,16 @@ def check_same_config(config: Config, peers: ProcessGroup) -> None:
 
 def describe_context(context: RunContext) -> str:
     """Devices and model of a run, in a line."""
+    n_processes = context.peers.n_processes
     if context.hardware:
-        devices = f"{context.n_devices} x {context.hardware.name}, which are not here"
+        devices = f"{context.hardware.name}, which are not here"
     else:
-        kinds = sorted({d.device_kind for d in context.devices})
-        hosts = len(set(context.hosts)) or 1
-        devices = f"{context.n_devices} x {', '.join(kinds)}"
-        devices += f" of {context.peers.n_processes} processes on {hosts} hosts" * (
-            context.peers.n_processes > 1
-        )
+        devices = ", ".join(sorted({d.device_kind for d in context.devices}))
+    if n_processes > 1:
+        devices += f" of {n_processes} processes on {len({*context.hosts})} hosts"
     sizes: Counter[str] = Counter()
     for module in context.model.modules.values():
-        for part_name, n_bytes in parameter_bytes(module).items():
+        for part_name, n_bytes in profiling.parameter_bytes(module).items():
             sizes[module.freeze_groups[part_name]] += round(n_bytes / FLOAT32_BYTES)
     groups_by_status = {"trained": context.trained.rates, "frozen": context.trained.frozen}
     parameters = "; ".join(
@@ -121,18 +101,13 @@ def describe_context(context: RunContext) -> str:
     )
     config = context.config.model
     return (
-        f"devices: {devices}; model: {config.factory} {config.size}, "
+        f"devices: {context.n_devices} x {devices}; model: {config.factory} {config.size}, "
         f"{config.dtype}; parameters: {parameters}"
     )
 
 
 def describe_data(source: Source, train: TrainConfig, requested_batch: int) -> str:
-    """Data and steps of a run, in a line.
-
-    Args:
-      train: of the steps as they are run (`run_context.with_step_count`).
-      requested_batch: the global batch before it was lowered to the samples that there are.
-    """
+    """Data and steps of a run, in a line; `train` is that of `with_step_count`."""
     n, batch = len(source), train.global_batch
     lowered = f" (train.global_batch {requested_batch} is lowered, there are no more)"
     return (
@@ -142,7 +117,6 @@ def describe_data(source: Source, train: TrainConfig, requested_batch: int) -> s
 
 
 def describe_remaining_time(plan: Plan, steps: int) -> str:
-    """What a plan says of the steps that are left, in a line."""
     if steps <= 0:
         return "no step is left; a greater --train.steps, or --train.epochs, goes on"
     step_s = plan.predicted.makespan_s
@@ -163,18 +137,17 @@ def choose_plan(
     progress: Progress,
     on_checked: Callable[[], None],
 ) -> tuple[Executor, RunState, TimedPlan | None]:
-    """Choose the plan to train under, all processes together; what is not known is measured and
-    searched.
+    """Choose the plan to train under, all processes together; profile and search where needed.
 
     Args:
       stored: the state of the checkpoint that is resumed.
-      given_executor, profile: the executor of a given plan, closed where another plan is chosen,
-        and a given profile; they go before those of the checkpoint.
+      given_executor, profile: of a given plan, closed where another plan is chosen; they go before
+        those of the checkpoint.
       on_checked: called once all is checked that can be checked without measuring.
 
     Returns:
-      The executor; the run's state with plan, profile, prices and settings of this run; and the
-      compiled executor with its times where the choice compiled and timed it.
+      The executor; the state with plan, profile, prices and settings of this run; and the timed
+      plan where the choice compiled it.
 
     Raises:
       ValueError: the checkpoint is of another model, or no plan fits.
@@ -188,13 +161,13 @@ def choose_plan(
     if profile is None:
         progress.log("profiling model and data")
         with context.time_log.track(PROFILE):
-            measured = make_profile(context, source)
+            measured = profiling.make_profile(context, source)
             profile = context.peers.broadcast("profiled", measured, Profile)
     remat = context.config.train.remat
     if plan and remat != "auto" and (plan_with_remat := with_remat(plan, remat)) != plan:
         plan, prices = plan_with_remat, None
     with context.time_log.track(PLAN):
-        trials = PlanTrials(context, profile, progress, context.plannable_bytes)
+        trials = PlanTrials(context, profile, progress)
         if context.peers.is_primary:
             if plan is None:
                 progress.log("planning")
@@ -231,8 +204,8 @@ def _reuse_on_all(
     settings: dict[str, Any],
     log: Callable[[str], None],
 ) -> RunState:
-    """Return the state that a run begins with, with the plan and profile that process 0 was given
-    or finds in the checkpoint; only process 0 has prices."""
+    """Return the initial state of a run with process 0's given or stored plan and profile; only
+    process 0 has prices."""
     is_given, peers = profile is not None, context.peers
     given_plan = given_executor.plan if given_executor else None
     state = replace(stored or RunState(), plan=given_plan, profile=profile, prices=None)
@@ -241,6 +214,8 @@ def _reuse_on_all(
         remedy = "use the same model, or start a new run"
         check_layers(context, stored.profile, "the checkpoint", remedy)
         if peers.is_primary:
+            if changed := describe_changed_flags(stored.settings, settings):
+                log(f"resumed with {changed}")
             state, message = reuse_state(stored, settings, given_plan, profile)
             if message:
                 log(message)
@@ -249,7 +224,7 @@ def _reuse_on_all(
     )
     has_other_links = stored is not None and is_other_device_count(stored.settings, settings)
     if profile and profile.model.hardware and has_other_links and not is_given:
-        facts = replace(profile.model, hardware=measure_hardware(context))
+        facts = replace(profile.model, hardware=profiling.measure_hardware(context))
         profile = replace(profile, model=facts)
     return replace(state, plan=plan, profile=profile)
 
@@ -265,29 +240,25 @@ def check_before_measuring(
     if plan is not None:
         check_named_remat(context)
         if profile is None and context.peers.is_primary:
-            loads_that_fit(plan, profile_data(context, source).loads)
+            loads_that_fit(plan, profiling.profile_data(context, source).loads)
 
 
 def predict_plan(context: RunContext, profile: Profile, prices: Prices, timed: TimedPlan) -> Plan:
-    """The plan of the timed programs, its predictions made anew from their times; its batches are
-    scheduled by `prices`."""
-    ex, global_batch = timed.executor, context.config.train.global_batch
-    plan = ex.plan
-    loads = loads_that_fit(plan, profile.data.loads)
-    batches = [
-        [loads[(k * global_batch + i) % len(loads)] for i in range(global_batch)]
-        for k in range(_PREDICTED_BATCHES)
-    ]
+    """The timed plan with predictions by its measured times; batches are scheduled by `prices`."""
+    ex, config = timed.executor, context.config
+    plan, n = ex.plan, config.train.global_batch
+    loads = itertools.cycle(loads_that_fit(plan, profile.data.loads))
     schedules = [
-        schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
+        schedule_batch([*itertools.islice(loads, n)], plan, prices, ex.trainable, step=k)
+        for k in range(config.plan.sampled_batches)
     ]
-    # Those that the plan was chosen by were timed on a state that was not needed.
+    # Step ends by which the plan was chosen: those were timed on a state that was not needed.
     measured = replace(timed.prices(profile.model), step_end=prices.step_end)
     trace = simulate_schedules(plan, schedules, measured, ex.trainable, synchronous=ex.awaited)
     busy_fraction = trace.busy_fraction()  # of links too
     figures = replace(
         plan.predicted,
-        makespan_s=trace.makespan_s / len(batches),
+        makespan_s=trace.makespan_s / len(schedules),
         busy_fraction={m.name: busy_fraction.get(m.name, 0.0) for m in plan.layout.submeshes},
         chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
     )

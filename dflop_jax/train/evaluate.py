@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,23 +22,21 @@ from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.train.callbacks import Evaluation, HeldOutLoss
 from dflop_jax.train.choose_plan import PlannedRun
-from dflop_jax.train.feed import BatchLoss, PackedBatch, Packer, broadcast_schedule
+from dflop_jax.train.feed import BatchLoss, PackedBatch, Packer
 from dflop_jax.train.step_figures import sum_by_name
 
 logger = logging.getLogger("dflop_jax.train")
-MAX_PACKED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class _HeldOutBatch:
-    """Held-out samples of one dataset, scheduled; `places` are those of what this process
-    needs."""
+    """Held-out samples of one dataset, scheduled."""
 
     dataset: str
     indices: list[int]
     loads: list[Load]
     schedule: Schedule
-    positions: list[int]
+    positions: list[int]  # in the batch, of the samples that this process needs
 
 
 class HeldOutEvaluator:
@@ -45,8 +44,7 @@ class HeldOutEvaluator:
     evaluation; `best` the step and the loss of the saved one of the lowest, (None, inf) for none.
 
     A batch holds samples of one dataset. Samples that no compiled shape holds are left out, and
-    named. Packed batches stay in host memory if MAX_PACKED_BYTES of every process hold all of them;
-    else they are decoded anew for every evaluation, while the devices run those before.
+    named. Batches are decoded for every evaluation, while the devices run those before.
     """
 
     def __init__(self, run: PlannedRun, packer: Packer):
@@ -54,20 +52,15 @@ class HeldOutEvaluator:
         assert source is not None
         self._run, self._packer = run, packer
         self._loader = make_loader(config, source)
-        n = min(config.train.eval_samples or len(source), len(source))
-        if n < config.train.eval_samples:
-            logger.warning(
-                "%s: %d held-out samples, fewer than train.eval_samples=%d",
-                source.name,
-                n,
-                config.train.eval_samples,
-            )
-        indices_by_dataset = draw_held_out_samples(source, n, config.data.seed)
+        n_requested = config.train.eval_samples
+        n = min(n_requested or len(source), len(source))
+        if n < n_requested:
+            text = "%s: %d held-out samples, fewer than train.eval_samples=%d"
+            logger.warning(text, source.name, n, n_requested)
+        drawn = draw_held_out_samples(source, n, config.data.seed)
         count_load = content_counter(packer.model)
         self._batches: list[_HeldOutBatch] = []
-        for name, dataset_indices in _samples_that_fit(
-            source, indices_by_dataset, packer.plan
-        ).items():
+        for name, dataset_indices in _samples_that_fit(source, drawn, packer.plan).items():
             size = min(len(dataset_indices), config.train.global_batch)
             for first in range(0, len(dataset_indices), size):
                 indices = dataset_indices[first : first + size]
@@ -75,17 +68,16 @@ class HeldOutEvaluator:
                 solved = None
                 if packer.peers.is_primary:
                     solved = schedule_batch(loads, packer.plan, run.prices, run.ex.trainable)
-                n = len(self._batches)
-                schedule = broadcast_schedule(packer.peers, "held out", n, solved)
+                step = len(self._batches)
+                schedule = packer.peers.broadcast("held out", solved, Schedule, step=step)
                 positions = packer.find_needed_samples(schedule, loads)
                 self._batches.append(_HeldOutBatch(name, indices, loads, schedule, positions))
         self.best = self._read_best()
-        self._packed: list[PackedBatch] = []  # all, or none
         self._n_passes = 0
         self.row: Evaluation | None = None
 
     def _read_best(self) -> tuple[int | None, float]:
-        """Of the run before this one's first step, where it is to be kept."""
+        """The best saved evaluation of the run before it was resumed, where it is to be kept."""
         run = self._run
         best: tuple[int | None, float] = None, math.inf
         if run.folder and run.context.config.checkpoint.keep_best:
@@ -110,39 +102,27 @@ class HeldOutEvaluator:
         return row
 
     def _compute_losses(self, step: int) -> Evaluation:
-        """What the current parameters come to, or their average where the run keeps one."""
+        """Evaluate the current parameters, or their average where the run keeps one."""
         ex, peers = self._run.ex, self._packer.peers
-        sums: dict[str, list[Mapping[str, float]]] = {}  # by dataset
-        denominators: dict[str, list[Mapping[str, float]]] = {}
+        # Lists by dataset.
+        sums, denominators = defaultdict[str, list](list), defaultdict[str, list](list)
         with closing(self._packed_batches()) as batches, ex.averaged():
             for held_out_batch, batch in zip(self._batches, batches, strict=True):
                 result = ex.run_evaluation(batch.schedule, batch.groups).local_result()
-                sums.setdefault(held_out_batch.dataset, []).append(result.sums)
-                denominators.setdefault(held_out_batch.dataset, []).append(batch.loss.denominators)
-        # Who predicts no tokens has none that are correct.
-        process_sums = peers.gather(
-            "evaluated",
-            {n: sum_by_name(s) for n, s in sums.items()},
-            dict[str, dict[str, float]],
-            step=step,
-        )
-        totals = peers.broadcast(
-            "evaluated",
-            {n: sum_by_name([p[n] for p in process_sums]) for n in sums},
-            dict[str, dict[str, float]],
-            step=step,
-        )
+                sums[held_out_batch.dataset].append(result.sums)
+                denominators[held_out_batch.dataset].append(batch.loss.denominators)
+        own_sums = {n: sum_by_name(s) for n, s in sums.items()}
+        record_type = dict[str, dict[str, float]]
+        process_sums = peers.all_gather("evaluated", own_sums, record_type, step=step)
+        totals = {n: sum_by_name(p[n] for p in process_sums) for n in sums}
         weights, model = {n: sum_by_name(d) for n, d in denominators.items()}, ex.model
-        total_loss = _make_held_out_loss(
+        total = _make_held_out_loss(
             model, sum_by_name(totals.values()), sum_by_name(weights.values())
         )
         by_source = {n: _make_held_out_loss(model, s, weights[n]) for n, s in totals.items() if n}
-        return Evaluation(step, total_loss.loss, total_loss.accuracy, by_source)
+        return Evaluation(step, total.loss, total.accuracy, by_source)
 
     def _packed_batches(self) -> Generator[PackedBatch, None, None]:
-        if self._packed:
-            yield from self._packed
-            return
         self._n_passes += 1
         key, peers = f"evaluation/{self._n_passes}/", self._packer.peers
 
@@ -156,17 +136,11 @@ class HeldOutEvaluator:
             lambda k: self._batches[k].positions,
             lambda k: self._batches[k].indices,
         )
-        packed, n_bytes = list[PackedBatch](), 0
         try:
-            for batch in batches:
-                n_bytes += batch.n_bytes
-                packed = [*packed, batch] if n_bytes <= MAX_PACKED_BYTES else []
-                yield batch
+            yield from batches
         finally:
             peers.cancel_waits(key)  # the others may have stopped before they sent all
             batches.close()
-        if not any(peers.all_gather("evaluation fits", n_bytes > MAX_PACKED_BYTES, bool)):
-            self._packed = packed
 
 
 def _samples_that_fit(
@@ -174,15 +148,12 @@ def _samples_that_fit(
 ) -> dict[str, list[int]]:
     """Those of the samples that some bucket of the plan holds, by dataset."""
     all_indices = [i for indices in indices_by_dataset.values() for i in indices]
-    too_large = {
-        all_indices[k] for k in oversize_samples([source.load(i) for i in all_indices], plan)
-    }
+    loads = [source.load(i) for i in all_indices]
+    too_large = {all_indices[k] for k in oversize_samples(loads, plan)}
     if too_large:
-        names = ", ".join(source.label(i) for i in sorted(too_large)[:3])
-        logger.warning(
-            "%s: %d of %d held-out samples are larger than any compiled shape holds (%s%s)",
-            source.name, len(too_large), len(all_indices), names, ", ..." * (len(too_large) > 3),
-        )  # fmt: skip
+        text = "%s: %d of %d held-out samples are larger than any compiled shape holds (%s, ...)"
+        first = source.label(min(too_large))
+        logger.warning(text, source.name, len(too_large), len(all_indices), first)
     if all_indices and len(too_large) == len(all_indices):
         raise ValueError(f"{source.name}: no held-out sample fits a compiled shape; plan for it")
     fitting = {
@@ -193,9 +164,8 @@ def _samples_that_fit(
 
 
 def draw_held_out_samples(source: Source, n: int, seed: int) -> dict[str, list[int]]:
-    """Return which `n` samples of what is held out are evaluated, drawn by the seed over all of it:
-    by dataset of a mixture in the shares that they have of it, at least one of each where `n`
-    suffices; else by ""."""
+    """Draw `n` of the held-out samples by the seed: by dataset of a mixture in proportion to its
+    size, at least one of each where `n` suffices; else by ""."""
     dataset_of = getattr(source, "dataset_of", None)
     members: dict[str, list[int]] = {}
     for i in range(len(source)):

@@ -17,14 +17,7 @@ from dflop_jax.data.content import features_struct
 from dflop_jax.data.packing import LocalRanks, PackedGroup, local_samples, pack_groups
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.profile.needed import PieceFlops
-from dflop_jax.records import (
-    Load,
-    Plan,
-    Schedule,
-    Shape,
-    crossing_traffic,
-    rank_nodes,
-)
+from dflop_jax.records import Load, Plan, Schedule, Shape, crossing_traffic, rank_nodes
 from dflop_jax.report.trace import group_label
 from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
 from dflop_jax.runtime.programs import GroupArrays, Programs
@@ -32,13 +25,10 @@ from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.step_figures import max_by_name, measure_imbalance, sum_by_name
 
 WEIGHTS = "weights"  # the field that a module with a loss reads
-# Keys of what is sent ahead of the steps.
-_FEED = "feed/"
-_SCHEDULE, _BATCH = f"{_FEED}schedule", f"{_FEED}batch"
+_FEED = "feed/"  # prefix of the messages that are sent ahead of the steps
 
 
 def modules_with_loss(model: MultimodalModel) -> tuple[str, ...]:
-    """Names of the modules that end in a loss, in topological order."""
     return tuple(
         name
         for name, module in model.modules.items()
@@ -48,15 +38,10 @@ def modules_with_loss(model: MultimodalModel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The loss of a global batch: each module's sum over its denominator, weighted and added up.
+    """The loss of a global batch: each module's sum over its denominator, weighted and added up."""
 
-    Attributes:
-      denominators: by module with a loss, the sum of its token weights over the whole batch.
-      factors: by the same, what its mean is multiplied by in the sum of all losses.
-    """
-
-    denominators: dict[str, float]
-    factors: dict[str, float]
+    denominators: dict[str, float]  # by module with a loss, the sum of its token weights
+    factors: dict[str, float]  # by the same, the weight of its mean loss
 
     @classmethod
     def for_model(cls, model: MultimodalModel, denominators: Mapping[str, float]) -> BatchLoss:
@@ -65,12 +50,11 @@ class BatchLoss:
 
     @property
     def scales(self) -> dict[str, float]:
-        """What every token's loss of a module is multiplied by; any where no token has a weight."""
+        """The factor of every token's loss, by module; any where no token has a weight."""
         return {m: self.factors[m] / (n or 1.0) for m, n in self.denominators.items()}
 
     @property
     def is_supervised(self) -> bool:
-        """Whether some token has a weight above 0."""
         return any(self.denominators.values())
 
     def means(self, sums: Mapping[str, float], name: str = "loss_sum") -> dict[str, float]:
@@ -84,81 +68,61 @@ class BatchLoss:
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """What the processes add up of a batch.
+    """Counts of a batch that the processes add up. Traffic is by "source > target", forward."""
 
-    Attributes:
-      bad: the samples that were first found undecodable.
-      used_tokens: those of pieces, by module; `flops`: what these need in a training step.
-      loss_weights: by module with a loss, the sum over its tokens.
-      supervised_tokens: those of the last of these modules that have a weight above 0.
-      max_crossing: by "group/feeding group", the features that any rank of the group reads from one
-        rank but its home: what `Routes.route` asks for.
-      in_node, across_nodes: bytes that moved forward by "source > target"; gradients take the same
-        way back.
-    """
-
-    bad: list[int]
-    used_tokens: dict[str, int]
-    flops: dict[str, float]
-    loss_weights: dict[str, float]
-    supervised_tokens: int
+    bad: list[int]  # samples that were first found undecodable
+    used_tokens: dict[str, int]  # without padding, by module
+    flops: dict[str, float]  # that these tokens need in a training step, by module
+    loss_weights: dict[str, float]  # by module with a loss, the sum over its tokens
+    supervised_tokens: int  # of the last of these modules
+    # By "group/feeding group", the most features that a rank reads from another one: see
+    # `Routes.route`.
     max_crossing: dict[str, int]
-    in_node: dict[str, float]
+    in_node: dict[str, float]  # bytes
     across_nodes: dict[str, float]
 
     @classmethod
     def total(cls, process_counts: Sequence[BatchCounts]) -> BatchCounts:
-        def values_of(name: str) -> list[Any]:
-            return [getattr(p, name) for p in process_counts]
+        def sum_of(name: str) -> dict[str, Any]:
+            return sum_by_name(getattr(p, name) for p in process_counts)
 
         return cls(
-            sorted({place for p in process_counts for place in p.bad}),
-            sum_by_name(values_of("used_tokens")),
-            sum_by_name(values_of("flops")),
-            sum_by_name(values_of("loss_weights")),
-            sum(values_of("supervised_tokens")),
-            max_by_name(values_of("max_crossing")),
-            sum_by_name(values_of("in_node")),
-            sum_by_name(values_of("across_nodes")),
+            sorted({sample for p in process_counts for sample in p.bad}),
+            sum_of("used_tokens"),
+            sum_of("flops"),
+            sum_of("loss_weights"),
+            sum(p.supervised_tokens for p in process_counts),
+            max_by_name(p.max_crossing for p in process_counts),
+            sum_of("in_node"),
+            sum_of("across_nodes"),
         )
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A global batch as the executor takes it, and what it cost to make.
-
-    `groups` hold this process's part, one for every group of the schedule; `counts` are of the
-    whole batch.
-    """
+    """A global batch as the executor takes it, and its figures."""
 
     step: int
     loads: tuple[Load, ...]
     schedule: Schedule
-    groups: tuple[GroupArrays, ...]
+    groups: tuple[GroupArrays, ...]  # this process's part of every group
     loss: BatchLoss
     counts: BatchCounts
     padding_fraction: dict[str, float]
     imbalance: dict[str, float]
     groups_run: dict[str, int]
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the arrays of this process's part."""
-        arrays = [(g.fields, g.source_indices) for g in self.groups]
-        return sum(a.nbytes for a in jax.tree.leaves(arrays))
-
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that a process waited before a step: for its schedule, then for the rest of its
-    batch, and for a save. Devices may have been at work meanwhile."""
+    """Seconds that a process waited before a step. Devices may have worked meanwhile."""
 
     schedule_s: float
     data_s: float
     save_s: float = 0.0
 
     def idle_by_cause(self, idle_s: float) -> dict[str, float]:
-        """What these waits come to, by name, if devices idled so long."""
+        """Split the seconds that devices idled among these causes."""
         idle: dict[str, float] = {}
         for name, s in ((SAVE, self.save_s), (SCHEDULE, self.schedule_s), (DATA, self.data_s)):
             idle[name] = min(s, idle_s)
@@ -183,16 +147,16 @@ def find_local_ranks(programs: Programs) -> LocalRanks:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs this process's part of scheduled batches; `needed` are FLOPs of a piece by module."""
+    """Packs this process's part of scheduled batches."""
 
     plan: Plan
     model: MultimodalModel
     ranks: LocalRanks
     peers: ProcessGroup
-    needed: Mapping[str, PieceFlops]
+    needed: Mapping[str, PieceFlops]  # by module
 
     def find_needed_samples(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
-        """Places in the batch of the samples that this process needs."""
+        """Positions in the batch of the samples that this process needs."""
         return local_samples(self.plan.layout, schedule, loads, self.ranks)
 
     def pack(
@@ -206,48 +170,40 @@ class Packer:
         bad: Sequence[int] = (),
         draws: str = "",
     ) -> PackedBatch:
-        """Return the host arrays of a scheduled batch; `key` and `step` name it among the
-        processes, `draws` what is drawn for its tokens (see `pack_groups`)."""
+        """Return the host arrays of a scheduled batch; `key` and `step` name it in messages,
+        `draws` seeds what is drawn for its tokens (see `pack_groups`)."""
+        layout = self.plan.layout
         packed = pack_groups(
-            self.plan.layout,
-            schedule,
-            samples,
-            loads,
-            model=self.model,
-            ranks=self.ranks,
-            draws=draws,
+            layout, schedule, samples, loads, model=self.model, ranks=self.ranks, draws=draws
         )
         counts = self._count_tokens(schedule, packed, bad)
         counts_by_process = self.peers.gather(key, counts, BatchCounts, step=step)
         primary_total = BatchCounts.total(counts_by_process) if counts_by_process else None
         total = self.peers.broadcast(key, primary_total, BatchCounts, step=step)
-        executed = dict.fromkeys(self.plan.layout.modules, 0)
+        executed = dict.fromkeys(layout.modules, 0)
         for g in schedule.groups:
-            ranks = self.plan.layout.data_ranks(g.module)
-            executed[g.module] += g.microbatches * ranks * g.shape.size
+            executed[g.module] += g.microbatches * layout.data_ranks(g.module) * g.shape.size
+        padding = {m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()}
+        groups: list[GroupArrays] = []
+        for g, p in enumerate(packed):
+            crossing = {f: total.max_crossing[f"{g}/{f}"] for f in p.gathers}
+            groups.append(GroupArrays(p.fields, p.gathers, crossing))
         return PackedBatch(
             step=schedule.step,
             loads=tuple(loads),
             schedule=schedule,
-            groups=tuple(
-                GroupArrays(
-                    p.fields, p.gathers, {f: total.max_crossing[f"{g}/{f}"] for f in p.gathers}
-                )
-                for g, p in enumerate(packed)
-            ),
+            groups=tuple(groups),
             loss=BatchLoss.for_model(self.model, total.loss_weights),
             counts=total,
-            padding_fraction={
-                m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()
-            },
-            imbalance=measure_imbalance(self.plan.layout, schedule, loads),
+            padding_fraction=padding,
+            imbalance=measure_imbalance(layout, schedule, loads),
             groups_run=dict(Counter(group_label(g) for g in schedule.groups)),
         )
 
     def _count_tokens(
         self, schedule: Schedule, packed: Sequence[PackedGroup], bad: Sequence[int]
     ) -> BatchCounts:
-        """This process's part of what is counted."""
+        """Count this process's part."""
         modules = self.plan.layout.modules
         used_tokens, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
         weights, supervised = dict.fromkeys(modules_with_loss(self.model), 0.0), 0
@@ -292,13 +248,6 @@ class Packer:
         return sum(s.shape[-1] * s.dtype.itemsize for s in structs)
 
 
-def broadcast_schedule(
-    peers: ProcessGroup, key: str, step: int, solved: Schedule | None
-) -> Schedule:
-    """The schedule that process 0 solved, on every process."""
-    return peers.broadcast(key, solved, Schedule, step=step)
-
-
 def feed_batches(
     loader: Loader, worker: ScheduleWorker | None, packer: Packer, steps: range
 ) -> Generator[tuple[PackedBatch, Waits], None, None]:
@@ -308,7 +257,7 @@ def feed_batches(
     def select(step: int) -> list[int]:
         # Here a batch that cannot be scheduled raises ValueError.
         solved, wait_s = worker.get(step) if worker else (None, 0.0)
-        schedule = broadcast_schedule(packer.peers, _SCHEDULE, step, solved)
+        schedule = packer.peers.broadcast(f"{_FEED}schedule", solved, Schedule, step=step)
         loads = loader.loads(step)
         scheduled[step] = schedule, wait_s, loads
         return packer.find_needed_samples(schedule, loads)
@@ -316,10 +265,8 @@ def feed_batches(
     def prepare(step: int, samples: dict[int, Sample]) -> tuple[PackedBatch, float]:
         schedule, wait_s, loads = scheduled.pop(step)
         bad_samples = loader.replaced.bad_samples(range(step, step + 1))
-        draws = f"{loader.seed}/{step}"
-        batch = packer.pack(
-            schedule, loads, samples, key=_BATCH, step=step, bad=bad_samples, draws=draws
-        )
+        names = {"key": f"{_FEED}batch", "draws": f"{loader.seed}/{step}"}
+        batch = packer.pack(schedule, loads, samples, step=step, bad=bad_samples, **names)
         loader.replaced.add_bad(step, batch.counts.bad)
         return batch, wait_s
 

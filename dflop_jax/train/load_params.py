@@ -1,10 +1,10 @@
-"""The parameters of a checkpoint, whatever plan it was saved under: laid out on devices, or as
-trees of arrays that are read, or computed, when they are asked for."""
+"""The parameters of checkpoints, whatever plan they were saved under: those that a run begins with,
+those that answer or are exported, as lazy arrays or on devices; and adapters beside their base."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -13,14 +13,25 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from dflop_jax.checkpoint.state_arrays import parameter_arrays, read_array
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
+from dflop_jax.config import Config
+from dflop_jax.config_fields import RATES, named_numbers
 from dflop_jax.contract import MultimodalModel, Params, fold_adapters
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
+from dflop_jax.runtime.layout import trained_groups
 from dflop_jax.runtime.module_parts import module_structs
+from dflop_jax.runtime.parameter_layout import initial_structs
+from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.update import EMA_KEY
+from dflop_jax.train.optimizer import LORA
+from dflop_jax.train.run_dir import read_run_config
+from dflop_jax.weights import Folder, ModuleParams, read_segment
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("dflop_jax.train")
 T = TypeVar("T")
+# (segment, maker of its fresh parameters) -> parameters to begin with
+Initializer = Callable[[Segment, Callable[[], Params]], Params]
 
 
 @dataclass(frozen=True)
@@ -33,42 +44,35 @@ class LoadedParams:
 
 
 def load_params(
-    run: str | Path,
-    model: MultimodalModel,
-    placement: jax.Device | Mapping[str, Params],
+    run: str | Path, model: MultimodalModel, placement: jax.Device | Mapping[str, Params]
 ) -> LoadedParams:
-    """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
-    given, adapters folded into what they adapt.
+    """Load the parameters of a run, adapters folded into what they adapt; see
+    `use_newest_checkpoint`.
 
     Args:
       placement: one device, for whole arrays as they were saved; or by module the shapes, dtypes
         and shardings of its parts.
-
-    Raises:
-      ValueError: it is of another model; see `use_newest_checkpoint`.
-      StorageError: it cannot be read.
     """
 
     def load(reader: CheckpointReader, folder: Path) -> LoadedParams:
         params = {}
         for name, lazy_params in open_params(reader, model).items():
-            structs = (
-                placement[name]
-                if isinstance(placement, Mapping)
-                else _single_device_structs(lazy_params, placement)
-            )
-            params[name] = fold_adapters(
-                model.modules[name], jax.tree.map(_make_device_array, structs, lazy_params)
-            )
+            if isinstance(placement, Mapping):
+                structs = placement[name]
+            else:
+                sharding = jax.sharding.SingleDeviceSharding(placement)
+                struct = partial(jax.ShapeDtypeStruct, sharding=sharding)
+                structs = jax.tree.map(lambda a, s=struct: s(a.shape, a.dtype), lazy_params)
+            arrays = jax.tree.map(_make_device_array, structs, lazy_params)
+            params[name] = fold_adapters(model.modules[name], arrays)
         return LoadedParams(params, reader.step, folder)
 
     return use_newest_checkpoint(run, load)
 
 
 def use_newest_checkpoint(run: str | Path, read: Callable[[CheckpointReader, Path], T]) -> T:
-    """What a function gives for the newest whole checkpoint of a run folder, or for the checkpoint
-    folder given, and its place. One that turns out damaged is named in the log and the one before
-    it is taken.
+    """Return the result of `read` for the newest whole checkpoint of a run folder, or for the given
+    checkpoint folder. A damaged checkpoint is logged, and the one before it is taken.
 
     Raises:
       ValueError: no such folder, or no (whole) checkpoint in it.
@@ -85,12 +89,13 @@ def use_newest_checkpoint(run: str | Path, read: Callable[[CheckpointReader, Pat
 
 def _find_checkpoints(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     """Return the store that `path` is or lies in, and the steps to try, newest first."""
+    if path.name.isdigit() and (steps := CheckpointStore(path.parent).steps()):
+        store, step = CheckpointStore(path.parent), int(path.name)
+        if step not in steps:
+            raise ValueError(store.describe_missing_step(step, steps))
+        return store, (step,)
     if not path.is_dir():
         raise ValueError(f"{path}: no such run folder; check --checkpoint, or train it first")
-    if path.name.isdigit():
-        store, step = CheckpointStore(path.parent), int(path.name)
-        if step in store.steps():
-            return store, (step,)
     for root in (path / CHECKPOINTS, path):
         if steps := CheckpointStore(root).steps():
             return CheckpointStore(root), steps
@@ -98,12 +103,6 @@ def _find_checkpoints(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     if (path / CONFIG).exists():
         reason = "the run has saved none yet (see --checkpoint.every_s)"
     raise ValueError(f"{path}: no checkpoint in it; {reason}; name another")
-
-
-def _single_device_structs(arrays: Params, device: jax.Device) -> Params:
-    """How arrays lie whole on a device."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
 
 
 def _make_device_array(struct: jax.ShapeDtypeStruct, array: LazyArray) -> jax.Array:
@@ -121,15 +120,11 @@ def _make_device_array(struct: jax.ShapeDtypeStruct, array: LazyArray) -> jax.Ar
 @dataclass(frozen=True, eq=False)
 class LazyArray:
     """An array of which `array[row]` reads a row along the first dim, `array[slices]` a box, and
-    `np.asarray(array)` all.
-
-    Attributes:
-      read: gives a box, by slices of its first dims.
-    """
+    `np.asarray(array)` all."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[tuple[slice, ...]], np.ndarray]
+    read: Callable[[tuple[slice, ...]], np.ndarray]  # a box, by slices of its first dims
 
     def __getitem__(self, index: int | tuple[slice, ...]) -> np.ndarray:
         if isinstance(index, tuple):
@@ -144,12 +139,8 @@ class LazyArray:
 def open_params(
     reader: CheckpointReader, model: MultimodalModel, *, average: bool = False
 ) -> dict[str, Params]:
-    """A checkpoint's parameters of each module as `LazyArray`s, layers stacked; `average`: of what
-    trains, its average over steps.
-
-    Raises:
-      ValueError: it is of another model, or has no average.
-    """
+    """Return a checkpoint's parameters of each module as `LazyArray`s, layers stacked; `average`:
+    the average over steps of what trains. ValueError if it is of another model, or has none."""
     if average and not any(f"/{EMA_KEY}/" in name for name in reader.specs):
         raise ValueError(
             f"{reader}: has no average of the parameters; train with train.ema, or leave out --ema"
@@ -157,10 +148,8 @@ def open_params(
 
     def open_array(module: str, path: Any, struct: jax.ShapeDtypeStruct) -> LazyArray:
         leaf_name, shape = jax.tree_util.keystr(path, simple=True, separator="/"), struct.shape
-        name, average_name = (
-            f"params/{module}/{leaf_name}",
-            f"opt_state/{module}/{EMA_KEY}/{leaf_name}",
-        )
+        name = f"params/{module}/{leaf_name}"
+        average_name = f"opt_state/{module}/{EMA_KEY}/{leaf_name}"
         if average and average_name in reader.specs:
             name = average_name
         spec = reader.specs.get(name)
@@ -185,7 +174,7 @@ def open_params(
 
 
 def apply_lazily(function: Callable[..., Any], *arrays: Any) -> LazyArray:
-    """What a function gives of arrays, or of as many rows of each, on the host."""
+    """Apply a function to arrays, or to as many rows of each, on the host when it is read."""
     struct = jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
 
     def compute(index: tuple[slice, ...]) -> np.ndarray:
@@ -193,3 +182,176 @@ def apply_lazily(function: Callable[..., Any], *arrays: Any) -> LazyArray:
             return np.asarray(function(*(np.asarray(a[index]) for a in arrays)))
 
     return LazyArray(struct.shape, struct.dtype, compute)
+
+
+def make_initializer(model: MultimodalModel, weights: Sequence[str]) -> Initializer | None:
+    """Return how to begin with the checkpoints of `weights`, checked to fit; None for none.
+
+    Args:
+      weights: one folder of transformers for the whole model, or MODULE=FOLDER for some modules;
+        what these leave out (a connector) begins fresh. A run's folder, or FOLDER@STEP, stands for
+        the parameters in its newest checkpoint, or that one.
+
+    Raises:
+      ValueError: a folder does not hold this model or module, or these have no published weights.
+    """
+    if not weights:
+        return None
+    by_module: dict[str, Initializer] = {}
+    for item in weights:
+        module, path, run, step = parse_weights(item)
+        if run:
+            by_module[module] = partial(read_segment_params, _open_run(path, run, step))
+            continue
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"model.weights={path}: no such folder of weights or run; name one, or train it "
+                "first"
+            )
+        if not module and len(weights) > 1:
+            raise ValueError(
+                "model.weights: give one folder of the whole model, or MODULE=FOLDER each"
+            )
+        folder = Folder(path, find_weight_map(model, module))
+        folder.check()
+        by_module[module] = partial(read_segment, folder)
+
+    def initialize(segment: Segment, init_fresh: Callable[[], Params]) -> Params:
+        read_params = by_module.get("") or by_module.get(segment.plan.module)
+        return init_fresh() if read_params is None else read_params(segment, init_fresh)
+
+    return initialize
+
+
+def find_published_folders(weights: Sequence[str]) -> dict[str, str]:
+    """The published folders that a run with these `model.weights` began with, by module ("": the
+    whole model); of one that began with another run's parameters, those of that run."""
+    folders: dict[str, str] = {}
+    for module, path, run, _ in map(parse_weights, weights):
+        if not run:
+            folders[module] = path
+            continue
+        base_folders = find_published_folders(read_run_config(run).model.weights)
+        if module:
+            base_folders = {module: base_folders.get(module) or base_folders.get("", "")}
+        folders |= base_folders
+    return {module: path for module, path in folders.items() if path}
+
+
+def parse_weights(item: str) -> tuple[str, str, str, str]:
+    """The module of an item of `model.weights` ("": the whole model), its path, and the folder and
+    the step ("": the newest) of the run whose checkpoint the path means ("": it means none)."""
+    module, _, path = item.rpartition("=")
+    run, step = path, ""
+    if "@" in path and not Path(path).exists():
+        run, _, step = path.rpartition("@")
+    return module, path, run if Path(run, CHECKPOINTS).is_dir() else "", step
+
+
+def _open_run(path: str, run: str, step: str) -> CheckpointReader:
+    if step and not step.isdecimal():
+        raise ValueError(f"model.weights={path}: {step!r} is no step; give RUN@STEP, or RUN")
+    checkpoint = Path(run, CHECKPOINTS, f"{int(step):08d}") if step else run
+    return use_newest_checkpoint(checkpoint, lambda reader, _: reader)
+
+
+def read_segment_params(
+    reader: CheckpointReader, segment: Segment, init_fresh: Callable[[], Params]
+) -> Params:
+    """Read a segment's parameters from a checkpoint of the same model under any plan. Parts of
+    which it has nothing (adapters that the run lacked) are fresh. ValueError if it is of another
+    model."""
+    module, checkpoint_name = segment.plan.module, f"the checkpoint of step {reader.step}"
+    other_model = "it is of another model, name a run of this one"
+    names = [name.split("/") for name in reader.specs]  # params/MODULE/PART/...
+    stored_parts = {name[2] for name in names if name[:2] == ["params", module]}
+    if not stored_parts:
+        raise ValueError(f"{checkpoint_name} has no parameters of {module}: {other_model}")
+    if unexpected_parts := sorted(stored_parts - set(segment.module.inputs)):
+        raise ValueError(
+            f"{checkpoint_name} has {', '.join(unexpected_parts)} of {module}, which this model "
+            "has not (adapters need train.lora_rank; or begin with an export, which merges them)"
+        )
+    leaves: list[Any] = []
+    fresh_leaves: list[Any] = []
+    for a in parameter_arrays(segment.name, segment):
+        if a.name.split("/")[2] not in stored_parts:
+            fresh_leaves = fresh_leaves or jax.tree.leaves(init_fresh())
+            leaves.append(fresh_leaves[a.leaf])
+            continue
+        spec = reader.specs.get(a.name)
+        if spec is None or spec.shape != a.shape:
+            stored_shape = list(spec.shape) if spec else "nothing"
+            raise ValueError(
+                f"{checkpoint_name} has {stored_shape} as {a.name}, this model needs "
+                f"{list(a.shape)}: {other_model}"
+            )
+        leaves.append(read_array(reader, a))
+    return jax.tree.unflatten(jax.tree.structure(initial_structs(segment)), leaves)
+
+
+def find_weight_map(model: MultimodalModel, module: str) -> Any:
+    """Return where published weights have the parameters of the whole model (""), or of a module;
+    ValueError if it has no published form."""
+    if not module and hasattr(model, "weights"):
+        return model.weights
+    module_maps = getattr(model, "part_weights", {})
+    if module not in module_maps:
+        problem = f"no published weights of {module!r}"
+        if not module:
+            problem = "this model has no published form; name a module instead"
+        raise ValueError(f"{problem}; known: {', '.join(module_maps) or 'none'}")
+    return module_maps[module]()
+
+
+def check_only_adapters(config: Config, model: MultimodalModel, frozen: Sequence[str]) -> None:
+    """ValueError unless the adapters of a run and the published weights that it began with are its
+    whole model."""
+    groups = trained_groups(model, ())
+    if LORA not in groups:
+        raise ValueError(
+            "the run has no adapters; train with train.lora_rank, or leave out --adapter"
+        )
+    if other_groups := [name for name in groups if name != LORA and name not in frozen]:
+        raise ValueError(
+            f"the run also trains {', '.join(other_groups)}, which adapters do not hold; "
+            "leave out --adapter, or train under train.stage=full without rates of theirs"
+        )
+    if base_run := _find_trained_base(config.model.weights):
+        raise ValueError(
+            f"the run began with what {base_run} trained, which adapters do not hold; leave "
+            f"out --adapter, or give an export of {base_run} as --weights"
+        )
+
+
+def _find_trained_base(weights: Sequence[str]) -> str:
+    """The run that trained more than adapters, among those that `model.weights` begin with; "" for
+    none."""
+    for _, _, run, _ in map(parse_weights, weights):
+        if not run:
+            continue
+        config = read_run_config(run)
+        rates = named_numbers(config.train.learning_rates, RATES)
+        if not config.train.lora_rank or config.train.stage != "full" or {*rates} - {LORA}:
+            return run
+        if base_run := _find_trained_base(config.model.weights):
+            return base_run
+    return ""
+
+
+def find_tokenizer_folders(config: Config) -> list[Path]:
+    """Folders with tokenizer, template and processors of a run: the data's first, then those of the
+    weights, the last module's before the others'."""
+    weight_folders = find_published_folders(config.model.weights).values()
+    names = [config.data.tokenizer, *reversed(weight_folders), config.model.size]
+    return [Path(name) for name in names if name and Path(name).is_dir()]
+
+
+def read_merged_params(
+    reader: CheckpointReader, model: Any, *, average: bool
+) -> list[ModuleParams]:
+    """Like `open_params`, with adapters folded in when parameters are read."""
+    return [
+        ModuleParams(name, fold_adapters(model.modules[name], params, apply_lazily))
+        for name, params in open_params(reader, model, average=average).items()
+    ]

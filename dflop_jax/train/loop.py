@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import jax
 import msgspec
 
 from dflop_jax.config_fields import profiled_steps
-from dflop_jax.data import Loader, Source, make_loader
+from dflop_jax.data import make_loader
 from dflop_jax.distributed.hang_watch import Sections, TaskProgress
 from dflop_jax.distributed.process_exit import RunFailed, preemption
 from dflop_jax.distributed.processes import report_step
@@ -41,30 +42,23 @@ from dflop_jax.train.step_log import StepLog
 
 
 class StepProfiler:
-    """Writes one trace of consecutive steps, for XProf and Perfetto, below a run's folder. Nothing
-    else runs on the devices meanwhile: the steps before and after wait.
+    """Writes one trace of the steps `train.profile_steps`, for XProf and Perfetto. The steps before
+    and after wait, so that nothing else runs on the devices.
 
     Args:
-      steps: to trace; none for an empty range.
       drain: waits for every step that was dispatched.
-      log: shows a line.
     """
 
-    def __init__(
-        self,
-        steps: range,
-        run_dir: str | Path,
-        process: int,
-        drain: Callable[[], None],
-        log: Callable[[str], None],
-    ):
-        self._steps, self._drain, self._log = steps, drain, log
-        # Of each process its own: jax names the files by host alone.
-        self._folder = Path(run_dir) / XPROF / f"process-{process:05d}"
+    def __init__(self, run: PlannedRun, first_step: int, drain: Callable[[], None]):
+        config, self._log, self._drain = run.context.config, run.progress.log, drain
+        requested = profiled_steps(config.train.profile_steps)
+        self._steps = range(max(requested.start, first_step), requested.stop)
+        # One folder for each process: jax names the files by host alone.
+        name = f"process-{run.context.peers.process_index:05d}"
+        self._folder = Path(config.run_dir, XPROF, name)
         self._on = False
 
-    def dispatching(self, step: int) -> AbstractContextManager[Any]:
-        """What surrounds the dispatch of a step; call `dispatched` once it can be waited for."""
+    def before_step(self, step: int) -> None:
         if self._steps and step == self._steps[0]:
             self._drain()
             options = jax.profiler.ProfileOptions()
@@ -73,20 +67,14 @@ class StepProfiler:
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
             self._on = True
-        return (
-            jax.profiler.StepTraceAnnotation("step", step_num=step) if self._on else nullcontext()
-        )
 
-    def dispatched(self, step: int) -> None:
-        """End the trace behind its last step."""
+    def after_step(self, step: int) -> None:
         if self._on and step == self._steps[-1]:
             self._drain()
             self.close()
-            first, last = self._steps[0], self._steps[-1]
-            self._log(f"traced steps {first} to {last}: {self._folder.parent}")
+            self._log(f"traced steps {self._steps[0]} to {step}: {self._folder.parent}")
 
     def close(self) -> None:
-        """End the trace if the run ends inside of it."""
         if self._on:
             self._on = False
             jax.profiler.stop_trace()
@@ -96,8 +84,7 @@ FIRST_STEP = "first step"
 
 
 class TrainLoop:
-    """One process's part in the steps of a run. It ends early where the plan is to be changed for
-    the `next` one."""
+    """One process's part in the steps of a run. It ends early to change to `next_plan`."""
 
     def __init__(self, run: PlannedRun):
         context, ex = run.context, run.ex
@@ -116,9 +103,9 @@ class TrainLoop:
         self._reported_stall_s = 0.0
         self._save_requested = False  # by process 0, as time goes
         self._stop_reason = ""
-        # Of saves that await the end of their last steps, what is kept beside the state.
+        # States of saves that await the end of their last steps.
         self._pending_states: list[tuple[RunState, Future[Mapping[str, Any]]]] = []
-        self._unreported_saves: list[int] = []  # steps whose saves callbacks are to be told of
+        self._unreported_saves: list[int] = []  # steps whose saves go to callbacks
 
     def run(self, stack: ExitStack) -> FitResult:
         """Run the steps that are left, and save what they reached."""
@@ -133,8 +120,7 @@ class TrainLoop:
             self._evaluator = HeldOutEvaluator(self._run, self.packer)
             self.saver.store.best = self._evaluator.best[0]
         counter = stack.enter_context(count_compiles())
-        names = partial(sample_names, self._run.source, self.loader)
-        self.log = StepLog(self._run, counter, self._corrector, state.skips, names)
+        self.log = StepLog(self._run, self.loader, counter, self._corrector)
         steps = range(first_step, config.train.steps)
         if first_step and steps and self._is_evaluation_due(first_step):
             self._evaluate(first_step)  # the run may have ended before it did
@@ -162,22 +148,22 @@ class TrainLoop:
             row = self._evaluator.row
             evaluation = row if row and row.step == steps_done else self._evaluate(steps_done)
         self.log.write_trace()
-        if n := self.log.n_unsupervised:
-            self.progress.log(f"{n} of {steps_done - first_step} steps had no supervised token")
         if preempted:
-            how_to_continue = (
-                "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
-            )
-            self.progress.log(f"preempted at step {steps_done}; {how_to_continue}")
+            hint = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
+            self.progress.log(f"preempted at step {steps_done}; {hint}")
         elif self._stop_reason:
             self.progress.log(f"stopped after step {steps_done}: {self._stop_reason}")
-        if self.saver.error_text:
-            raise RunFailed(
-                f"what was trained is not saved: {self.saver.error_text}; make room, resume"
-            )
-        losses, compiles = tuple(self.log.losses), self.log.n_compiles
-        run_dir, stop_reason = Path(config.run_dir), self._stop_reason
-        return FitResult(run_dir, losses, evaluation, compiles, steps_done, preempted, stop_reason)
+        if error := self.saver.error_text:
+            raise RunFailed(f"what was trained is not saved: {error}; make room, resume")
+        return FitResult(
+            Path(config.run_dir),
+            tuple(self.log.losses),
+            evaluation,
+            self.log.n_compiles,
+            steps_done,
+            preempted,
+            self._stop_reason,
+        )
 
     def _start_worker(self, stack: ExitStack, first_step: int) -> ScheduleWorker | None:
         """Start the schedule solver, on process 0, and the correction of its prices."""
@@ -189,20 +175,17 @@ class TrainLoop:
             learnt = restore_learnt(prices, self._run.state.learnt, samples, first_step)
         else:
             samples.drop_except(lambda sample: sample.step < first_step)
-        plan = self.ex.plan
-        program = load_count_program(plan, self.config.cache_dir)
-        setup = SolverSetup(plan, tuple(self.ex.trainable), config.work or None, program)
-        worker = stack.enter_context(
-            ScheduleWorker(
-                self.loader.loads,
-                setup,
-                prices,
-                changes=price_changes(prices, learnt) if learnt else None,
-                first_step=first_step,
-                stop_step=self.config.train.steps,
-                ahead=config.ahead,
-            )
+        program = load_count_program(self.ex.plan, self.config.cache_dir)
+        worker = ScheduleWorker(
+            self.loader.loads,
+            SolverSetup(self.ex.plan, tuple(self.ex.trainable), config.work or None, program),
+            prices,
+            changes=price_changes(prices, learnt) if learnt else None,
+            first_step=first_step,
+            stop_step=self.config.train.steps,
+            ahead=config.ahead,
         )
+        stack.enter_context(worker)
         if learnt:
             self._corrector = Corrector(self._run, worker, learnt)
         return worker
@@ -210,7 +193,7 @@ class TrainLoop:
     def _run_steps(
         self, batches: Iterator[tuple[PackedBatch, Waits]], signal_received: threading.Event
     ) -> bool:
-        """Whether a signal, or the time that the run has, cut the steps short."""
+        """Run the steps; returns whether a signal or `train.max_hours` cut them short."""
         pending: tuple[StepHandle, PackedBatch, Waits] | None = None
         signalled = False
 
@@ -242,19 +225,20 @@ class TrainLoop:
             finish()
             self.log.exclude_pause()
 
-        with closing(self._profiler(drain)) as profiler:
+        with closing(StepProfiler(self._run, self._steps_done, drain)) as profiler:
             for batch, waits in batches:
                 for c in self._run.callbacks.active:
                     c.before_step(batch.step)
                 limit = self.log.skips.norm_limit(batch.step, self.config.train.loss_spike)
-                with profiler.dispatching(batch.step):
+                profiler.before_step(batch.step)
+                with jax.profiler.StepTraceAnnotation("step", step_num=batch.step):
                     handle = self.ex.run_step(
                         batch.schedule, batch.groups, batch.loss.scales, norm_limit=limit
                     )
                 # The step before is awaited only now, so that the devices never wait for the host.
                 finish()
                 pending = (handle, batch, waits)
-                profiler.dispatched(batch.step)
+                profiler.after_step(batch.step)
                 if signalled or self._stop_reason:
                     break
                 self._run_due_actions(batch.step + 1, drain)
@@ -263,20 +247,8 @@ class TrainLoop:
             finish()
         return signalled and self._steps_done < self.config.train.steps
 
-    def _profiler(self, drain: Callable[[], None]) -> StepProfiler:
-        """Return what traces the steps of `train.profile_steps` that are still to be done."""
-        wanted = profiled_steps(self.config.train.profile_steps)
-        steps = range(max(wanted.start, self._steps_done), wanted.stop)
-        if wanted and not steps:
-            self.progress.log(
-                f"train.profile_steps={self.config.train.profile_steps}: done before step "
-                f"{self._steps_done}, where this run goes on; nothing is traced"
-            )
-        run_dir, process = self.config.run_dir, self.peers.process_index
-        return StepProfiler(steps, run_dir, process, drain, self.progress.log)
-
     def _run_due_actions(self, steps_done: int, drain: Callable[[], None]) -> None:
-        """Do what is due after `done` steps."""
+        """Save, evaluate and look for another plan where that is due."""
         if steps_done == self.config.train.steps:
             return
         save_every, redecide_every = self.config.checkpoint.every, self.config.plan.redecide_every
@@ -291,43 +263,33 @@ class TrainLoop:
                     steps_done, self.log.step_s[-redecide_every:]
                 )
 
-    # ---- evaluations ----
-
     def _is_evaluation_due(self, steps_done: int) -> bool:
         every = self.config.train.eval_every
         return bool(self._evaluator and every and steps_done % every == 0)
 
     def _evaluate(self, steps_done: int) -> Evaluation:
-        """Evaluate the state after `done` steps, all of them finished; the best one is saved."""
+        """Evaluate the state after finished steps; the best one is saved."""
         evaluator = self._evaluator
         assert evaluator is not None
         row = evaluator.evaluate(steps_done)
-        is_best = self.config.checkpoint.keep_best and row.loss < evaluator.best[1]
-        if is_best and self._save_and_wait(steps_done):
-            evaluator.best = steps_done, row.loss
-            self.saver.store.best = steps_done
-            self.progress.log("  the best so far: its checkpoint is kept")
+        if self.config.checkpoint.keep_best and row.loss < evaluator.best[1]:
+            self._save(steps_done)
+            self.saver.wait()
+            is_saved = steps_done in self.saver.store.steps()
+            if self.peers.broadcast(f"whole/{steps_done}", is_saved, bool):
+                evaluator.best = steps_done, row.loss
+                self.saver.store.best = steps_done
+                self.progress.log("  the best so far: its checkpoint is kept")
         return row
 
-    # ---- saves ----
-
-    def _save_and_wait(self, steps_done: int) -> bool:
-        """Save the state after `done` steps; whether it could be written."""
-        self._save(steps_done)
-        self.saver.wait()
-        return self.peers.broadcast(
-            f"whole/{steps_done}", steps_done in self.saver.store.steps(), bool
-        )
-
     def _is_due_to_save(self) -> bool:
-        """Whether to save by time, for process 0; not while a save is under way, which the next one
-        would wait for."""
+        """Whether to save by time; not while a save is pending, which the next one waits for."""
         every_s = self.config.checkpoint.every_s
         since_s = time.monotonic() - self._saved_s
         return every_s > 0 and since_s >= every_s and not self.saver.is_busy
 
     def _save(self, steps_done: int) -> None:
-        """Begin to save the state after `done` steps, unless it is saved already."""
+        """Begin to save the state, unless it is saved already."""
         self._save_requested = False
         if steps_done == self._saved_step:
             return
@@ -346,41 +308,31 @@ class TrainLoop:
             self._unreported_saves.append(steps_done)
 
     def _complete_saves(self) -> None:
-        """Complete what is kept of states whose steps are all finished: only then is known which
-        updates were skipped."""
+        """Complete the states whose steps are all finished: only then the skips are known."""
         while self._pending_states and self._pending_states[0][0].step <= self._steps_done:
             state, pending = self._pending_states.pop(0)
             pending.set_result(msgspec.to_builtins(replace(state, skips=self.log.skips)))
 
     def _report_saves(self) -> None:
-        """Tell callbacks of checkpoints that have become whole."""
+        """Call the callbacks for checkpoints that are whole now."""
         if not self._unreported_saves or self.saver.is_busy:
             return
-        started_saves, self._unreported_saves = self._unreported_saves, []
         saved_steps = self.saver.store.steps()
-        for step in (s for s in started_saves if s in saved_steps):
-            for c in self._run.callbacks.active:
+        for step in self._unreported_saves:
+            for c in self._run.callbacks.active if step in saved_steps else ():
                 c.after_save(step, self.saver.store.folder(step))
+        self._unreported_saves = []
 
 
 def mark_sections(
     sections: Sections, batches: Iterator[tuple[PackedBatch, Waits]], first_step: int
 ) -> Iterator[tuple[PackedBatch, Waits]]:
-    """The batches; what is done between two of them is a step, waiting for one is a section of its
-    own."""
-    step = first_step
-    while True:
+    """Yield the batches; the wait for each is a section, and the time until the next is a step."""
+    for step in itertools.count(first_step):
         sections.begin(DATA)
         batch = next(batches, None)
-        # What lies between two steps ends with the wait for the one before; the first has none.
+        # A step's section ends with the wait for the step before; the first has none.
         sections.begin(TRAINING if step > first_step else FIRST_STEP, step)
         if batch is None:
             return
         yield batch
-        step += 1
-
-
-def sample_names(source: Source, loader: Loader, step: int) -> list[str]:
-    """The samples of a step's batch, by name. No method: who keeps it would keep the loop, and so
-    the executor's arrays."""
-    return [source.label(i) for i in loader.indices(step)]

@@ -36,11 +36,8 @@ class TrainedParts:
 
 
 def configure_model(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
-    """The model with LoRA, and trained on more than the plain loss, as the configuration asks.
-
-    Raises:
-      ValueError: the model does not know how.
-    """
+    """Return the model with the adapters and the loss terms of the configuration; ValueError if the
+    model has no method for them."""
     if config.z_loss or config.label_smoothing:
         flags = f"train.z_loss={config.z_loss}, train.label_smoothing={config.label_smoothing}"
         method = _require_method(model, "with_objective(z_loss, label_smoothing)", flags)
@@ -76,19 +73,21 @@ def _require_method(
 
 
 def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
-    """What trains of a model after `configure_model`: with LoRA the adapters, and under the stage
-    `full` the parts that `train.learning_rates` names.
-
-    Raises:
-      ValueError: a part that the model does not have, choices that contradict each other, or
-        nothing left to train.
-    """
+    """Return what trains of a model after `configure_model`: with LoRA the adapters, and under the
+    stage `full` the parts that `train.learning_rates` names. ValueError for a part that the model
+    lacks, choices that contradict each other, or nothing left to train."""
     all_groups, stage = trained_groups(model, ()), f"train.stage={config.stage}"
     trained_groups(model, config.freeze)  # whether the names are right
     selected = _groups_of_stage(config.stage, model, all_groups)
     rates = named_numbers(config.learning_rates, RATES)
     if LORA in all_groups:
-        adapted_groups = _adapted_groups(model)
+        # What adapters adapt stays fixed, and so the rest of its group.
+        adapted_groups = {
+            group
+            for groups in (m.freeze_groups for m in model.modules.values())
+            for part, group in groups.items()
+            if adapter_of(part) in groups
+        }
         if frozen := sorted(adapted_groups - selected):
             raise ValueError(
                 f"train.lora_targets adapts {', '.join(map(repr, frozen))}, which {stage} freezes; "
@@ -104,30 +103,19 @@ def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedPa
         raise ValueError(f"train.freeze names {name!r}, which {flag} trains; drop one of the two")
     trained = [g for g in all_groups if g in selected and g not in config.freeze]
     for field, names in ((RATES, rates), (DECAYS, named_numbers(config.weight_decays, DECAYS))):
-        for name in names:
-            if name not in trained:
-                problem = (
-                    "which is frozen" if name in all_groups else "which the model does not have"
-                )
-                raise ValueError(
-                    f"train.{field} names {name!r}, {problem}; what trains is {', '.join(trained)}"
-                )
+        for name in (n for n in names if n not in trained):
+            problem = "is frozen" if name in all_groups else "the model does not have"
+            raise ValueError(
+                f"train.{field} names {name!r}, which {problem}; what trains is "
+                f"{', '.join(trained)}"
+            )
     return TrainedParts(
         tuple(g for g in all_groups if g not in trained),
         {g: rates.get(g, config.learning_rate) for g in trained},
     )
 
 
-def _adapted_groups(model: MultimodalModel) -> set[str]:
-    """Freeze groups of which a part has adapters: what they adapt stays fixed, and so the rest."""
-    groups_by_module = [m.freeze_groups for m in model.modules.values()]
-    return {
-        g for groups in groups_by_module for part, g in groups.items() if adapter_of(part) in groups
-    }
-
-
 def _groups_of_stage(stage: str, model: MultimodalModel, all_groups: tuple[str, ...]) -> set[str]:
-    """Groups that a stage trains."""
     if stage == "full":
         return set(all_groups)
     if stage == TEXT_MODULE:
@@ -145,14 +133,14 @@ UNDECAYED = frozenset({"bias", "scale"})
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """Steps before the one that has the peak rate; the last step at most is that."""
+    """Steps before the one that has the peak rate, which is at most the last one."""
     n_steps = math.ceil(round(config.warmup_ratio * config.steps, 6))
     return min(n_steps or config.warmup_steps, config.steps - 1)
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up (step 0 trains already), then `train.schedule`, which comes to
-    `final_lr_fraction` of the peak when all steps are done."""
+    """Linear warm-up (step 0 trains already), then `train.schedule` down to `final_lr_fraction` of
+    the peak when all steps are done."""
     peak, warmup = config.learning_rate, warmup_steps(config)
     final, n_left = config.final_lr_fraction, config.steps - warmup
     start = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
@@ -177,11 +165,8 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
 
 
 def make_decay_mask(params: Any, undecayed: frozenset[str] = frozenset()) -> Any:
-    """Tree of booleans: whether weight decay applies to a parameter.
-
-    Args:
-      undecayed: names of the model's own that it leaves out.
-    """
+    """Tree of booleans: whether weight decay applies to a parameter, which it does not to vectors
+    and to those of the model's `undecayed` names."""
 
     def is_decayed(path: Any, leaf: Any) -> bool:
         return leaf.ndim > 1 and last_key(path) not in UNDECAYED | undecayed
@@ -192,9 +177,9 @@ def make_decay_mask(params: Any, undecayed: frozenset[str] = frozenset()) -> Any
 def add_weight_decay(
     default: float, by_group: Mapping[str, float]
 ) -> optax.GradientTransformationExtraArgs:
-    """Add what decays of the parameters to their steps: `by_group` of those in a freeze group that
-    it names, `default` of all others. `groups`, if given, says the group of each part, and trees
-    are by parts; see `make_decay_mask` for `undecayed`."""
+    """Add decayed weights to the updates: the decay of a parameter's freeze group in `by_group`,
+    else `default`. An update takes the group of each part as `groups`; see `make_decay_mask` for
+    `undecayed`."""
 
     def update(
         updates: Any,
@@ -223,7 +208,7 @@ def add_weight_decay(
 def with_moments_dtype(
     tx: optax.GradientTransformation, dtype: Any
 ) -> optax.GradientTransformation:
-    """A transformation that keeps its moments in a dtype between steps, and computes in float32."""
+    """Keep the moments in a dtype between steps, and compute in float32."""
 
     def cast(state: Any, params: Any, dtype: Any) -> Any:
         moments = partial(jax.tree.map, lambda a: a.astype(dtype))
@@ -240,8 +225,8 @@ def with_moments_dtype(
 
 
 def make_optimizer(config: TrainConfig) -> Optimizer:
-    """What `train.optimizer` names, with an average of the parameters if `train.ema` says so;
-    clipping by the global norm is the runtime's, since the norm spans submeshes."""
+    """Make the optimizer of `train.optimizer` and `train.ema`; the runtime clips, since the global
+    norm spans submeshes."""
     betas = {"b1": config.beta1, "b2": config.beta2}
     if config.optimizer == "lion":
         scale = optax.scale_by_lion(**betas)

@@ -1,5 +1,4 @@
-"""Compiles plans and times their own programs alone, all processes together: whoever lacks memory
-says so to all."""
+"""Compiles plans and times their programs, all processes together."""
 
 from __future__ import annotations
 
@@ -54,15 +53,7 @@ Sync = Callable[[], None]
 _REQUEST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
 
 
-class MemoryShortage(msgspec.Struct):
-    """That a process ran out of memory, and by how many bytes; 0: not known."""
-
-    process: int
-    short_bytes: float
-
-
 def describe_plan(plan: Plan) -> str:
-    """What tells a plan from others, in a line."""
     meshes = ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes)
     return f"{plan.policy}: {meshes}; buckets {', '.join(b.name for b in plan.layout.buckets)}"
 
@@ -74,8 +65,8 @@ def run_with_memory_check(
     work: Callable[[Sync], T],
     limit_s: float | None = None,
 ) -> T:
-    """Return what `work` gives, which all processes do together; it calls its argument where they
-    wait for each other, and there they learn whether one of them has run out of memory.
+    """Return the result of `work`, which all processes do together; it calls its argument where
+    they wait for each other, and there all learn that one of them has run out of memory.
 
     Args:
       action: for the message, such as "compiling".
@@ -86,21 +77,21 @@ def run_with_memory_check(
       PlanTooLarge: on every process, memory of one of them did not hold it.
     """
 
-    def agree(own_shortage: MemoryShortage | None = None) -> None:
-        shortages = filter(None, peers.all_gather("memory", own_shortage, MemoryShortage | None))
-        if worst := max(shortages, key=lambda s: s.short_bytes, default=None):
-            raise _plan_too_large(plan, action, worst)
+    def agree(own: tuple[str, float] | None = None) -> None:
+        shortages = filter(None, peers.all_gather("memory", own, tuple[str, float] | None))
+        if worst := max(shortages, key=lambda s: s[1], default=None):
+            raise PlanTooLarge(*worst)
 
     shortage = None
     try:
         result = work(agree)
     except RuntimeError as e:
-        shortage = _find_shortage(peers, e)
+        shortage = _find_shortage(peers, plan, action, e)
         if shortage is None:
             raise
     # The error is gone by now, and with it the arrays that its traceback holds.
     if shortage:
-        too_large = _plan_too_large(plan, action, shortage)
+        too_large = PlanTooLarge(*shortage)
         timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, peers.fail, (str(too_large), 2))
         timer.daemon = True
         timer.start()
@@ -116,38 +107,30 @@ def run_with_memory_check(
 
 @contextmanager
 def translate_memory_errors(peers: ProcessGroup, plan: Plan, action: str) -> Iterator[None]:
-    """PlanTooLarge in place of XLA's error where this process runs out of memory; the others are
-    not asked."""
+    """Raise PlanTooLarge in place of XLA's error where this process runs out of memory."""
     try:
         yield
     except RuntimeError as e:
-        if shortage := _find_shortage(peers, e):
-            raise _plan_too_large(plan, action, shortage) from None
+        if shortage := _find_shortage(peers, plan, action, e):
+            raise PlanTooLarge(*shortage) from None
         raise
 
 
-def _find_shortage(peers: ProcessGroup, error: RuntimeError) -> MemoryShortage | None:
+def _find_shortage(
+    peers: ProcessGroup, plan: Plan, action: str, error: RuntimeError
+) -> tuple[str, float] | None:
+    """The arguments of `PlanTooLarge` if this process has run out of memory."""
     if not is_out_of_memory(error):
         return None
-    return MemoryShortage(peers.process_index, short_bytes(error, jax.local_devices()))
-
-
-def _plan_too_large(plan: Plan, action: str, shortage: MemoryShortage) -> PlanTooLarge:
-    short_by = f", {shortage.short_bytes / GIB:.2f} GiB short" if shortage.short_bytes else ""
-    return PlanTooLarge(
-        f"plan {describe_plan(plan)}: does not fit into memory, process {shortage.process} ran out "
-        "of "
-        f"it {action}{short_by}",
-        shortage.short_bytes,
-    )
+    n_bytes = short_bytes(error, jax.local_devices())
+    text = f"does not fit into memory, process {peers.process_index} ran out of it {action}"
+    short_by = f", {n_bytes / GIB:.2f} GiB short" if n_bytes else ""
+    return f"plan {describe_plan(plan)}: {text}{short_by}", n_bytes
 
 
 def make_executor(context: RunContext, plan: Plan) -> Executor:
-    """Return a plan's executor, nothing compiled yet.
-
-    Raises:
-      ValueError: the plan does not fit the model or the devices.
-    """
+    """Return a plan's executor, nothing compiled yet; ValueError if the plan does not fit the model
+    or the devices."""
     train, trained = context.config.train, context.trained
     return Executor(
         context.model,
@@ -163,19 +146,16 @@ def make_executor(context: RunContext, plan: Plan) -> Executor:
 
 @dataclasses.dataclass(frozen=True)
 class TimedPlan:
-    """An executor whose programs are compiled, and what every process saw when they ran alone
-    (on process 0; empty on the others); how many programs this process has, and how many of them
-    it found in the cache."""
+    """An executor whose programs are compiled and timed."""
 
     executor: Executor
-    n_programs: int
-    n_found: int
-    calibrations: tuple[Calibration, ...]
+    n_programs: int  # of this process
+    n_found: int  # of these, in the cache
+    calibrations: tuple[Calibration, ...]  # of all processes, on process 0; else empty
 
     def prices(self, profile: ModelProfile) -> Prices:
-        """Prices of the compiled programs, on process 0; what a group's content adds to them, how
-        many devices compute at once, and step ends that were not timed, are the profile's. The
-        rows that were timed had content, too, which the static seconds are to be without."""
+        """Prices of the compiled programs, on process 0. The seconds that content adds, which are
+        taken off the timed ones, the concurrency and untimed step ends are the profile's."""
         ex, layout = self.executor, self.executor.plan.layout
         measured = merge_calibrations(
             layout,
@@ -203,31 +183,27 @@ class TimedPlan:
 def compile_and_time(
     context: RunContext, ex: Executor, *, time_step_ends: bool = False, repeats: int = REPEATS
 ) -> TimedPlan:
-    """Compile an executor's programs, run each alone once and then time it; its state must be there
-    (`init`). `ends`: those of the step's end, too, which leave another state.
+    """Compile and time the programs of an executor that has a state (`init`); timed step ends
+    change that state. PlanTooLarge, on every process, if memory of one does not hold it."""
+    peers, limit_s = context.peers, context.config.distributed.peer_timeout_s
 
-    Raises:
-      PlanTooLarge: on every process, memory of one of them did not hold it.
-    """
-    peers = context.peers
-    limit_s = context.config.distributed.peer_timeout_s
+    def compile_all(sync: Sync) -> int:
+        return ex.compile(lambda *_: context.sections.renew(), sync)
+
+    def calibrate(sync: Sync) -> Calibration:
+        return ex.calibrate(repeats=repeats, sync=sync, ends=time_step_ends)
+
     with context.time_log.track(COMPILE), count_compiles() as counts:
-        compiling = partial(run_with_memory_check, peers, ex.plan, "compiling its programs")
-        n = compiling(lambda sync: ex.compile(lambda *_: context.sections.renew(), sync))
+        n = run_with_memory_check(peers, ex.plan, "compiling its programs", compile_all)
         n_found = counts.cache_hits
-    calibrating = partial(
-        run_with_memory_check, peers, ex.plan, "timing its programs", limit_s=limit_s
-    )
-    calibration = calibrating(
-        lambda sync: ex.calibrate(repeats=repeats, sync=sync, ends=time_step_ends)
-    )
+    calibration = run_with_memory_check(peers, ex.plan, "timing its programs", calibrate, limit_s)
     encoded = peers.gather("calibrated", calibration.encode(), bytes)
-    return TimedPlan(ex, n, n_found, tuple(Calibration.decode(data) for data in encoded))
+    return TimedPlan(ex, n, n_found, tuple(map(Calibration.decode, encoded)))
 
 
 def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
-    """The integer program of a plan's batches, from the cache folder where it is there: cvxpy takes
-    more than a second and 73 MB to import. None where the plan's groups are not balanced."""
+    """The integer program of a plan's batches, kept in the cache folder since cvxpy takes more than
+    a second and 73 MB to import. None where the plan's groups are not balanced."""
     if plan.scheduling.grouping != "balanced":
         return None
     sizes = program_sizes(plan.layout)
@@ -239,73 +215,55 @@ def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
 
 @dataclasses.dataclass(frozen=True)
 class TimingRequest:
-    """What process 0 asks of all: to time a plan's programs, to run one step of it on this
-    schedule, or, with its prices, to take it."""
+    """A request of process 0 to all: time a plan's programs."""
 
     plan: Plan
-    schedule: Schedule | None = None
-    prices: PriceList | None = None
+    schedule: Schedule | None = None  # also run this step
+    prices: PriceList | None = None  # the plan is chosen
 
 
 class PlanTrials:
-    """Tries plans out, for the choice between them and for the scheduler: times their programs, and
-    runs a whole step of one that may be taken.
+    """Times the programs of plans, and runs a whole step of one that may be taken.
 
-    Process 0 searches and calls `prices` and `rehearse`, then `choose`; the others are in `follow`
-    meanwhile, which does the same with it. What was timed is kept in the cache folder, so that the
-    same run comes to the same plan and the same schedules again, and compiles no other plan.
-
-    Args:
-      memory_bytes: of a device, that plans fill; 0: not known, and no step is tried.
+    Process 0 searches and calls `prices` and `try_step`, then `choose`; the others are in
+    `serve_requests` meanwhile. Times are kept in the cache folder, so that the same run comes to
+    the same plan and schedules again, and compiles no other plan.
     """
 
-    def __init__(
-        self, context: RunContext, profile: Profile, progress: Progress, memory_bytes: float = 0.0
-    ):
+    def __init__(self, context: RunContext, profile: Profile, progress: Progress):
         self._context, self._profile, self._progress = context, profile, progress
-        self._memory_bytes = memory_bytes
         self._executors: dict[str, Executor] = {}
         self._timed_plans: dict[str, TimedPlan] = {}
 
     def prices(self, plan: Plan) -> Prices:
         """Prices of a plan's own programs, or the profile's where no plan is to be timed; process 0
-        only.
-
-        Raises:
-          PlanTooLarge: memory of a process did not hold it.
-        """
+        only. PlanTooLarge if memory of a process does not hold it."""
         if not self._context.config.plan.finalists:
             return layout_prices(plan.layout, CostModel(self._profile.model))
 
         def time_programs() -> PriceList:
             self._progress.log(f"timing the programs of {describe_plan(plan)}")
-            return PriceList.from_prices(
-                self._run_on_all(TimingRequest(plan)).prices(self._profile.model)
-            )
+            timed = self._run_on_all(TimingRequest(plan))
+            return PriceList.from_prices(timed.prices(self._profile.model))
 
         file = Path(self._context.config.cache_dir, f"times-{self._plan_key(plan)}.json")
         return load_or_compute(PriceList, file, time_programs).prices
 
     def try_step(self, plan: Plan, prices: Prices) -> None:
-        """Run one step of a plan, where devices have limited memory, so that all that a step holds
-        at once meets before it is taken; process 0 only.
-
-        Raises:
-          PlanTooLarge: memory of a process did not hold it.
-        """
-        if self._memory_bytes:
+        """Run one step of a plan where memory is limited; process 0 only. PlanTooLarge if memory of
+        a process does not hold it."""
+        if self._context.plannable_bytes:
             loads, n = self._profile.data.loads, self._context.config.train.global_batch
             trainable = self._executor(plan).trainable
             schedule = fullest_schedule(plan, loads, n, prices, trainable)
             self._run_on_all(TimingRequest(plan, schedule))
 
     def choose(self, plan: Plan, prices: Prices) -> None:
-        """End `follow` on the other processes with the chosen plan and its prices; process 0
-        only."""
+        """End `serve_requests` on the other processes; process 0 only."""
         self._send_request(TimingRequest(plan, prices=PriceList.from_prices(prices)))
 
     def serve_requests(self) -> tuple[Plan, Prices]:
-        """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""
+        """Run what process 0 requests until it has chosen a plan; returns it with its prices."""
         while True:
             request = self._context.peers.broadcast(_REQUEST, None, TimingRequest)
             if request.prices:
@@ -314,7 +272,7 @@ class PlanTrials:
                 self._run_request(request)
 
     def take_timed_plan(self, plan: Plan) -> TimedPlan | None:
-        """The compiled executor of a plan, None if it was not tried here; the others are closed."""
+        """Return the compiled executor of a plan, None if it was not tried; close the others."""
         timed = self._timed_plans.pop(self._plan_key(plan), None)
         if timed:
             timed.executor.replace_plan(plan)
@@ -329,7 +287,6 @@ class PlanTrials:
         self._context.peers.broadcast(_REQUEST, request, TimingRequest)
 
     def _run_on_all(self, request: TimingRequest) -> TimedPlan:
-        """What process 0 and the others do together."""
         self._send_request(request)
         try:
             return self._run_request(request)
@@ -338,8 +295,7 @@ class PlanTrials:
             raise
 
     def _run_request(self, request: TimingRequest) -> TimedPlan:
-        """The timed plan, one that has run a step where there is a schedule; its state is gone.
-        One that memory does not hold is closed."""
+        """Time a plan and run its step, if there is one; a plan that is too large is closed."""
         plan, name = request.plan, self._plan_key(request.plan)
         ex, timed = self._executor(plan), self._timed_plans.pop(name, None)
         config, peers = self._context.config, self._context.peers
@@ -371,7 +327,7 @@ class PlanTrials:
         return self._executors[name]
 
     def _plan_key(self, plan: Plan) -> str:
-        """What a plan's times depend on, as one word."""
+        """A hash of what a plan's times depend on."""
         trained = self._context.trained
         train = self._context.config.train
         stepping = train.optimizer, train.moments_dtype

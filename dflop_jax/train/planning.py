@@ -1,8 +1,9 @@
-"""From a workplace and its profile to the plan, and to what could be better."""
+"""Plans a run, explains the plan, and refuses configurations that cannot be planned or trained."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -10,8 +11,7 @@ from typing import Any
 
 from dflop_jax.config import Config
 from dflop_jax.config_fields import profiled_steps
-from dflop_jax.contract import SAVED_NAMES, edges_of, layer_kinds_of, working_dtype_of
-from dflop_jax.data import Source
+from dflop_jax.contract import SAVED_NAMES, Module, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.hardware import GIB
 from dflop_jax.plan.explain import Saving, check_placement_exists, savings
 from dflop_jax.plan.placement import SpaceLimits
@@ -32,11 +32,7 @@ from dflop_jax.records import (
 from dflop_jax.runtime.layout import can_join
 from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.profiling import (
-    OnProgress,
-    tensor_degrees,
-    with_default_degrees,
-)
+from dflop_jax.train.profiling import OnProgress, tensor_degrees, with_default_degrees
 from dflop_jax.train.run_context import RunContext
 
 SHOWN_PLACEMENTS = 10  # that an explanation compares; each more is made exact
@@ -46,19 +42,13 @@ def make_plan(
     context: RunContext, profile: Profile, on_progress: OnProgress | None = None, **options: Any
 ) -> SearchResult:
     """Return the policy's best plan for this model, data and devices; `options` are
-    `search_plan`'s.
-
-    Raises:
-      ValueError: the profile is of another model, or no plan fits.
-    """
-    return search_plan(
-        profile.model, profile.data, **{**_search_arguments(context, profile), **options},
-        on_progress=on_progress,
-    )  # fmt: skip
+    `search_plan`'s. ValueError if the profile is of another model, or no plan fits."""
+    arguments = {**_search_arguments(context, profile), **options}
+    return search_plan(profile.model, profile.data, **arguments, on_progress=on_progress)
 
 
 def explain_memory_savings(context: RunContext, profile: Profile, plan: Plan) -> list[Saving]:
-    """Return what each module of a plan that saves memory gets for the time that it costs."""
+    """Return the memory that each module of a plan saves, and the seconds that this costs."""
     spec = SearchSpec(**_search_arguments(context, profile))
     return savings(build_evaluator(profile.model, profile.data, spec), plan)
 
@@ -93,24 +83,21 @@ def _is_allowed_submesh(context: RunContext, m: SubmeshPlan) -> bool:
 
 def check_layers(context: RunContext, profile: Profile, profile_name: str, remedy: str) -> None:
     """ValueError where a profile is of another model."""
-    modules = context.model.modules
+    modules, problem = context.model.modules, ""
     layers = {name: m.n_layers for name, m in modules.items()}
     if profile.model.n_layers != layers:
-        raise ValueError(
-            f"{profile_name} is of a model with layers {profile.model.n_layers}, this one has "
-            f"{layers}; {remedy}"
-        )
-    for name, module in modules.items():
-        if profile.model.layer_kinds(name) != layer_kinds_of(module):
-            raise ValueError(
-                f"{profile_name} is of a model whose layers of {name!r} are of other kinds; "
-                f"{remedy}"
-            )
+        problem = f"with layers {profile.model.n_layers}, this one has {layers}"
+    elif other := [
+        n for n, m in modules.items() if profile.model.layer_kinds(n) != layer_kinds_of(m)
+    ]:
+        problem = f"whose layers of {other[0]!r} are of other kinds"
+    if problem:
+        raise ValueError(f"{profile_name} is of a model {problem}; {remedy}")
 
 
 def check_plannable(context: RunContext) -> None:
-    """ValueError, before anything is measured, where no plan can be made whatever is measured: the
-    policy has no placement, or the model's state alone is more than memory holds."""
+    """ValueError, before anything is measured, where the policy has no placement, or the model's
+    state alone is more than memory holds."""
     check_named_remat(context)
     modules, config = context.model.modules, with_default_degrees(context)
     kinds = {name: layer_kinds_of(m) for name, m in modules.items()}
@@ -132,8 +119,7 @@ def check_plannable(context: RunContext) -> None:
 
 
 def min_state_bytes(context: RunContext) -> float:
-    """Bytes of the model's state on a device, where every bit of it is split over all devices: more
-    than that is needed by any plan."""
+    """Bytes of the model's state on a device, split evenly over all: a lower bound of any plan."""
     tx, n_bytes = make_optimizer(context.config.train), 0.0
     dims_by_layer = parameter_dims(context.model, tx, context.trained.frozen)
     for name, module in context.model.modules.items():
@@ -154,25 +140,24 @@ def check_named_remat(context: RunContext) -> None:
         return
     for name, module in context.model.modules.items():
         shape = Shape(1, context.model.piece_tokens.get(name, context.token_multiple))
-        modules_by_kind = single_kind_modules(module).values()
-        named_bytes, layers_bytes = (
-            max(
-                residual_bytes(TraceSpec(module_of_kind, "layers", shape, remat=remat), 2)
-                for module_of_kind in modules_by_kind
-            )
-            for remat in ("named", "layers")
-        )
-        if named_bytes <= layers_bytes:
+        n_bytes = _max_residual_bytes(module, shape, "named")
+        if n_bytes <= _max_residual_bytes(module, shape, "layers"):
             raise ValueError(
                 f"train.remat=named: the layers of {name!r} name no value to keep; take layers or "
                 f"dots, or have them name one ({', '.join(SAVED_NAMES)})"
             )
 
 
+def _max_residual_bytes(module: Module, shape: Shape, remat: str) -> float:
+    """Residual bytes of the largest kind of layer of a module."""
+    kinds = single_kind_modules(module).values()
+    return max(residual_bytes(TraceSpec(kind, "layers", shape, remat=remat), 2) for kind in kinds)
+
+
 @dataclass(frozen=True)
 class WhatIf:
-    """A change, and the seconds that the best placement then takes for a global batch of as many
-    samples as before, with one bucket; None: nothing fits."""
+    """A change, and the seconds that the best placement then takes for as many samples as before,
+    with one bucket; None: nothing fits."""
 
     change: str
     makespan_s: float | None
@@ -181,98 +166,82 @@ class WhatIf:
 def evaluate_changes(
     context: RunContext, profile: Profile, on_progress: OnProgress | None = None
 ) -> list[WhatIf]:
-    """Return what searches with one thing changed each come to, the present state first."""
-    arguments = _search_arguments(context, profile)
-    # All look as far as the present state does, else less need would look worse.
-    arguments["config"] = with_limits(
-        SearchSpec(**arguments), profile.model, profile.data.loads
-    ).config
-    batch, limit = arguments["global_batch"], arguments["memory_bytes"]
-    sources = list(profile.model.n_layers)[:-1]
-    changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]
+    """Return the results of searches with one thing changed each, the present state first."""
+    arguments, model = _search_arguments(context, profile), profile.model
+    # All search as far as the present state does, else less need would look worse.
+    spec = with_limits(SearchSpec(**arguments), model, profile.data.loads)
+    arguments["config"] = spec.config
+    n, batch, limit = (arguments[k] for k in ("n_devices", "global_batch", "memory_bytes"))
+    changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, model)]
     if limit:
-        changes.append(("twice the memory", {"memory_bytes": 2 * limit}, profile.model))
-    if hardware := profile.model.hardware:
-        faster_links = hardware.with_links(8)
-        changes.append(("links 8x", {}, replace(profile.model, hardware=faster_links)))
-    for m in sources:
-        changes.append((f"half the work in {m}", {}, _halve_seconds(profile.model, m)))
-    changes.append(("twice the global batch", {"global_batch": 2 * batch}, profile.model))
-    changes.append(("twice the devices", {"n_devices": 2 * arguments["n_devices"]}, profile.model))
-    answers = []
-    for change, options, model in changes:
-        if "n_devices" in options and context.devices:
-            options = {**options, "allowed": lambda _: True}
-            model = replace(model, concurrency=2 * model.concurrency)
-        try:
-            result = search_plan(
-                model, profile.data, **{**arguments, **options}, n_shown=1, refine=False
-            )
-            scale = batch / options.get("global_batch", batch)
-            answers.append(WhatIf(change, scale * result.candidates[0].makespan_s))
-        except ValueError:
-            answers.append(WhatIf(change, None))
+        changes.append(("twice the memory", {"memory_bytes": 2 * limit}, model))
+    if model.hardware:
+        changes.append(("links 8x", {}, replace(model, hardware=model.hardware.with_links(8))))
+    for module in list(model.n_layers)[:-1]:
+        timings = tuple(t.scaled(0.5) if t.module == module else t for t in model.timings)
+        changes.append((f"half the work in {module}", {}, replace(model, timings=timings)))
+    changes.append(("twice the global batch", {"global_batch": 2 * batch}, model))
+    more_devices: dict[str, Any] = {"n_devices": 2 * n}
+    if context.devices:
+        more_devices["allowed"] = lambda _: True
+        model = replace(model, concurrency=2 * model.concurrency)
+    changes.append(("twice the devices", more_devices, model))
+    answers: list[WhatIf] = []
+    for change, options, changed_model in changes:
+        options = {**arguments, **options, "n_shown": 1, "refine": False}
+        makespan_s = None
+        with suppress(ValueError):
+            result = search_plan(changed_model, profile.data, **options)
+            makespan_s = batch / options["global_batch"] * result.candidates[0].makespan_s
+        answers.append(WhatIf(change, makespan_s))
         if on_progress:
             on_progress(len(answers), len(changes))
     return answers
 
 
-def _halve_seconds(profile: ModelProfile, module: str) -> ModelProfile:
-    """Return the profile with half the seconds in a module."""
-    timings = tuple(t.scaled(0.5) if t.module == module else t for t in profile.timings)
-    return replace(profile, timings=timings)
-
-
 def check_trainable(config: Config) -> None:
-    """ValueError where a configuration only plans, is to trace steps that it does not have, to
-    change plans without checkpoints, or to go by what it does not evaluate or save."""
-    if config.plan.hardware:
-        raise ValueError(
-            f"plan.hardware={config.plan.hardware} plans for devices that are not here; leave it "
-            "empty to train"
-        )
-    if config.plan.redecide_every and not config.checkpoint.saves:
-        raise ValueError(
-            f"plan.redecide_every={config.plan.redecide_every} changes plans through a checkpoint, "
-            "and checkpoint.every_s=0 writes none; leave it at 600"
-        )
-    if config.checkpoint.keep_best and not (config.checkpoint.saves and config.train.evaluates):
-        raise ValueError(
+    """ValueError where flags contradict each other in a run that trains."""
+    plan, checkpoint, train, data = config.plan, config.checkpoint, config.train, config.data
+    other_held_out = "data.factory" if data.factory else "data.eval_path" if data.eval_path else ""
+    reason = "a data.factory has its own" if data.factory else "train.eval_samples is 0"
+    stop_step = profiled_steps(train.profile_steps).stop
+    problems: tuple[tuple[object, str], ...] = (
+        (
+            plan.hardware,
+            f"plan.hardware={plan.hardware} plans for devices that are not here; leave it empty to "
+            "train",
+        ),
+        (
+            plan.redecide_every and not checkpoint.saves,
+            f"plan.redecide_every={plan.redecide_every} changes plans through a checkpoint, and "
+            "checkpoint.every_s=0 writes none; leave it at 600",
+        ),
+        (
+            checkpoint.keep_best and not (checkpoint.saves and train.evaluates),
             "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every_s, "
-            "train.eval_samples and train.eval_every"
-        )
-    if config.train.eval_every and not config.train.evaluates:
-        raise ValueError(
-            f"train.eval_every={config.train.eval_every} evaluates nothing: no sample is held out; "
-            "give train.eval_samples or train.eval_fraction"
-        )
-    if config.data.eval_path and (config.data.factory or not config.train.eval_samples):
-        reason = "a data.factory has its own" if config.data.factory else "train.eval_samples is 0"
-        raise ValueError(
-            f"data.eval_path={config.data.eval_path} is not evaluated on: {reason}; leave it out, "
-            "or say how many samples"
-        )
-    if (eval_fraction := config.train.eval_fraction) and (
-        config.data.factory or config.data.eval_path
-    ):
-        flag = "data.factory" if config.data.factory else "data.eval_path"
-        raise ValueError(
-            f"train.eval_fraction={eval_fraction:g}: {flag} says what is held out; leave one of "
-            "them out"
-        )
-    stop_step = profiled_steps(config.train.profile_steps).stop
-    if stop_step > config.train.steps and not config.train.epochs:  # whose steps the data say
-        raise ValueError(
-            f"train.profile_steps={config.train.profile_steps}, but with train.steps="
-            f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "
-            "earlier ones"
-        )
-
-
-def check_held_out(config: Config, source: Source) -> None:
-    """ValueError where nothing is held out to evaluate on."""
-    if not len(source):
-        raise ValueError(
-            f"train.eval_samples={config.train.eval_samples}, but {source.name} holds out no "
-            "sample; set it to 0, or give more data"
-        )
+            "train.eval_samples and train.eval_every",
+        ),
+        (
+            train.eval_every and not train.evaluates,
+            f"train.eval_every={train.eval_every} evaluates nothing: no sample is held out; give "
+            "train.eval_samples or train.eval_fraction",
+        ),
+        (
+            data.eval_path and (data.factory or not train.eval_samples),
+            f"data.eval_path={data.eval_path} is not evaluated on: {reason}; leave it out, or say "
+            "how many samples",
+        ),
+        (
+            train.eval_fraction and other_held_out,
+            f"train.eval_fraction={train.eval_fraction:g}: {other_held_out} says what is held out; "
+            "leave one of them out",
+        ),
+        (
+            stop_step > train.steps and not train.epochs,  # whose steps follow from the data
+            f"train.profile_steps={train.profile_steps}, but with train.steps={train.steps} the "
+            f"last step is number {train.steps - 1}; choose earlier ones",
+        ),
+    )
+    for is_refused, message in problems:
+        if is_refused:
+            raise ValueError(message)

@@ -1,4 +1,4 @@
-"""Measures what planning starts from: the data's loads and the model's times, on all processes."""
+"""Profiles the data and the model for planning, on all processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ import jax
 import msgspec
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.contract import (
-    Module,
-    MultimodalModel,
-    n_stacked_layers,
-    stacked_parts,
-    working_dtype_of,
-)
+from dflop_jax.contract import Module, n_stacked_layers, stacked_parts, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.data.content import content_counter
 from dflop_jax.distributed.devices import available_host_bytes
@@ -57,38 +51,33 @@ def check_not_empty(source: Source) -> None:
 
 
 def profile_data(context: RunContext, source: Source) -> DataProfile:
-    """Loads of up to `profile_samples` samples, evenly spread over the dataset, and of those of all
-    of it that ask for most, where the source names them."""
+    """Loads of up to `profile_samples` samples, evenly spread over the dataset, and of the largest
+    ones where the source names them."""
     check_not_empty(source)
     n = min(len(source), context.config.plan.profile_samples)
-    sampled_indices = [i * len(source) // n for i in range(n)]
     tail_indices: list[int] = getattr(source, "largest_samples", list)()
     count_load = content_counter(context.model)
-    loads, tail = (
-        tuple(count_load(source.load(i)) for i in indices)
-        for indices in (sampled_indices, tail_indices)
-    )
+    loads = tuple(count_load(source.load(i * len(source) // n)) for i in range(n))
+    tail = tuple(count_load(source.load(i)) for i in tail_indices)
     return DataProfile(source.name, len(source), loads, tail)
 
 
 def tensor_degrees(context: RunContext) -> list[int]:
-    """Degrees of tensor parallelism to profile: it stays inside a node, and inside a process where
-    several CPU devices of each cannot work together."""
+    """Degrees of tensor parallelism to profile, inside a node, and on CPU inside a process."""
     max_degree = min(with_default_degrees(context).max_model, context.node)
-    if context.hardware:
-        return [d for d in TENSOR_DEGREES if d <= max_degree]
     return [
         d
         for d in TENSOR_DEGREES
-        if d <= max_degree and _select_timing_devices(context, d, on_every_process=True)
+        if d <= max_degree
+        and (context.hardware or _select_timing_devices(context, d, on_every_process=True))
     ]
 
 
 def _select_timing_devices(
     context: RunContext, degree: int, *, on_every_process: bool
 ) -> list[tuple[jax.Device, ...]]:
-    """Devices that time programs of a tensor-parallel degree at once: of every process if these
-    compute `apart`, of every host where a process has too few, else of the first."""
+    """Blocks of devices that time programs of a tensor-parallel degree at once: of every process,
+    of every host where a process has too few, or only the first of these."""
     by_process: dict[int, list[jax.Device]] = {}
     for d in context.devices:
         by_process.setdefault(d.process_index, []).append(d)
@@ -100,23 +89,20 @@ def _select_timing_devices(
 
 
 def with_default_degrees(context: RunContext) -> PlanConfig:
-    """`plan.*` with the largest tensor-parallel and pipeline degrees that the model needs where
-    none are given."""
+    """Fill in the largest tensor-parallel and pipeline degrees where `plan.*` gives none."""
     config = context.config.plan
     if config.max_model and config.max_stage:
         return config
     modules = context.model.modules
     parameters = {m: sum(parameter_bytes(module).values()) for m, module in modules.items()}
-    half_precision_modules = [
-        m for m, module in modules.items() if working_dtype_of(module).itemsize == 2
-    ]
-    bytes_per_module = largest_module_bytes(parameters, half_precision_modules)
-    model, stage = parallel_limits(bytes_per_module, context.plannable_bytes, context.node)
+    half_precision = [m for m, module in modules.items() if working_dtype_of(module).itemsize == 2]
+    max_bytes = largest_module_bytes(parameters, half_precision)
+    model, stage = parallel_limits(max_bytes, context.plannable_bytes, context.node)
     return replace(config, max_model=config.max_model or model, max_stage=config.max_stage or stage)
 
 
 def parameter_bytes(module: Module) -> dict[str, float]:
-    """Bytes of a module's parameters in float32, of each part."""
+    """Bytes of the parameters in float32 of each part of a module."""
     return {
         part_name: 4.0
         * sum(prod(p.sizes) for p in param_dims(module, part_name))
@@ -128,14 +114,10 @@ def parameter_bytes(module: Module) -> dict[str, float]:
 def profile_model(
     context: RunContext, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
-    """Return the model's timings and the links of its devices, both from the cache when programs,
-    devices, shapes and versions are the same.
-
-    Processes with devices of their own measure a part each, otherwise process 0 all of it; how many
-    devices compute at once is measured by all together.
-    """
+    """Return the model's timings and the links of its devices, from the cache where it has them.
+    Processes with devices of their own measure a part each, otherwise process 0 all of it."""
     model = context.model
-    shapes, degrees = probe_shapes(context, data), tensor_degrees(context)
+    shapes, degrees = _probe_shapes(context, data), tensor_degrees(context)
     if context.hardware:
         profile = roofline_profile(
             model, context.hardware, shapes, degrees, n_devices=context.n_devices
@@ -147,13 +129,9 @@ def profile_model(
     return replace(profile, **parameter_dims(model, tx, context.trained.frozen))
 
 
-def probe_shapes(context: RunContext, data: DataProfile) -> dict[str, list[Shape]]:
-    """The shapes to time, on CPU devices those whose programs the host's memory holds; all
-    processes call this together.
-
-    Raises:
-      ValueError: the largest sample alone needs more memory.
-    """
+def _probe_shapes(context: RunContext, data: DataProfile) -> dict[str, list[Shape]]:
+    """The shapes to time, on CPU devices those whose programs the host's memory holds; for all
+    processes together. ValueError if the largest sample alone needs more memory."""
     model = context.model
     shapes = shapes_to_time(data, model, context.token_multiple)
     if context.hardware or context.devices[0].platform != "cpu":
@@ -173,33 +151,25 @@ def _time_model(
     degrees: list[int],
     on_progress: OnProgress | None,
 ) -> ModelProfile:
-    model, peers = context.model, context.peers
+    model, peers, n_devices = context.model, context.peers, len(context.devices)
     # Process 0's: what jax may take of a device, and so what is needed, differs a little.
     degrees = peers.broadcast("profile/degrees", degrees, list[int])
     devices = [d for d in context.devices if d.process_index == peers.process_index]
 
     @cache
     def key() -> str:
-        n = len(context.devices)
-        return profile_key(
-            model, devices, shapes, context.config.model, degrees, n, peers.n_processes
-        )
+        config = context.config.model
+        return profile_key(model, devices, shapes, config, degrees, n_devices, peers.n_processes)
 
     def measure() -> ModelProfile | None:
-        # Processes of a host share its cores.
-        on_every_process = (
-            context.devices[0].platform != "cpu" or len({*context.hosts}) == peers.n_processes
-        )
-        blocks = [
-            _select_timing_devices(context, degree, on_every_process=on_every_process)
-            for degree in degrees
-        ]
+        is_cpu = context.devices[0].platform == "cpu"
+        every = not is_cpu or len({*context.hosts}) == peers.n_processes  # else they share cores
+        blocks = [_select_timing_devices(context, d, on_every_process=every) for d in degrees]
         sync = partial(peers.barrier, "profile/alone")
         timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
         timings_by_process = peers.gather("profile/timings", timings, list[LayerTiming])
-        concurrency = _measure_concurrency(
-            model, shapes[list(model.modules)[-1]][-1], context, devices
-        )
+        last_module = [*model.modules][-1]
+        concurrency = _measure_concurrency(context, shapes[last_module][-1], devices)
         if not peers.is_primary:
             return None
         timings = [t for process_timings in timings_by_process for t in process_timings]
@@ -216,8 +186,8 @@ def _measure_cached(
     record_type: type[Measured],
     measure: Callable[[], Measured | None],
 ) -> Measured:
-    """What process 0's cache holds under a name and a key (asked of process 0), else what all
-    processes `measure` together, which process 0 returns."""
+    """Return the record in process 0's cache, else what all processes measure together, of which
+    process 0 returns the result."""
     peers, folder, record, file = context.peers, Path(context.config.cache_dir), None, Path()
     if peers.is_primary:
         file = folder / f"{name}-{key()}.json"
@@ -238,8 +208,8 @@ def _measure_cached(
 
 
 def measure_hardware(context: RunContext) -> Hardware:
-    """The devices' data sheet with nodes and links as they are here, from the cache when devices,
-    hosts and versions are the same; all processes call this together."""
+    """Return the devices' data sheet with nodes and links as measured here, from the cache where it
+    has them; for all processes together."""
     kind, hosts = context.devices[0].device_kind, context.hosts or ("",)
     node = node_size(context.devices, hosts)
 
@@ -248,43 +218,36 @@ def measure_hardware(context: RunContext) -> Hardware:
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
     def measure() -> Hardware | None:
-        timings = measure_links(context, node)
-        return hardware_with_links(kind, node, timings) if context.peers.is_primary else None
+        peers = context.peers
+        own_timings = time_links(context.devices, node, partial(peers.barrier, "links/sync"))
+        timings = max_over_processes(peers.gather("links/timed", own_timings, list[LinkTiming]))
+        return hardware_with_links(kind, node, timings) if peers.is_primary else None
 
     return _measure_cached(context, "links", key, Hardware, measure)
 
 
-def measure_links(context: RunContext, node: int) -> list[LinkTiming]:
-    """Timings of all processes, on process 0; all call this together."""
-    peers = context.peers
-    own_timings = time_links(context.devices, node, partial(peers.barrier, "links/sync"))
-    return max_over_processes(peers.gather("links/timed", own_timings, list[LinkTiming]))
-
-
 def _measure_concurrency(
-    model: MultimodalModel, shape: Shape, context: RunContext, local_devices: Sequence[jax.Device]
+    context: RunContext, shape: Shape, local_devices: Sequence[jax.Device]
 ) -> float:
-    """How many devices really compute at once: the rate of all against that of one alone; for
+    """Return how many devices really compute at once: the rate of all against that of one; for
     process 0."""
-    devices, peers = context.devices, context.peers
+    model, devices, peers = context.model, context.devices, context.peers
     if len(devices) == 1 or devices[0].platform != "cpu":
         return float(len(devices))
-    single_device_rate = (
-        measure_concurrent_rate(model, shape, local_devices[:1]) if peers.is_primary else 0.0
-    )
+    single_rate = 0.0
+    if peers.is_primary:
+        single_rate = measure_concurrent_rate(model, shape, local_devices[:1])
     peers.barrier("profile/together")
     own_rate = measure_concurrent_rate(model, shape, local_devices) if local_devices else 0.0
     rates = peers.gather("profile/rates", own_rate, float)
-    return (
-        min(float(len(devices)), max(1.0, sum(rates) / single_device_rate))
-        if peers.is_primary
-        else 0.0
-    )
+    if not peers.is_primary:
+        return 0.0
+    return min(float(len(devices)), max(1.0, sum(rates) / single_rate))
 
 
 def make_profile(
     context: RunContext, source: Source, on_progress: OnProgress | None = None
 ) -> Profile:
-    """Return the data profile of a source and the model profile on the devices at hand."""
+    """Profile the data of a source and the model on the devices at hand."""
     data = profile_data(context, source)
     return Profile(profile_model(context, data, on_progress), data)

@@ -1,11 +1,10 @@
-"""Whether another plan would now pay, by the samples that were trained on since the last look.
+"""Whether another plan would now pay, by the samples of recent steps.
 
-A plan is made for the data that the profile saw. Every `plan.redecide_every` steps process 0
-compares what the data asked for of late with what a plan was last searched for. Where they differ
-by more than chance it searches for another plan and simulates both, while the other processes wait.
-The run changes plans where the steps that are left save more than the change costs: it saves, and
-resumes under the other plan in the same process, so that losses agree to rounding. A run that is
-killed before its next checkpoint resumes under the plan that it had.
+Every `plan.redecide_every` steps process 0 compares the loads of recent samples with those that a
+plan was last searched for. Where they differ by more than chance it searches for another plan and
+simulates both, while the other processes wait. The run changes plans where the steps that are left
+save more than the change costs: it saves, and resumes under the other plan in the same process, so
+that losses agree to rounding.
 """
 
 from __future__ import annotations
@@ -38,29 +37,21 @@ class NewPlan:
 
 
 def find_drift(profiled: Sequence[Load], recent_loads: Sequence[Load]) -> float:
-    """The largest change of a module's mean tokens, or of a feature of its content, over the
-    larger of both; 0 where all are within chance."""
+    """Return the largest relative change of a module's mean tokens, or of a feature of its content;
+    0 where all are within chance."""
     max_change, loads = 0.0, (*profiled, *recent_loads)
     for module in dict.fromkeys(m for load in loads for m in load.pieces):
-        for amount in _tokens_and_content(loads, module):
-            profiled_amount, recent_amount = np.split(amount, [len(profiled)])
-            error = float(
-                np.sqrt(
-                    profiled_amount.var() / len(profiled_amount)
-                    + recent_amount.var() / len(recent_amount)
-                )
-            )
-            change = abs(float(recent_amount.mean() - profiled_amount.mean()))
+        for amounts in _tokens_and_content(loads, module):
+            before, now = np.split(amounts, [len(profiled)])
+            error = np.sqrt(before.var() / len(before) + now.var() / len(now))
+            change = abs(now.mean() - before.mean())
             if change > _MIN_STANDARD_ERRORS * error:
-                max_change = max(
-                    max_change, change / max(recent_amount.mean(), profiled_amount.mean())
-                )
+                max_change = max(max_change, float(change / max(now.mean(), before.mean())))
     return max_change
 
 
 def _tokens_and_content(loads: Sequence[Load], module: str) -> np.ndarray:
-    """What each sample has of tokens and of each feature of a module's content, [1 + features,
-    loads]."""
+    """Tokens and features of the content of each sample in a module, [1 + features, loads]."""
     n_features = max((len(c) for load in loads for c in load.content_of(module)), default=1)
     amounts = np.zeros((1 + n_features, len(loads)))
     for i, load in enumerate(loads):
@@ -72,7 +63,7 @@ def _tokens_and_content(loads: Sequence[Load], module: str) -> np.ndarray:
 def make_recent_profile(
     profiled: DataProfile, recent_loads: Sequence[Load], steps: range
 ) -> DataProfile:
-    """The profile of the samples of some steps; the largest that were known keep their room."""
+    """Return the profile of the samples of some steps; the largest known samples stay in it."""
     source = f"{profiled.source.split(', steps ')[0]}, steps {steps.start} to {steps.stop - 1}"
     loads = (*profiled.tail, *profiled.loads)
     modules = dict.fromkeys(m for load in loads for m in load.pieces)
@@ -83,8 +74,8 @@ def make_recent_profile(
 def predict_saving(
     plan: Plan, new_plan: Plan, profile: Profile, config: Config
 ) -> tuple[float | None, str]:
-    """The share of a step that `best` saves by simulation on the latest batches of a profile, of
-    what both plans have room for; None, and why, where the plan in use, `plan`, stays."""
+    """Return the share of a step that the new plan saves by simulation on the latest batches of a
+    profile; None, and why, where the current `plan` stays."""
     data, n = profile.data, config.train.global_batch
     if new_plan.layout == plan.layout:
         return None, "the plan is still the best"
@@ -106,23 +97,16 @@ def predict_saving(
 
 
 class Redecider:
-    """Looks whether another plan would pay; all processes look together, process 0 decides.
-
-    Args:
-      loads: what the data asks for of a step's batch, without a decoded sample: too large ones are
-        not replaced.
-    """
+    """Looks whether another plan would pay; `loads` gives those of a step's batch, in which too
+    large samples are not replaced."""
 
     def __init__(self, run: PlannedRun, loads: Callable[[int], list[Load]]):
         self._run, self._loads = run, loads
         self._profile = run.profile  # that a plan was last searched for
 
     def propose_plan(self, steps_done: int, step_s: Sequence[float]) -> NewPlan | None:
-        """Return what to change to after `done` steps, None to go on.
-
-        Args:
-          step_s: measured seconds of the steps since the last look, on process 0.
-        """
+        """Return the plan to change to, None to go on; for all processes together. `step_s` are
+        seconds of the steps since the last call, on process 0."""
         peers, new = self._run.context.peers, None
         if peers.is_primary:
             new, message = self._search_if_changed(steps_done, step_s)
@@ -132,8 +116,7 @@ class Redecider:
     def _search_if_changed(
         self, steps_done: int, step_s: Sequence[float]
     ) -> tuple[NewPlan | None, str]:
-        """Search where samples are others than those that a plan was last searched for; the plan
-        that is found, if the steps that are left save more than the change costs, and why."""
+        """Search where the samples have changed; returns the plan that pays, and why."""
         context, restart_s = self._run.context, self._run.start_s
         config = context.config
         n = -(-config.plan.profile_samples // config.train.global_batch)
@@ -141,10 +124,8 @@ class Redecider:
         recent_loads = [load for step in steps for load in self._loads(step)]
         if not (changed := find_drift(self._profile.data.loads, recent_loads)):
             return None, "samples are as those that were planned for"
-        log = self._run.progress.log
-        log(
-            f"after step {steps_done}: samples changed by {changed:.0%}; searching for another plan"
-        )
+        text = f"samples changed by {changed:.0%}; searching for another plan"
+        self._run.progress.log(f"after step {steps_done}: {text}")
         data = make_recent_profile(self._profile.data, recent_loads, steps)
         self._profile = replace(self._profile, data=data)
         try:
@@ -159,7 +140,6 @@ class Redecider:
         is_worthwhile = saving > _MIN_SAVING and saved_s > restart_s
         message = (
             f"another plan would save {saving:.0%} of a step, {saved_s:.1f} s in {steps_left} "
-            "steps, and "
-            f"cost {restart_s:.1f} s: " + ("changing to it" if is_worthwhile else "going on")
-        )
+            f"steps, and cost {restart_s:.1f} s: "
+        ) + ("changing to it" if is_worthwhile else "going on")
         return (NewPlan(new_plan, self._profile) if is_worthwhile else None), message

@@ -1,5 +1,4 @@
-"""The state that a run goes on from beside its arrays, and how all processes together find the
-checkpoint that holds it and restore the arrays."""
+"""The state of a run beside its arrays, and how all processes find and restore a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,15 +31,6 @@ from dflop_jax.train.step_figures import SkippedSteps
 
 log = logging.getLogger(__name__)
 VERSION = 4  # of `RunState` in checkpoints
-_WARNINGS = {
-    DAMAGED: "is damaged, using an older one",
-    OTHER_VERSION: "is of another version of this program, using an older one",
-}
-_NONE_READABLE = {
-    DAMAGED: "no checkpoint is whole; start again with --overwrite",
-    OTHER_VERSION: "this version of the program reads none of the checkpoints; resume by the one "
-    "that wrote them, or choose another --run_dir",
-}
 _PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
 _MEMORY, _FROZEN = "memory of a device", "frozen parts"
 _RECORDED_FLAGS = ("model.", "data.", "train.", "plan.")
@@ -72,35 +62,26 @@ _MEMORY_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run beside its arrays. A checkpoint stores it, a run updates it.
+    """The state of a run beside its arrays, which checkpoints store. None: to be made anew."""
 
-    Attributes:
-      step: steps that are done.
-      loader: see `Loader.state`.
-      plan, profile: None where they are to be made anew.
-      prices: that batches are scheduled by; None where they are to be made anew.
-      settings: flags and devices of the run, by name; see `run_settings`.
-      learnt: corrections of the prices, where the run corrects them.
-      skips: counts of the updates that were left out.
-    """
-
-    step: int = 0
-    loader: dict[str, Any] = field(default_factory=dict)
+    step: int = 0  # steps that are done
+    loader: dict[str, Any] = field(default_factory=dict)  # see `Loader.state`
     plan: Plan | None = None
     profile: Profile | None = None
-    prices: PriceList | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    learnt: CorrectionState | None = None
+    prices: PriceList | None = None  # that batches are scheduled by
+    settings: dict[str, Any] = field(default_factory=dict)  # see `run_settings`
+    learnt: CorrectionState | None = None  # where the run corrects its prices
     skips: SkippedSteps = field(default_factory=SkippedSteps)
     version: int = VERSION
 
+    def continue_from(self, stored: RunState) -> RunState:
+        """The stored state with this one's plan, profile, prices and settings."""
+        fields_kept = {n: getattr(self, n) for n in ("plan", "profile", "prices", "settings")}
+        return replace(stored, **fields_kept)
+
 
 def read_state(record: Mapping[str, Any]) -> RunState:
-    """Return the `RunState` that a checkpoint stores as `msgspec.to_builtins` gave it.
-
-    Raises:
-      OtherVersion: the record is of a version that this program does not read.
-    """
+    """Read the `RunState` in a checkpoint's record; OtherVersion if it is of another version."""
     if (version := record.get("version")) != VERSION:
         raise OtherVersion(f"its state has version {version}, this program reads {VERSION}")
     try:
@@ -110,8 +91,7 @@ def read_state(record: Mapping[str, Any]) -> RunState:
 
 
 def run_settings(context: RunContext) -> dict[str, Any]:
-    """Return the flags of model, data, training and planning and the devices of a run, by name, as
-    JSON has them."""
+    """Return the flags that checkpoints record and the devices of a run, by name."""
     return flag_settings(context.config) | {
         _PROCESSES: context.peers.n_processes,
         _DEVICES: len(context.devices),
@@ -129,11 +109,7 @@ def flag_settings(config: Config) -> dict[str, Any]:
 
 
 def frozen_parts(record: Mapping[str, Any]) -> list[str]:
-    """Return the parts that were frozen in the run of a checkpoint's record.
-
-    Raises:
-      OtherVersion: see `read_state`.
-    """
+    """Return the parts that were frozen in the run of a checkpoint's record."""
     return read_state(record).settings[_FROZEN].split(", ")
 
 
@@ -148,9 +124,9 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 def describe_changed_flags(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Name the flags of model, data and training that differ, with both values; "" for none."""
-    changes = find_changes(before, now)
-    training = [n for n in changes if n.startswith(("model.", "data.", "train."))]
-    return ", ".join(f"{name} {changes[name]}" for name in training)
+    changes = find_changes(before, now).items()
+    prefixes = "model.", "data.", "train."
+    return ", ".join(f"{name} {text}" for name, text in changes if name.startswith(prefixes))
 
 
 def is_other_device_count(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -161,16 +137,12 @@ def is_other_device_count(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 def reuse_state(
     stored: RunState, now: Mapping[str, Any], plan: Plan | None, profile: Profile | None
 ) -> tuple[RunState, str]:
-    """Return the plan, profile and prices that a resumed run can use, and a line for the log ("":
-    none).
+    """Return the state with the plan, profile and prices that a resumed run can use, and a line for
+    the log ("": none).
 
-    The stored plan and prices serve where no setting that decides between plans differs. The stored
-    profile serves where no setting differs that it was measured under; other numbers of devices and
-    processes are allowed. A plan or a profile that is given goes before the stored one.
-
-    Args:
-      now: settings of the resumed run.
-      plan, profile: that are given.
+    The stored plan and prices serve where no setting that decides between plans differs, the stored
+    profile where none differs that it was measured under; numbers of devices and processes may. A
+    given plan or profile goes before the stored one.
 
     Raises:
       ValueError: other parts train now.
@@ -191,23 +163,15 @@ def reuse_state(
         )
     if profile is None and not _PROFILE_SETTINGS & changes.keys():
         profile = stored.profile
-        if profile and _DEVICES in changes:
-            profile = scale_concurrency(profile, before[_DEVICES], now[_DEVICES])
+        if profile and _DEVICES in changes:  # the same share of the devices computes at once
+            model, n = profile.model, now[_DEVICES]
+            concurrency = min(float(n), model.concurrency * n / before[_DEVICES])
+            profile = replace(profile, model=replace(model, concurrency=concurrency))
     if not changes and plan in (None, stored.plan):
         return replace(stored, profile=profile), ""
-    message = ""
-    if plan is None:
-        names = "; ".join(f"{name} {text}" for name, text in changes.items())
-        message = f"{names}: planning anew"
+    names = "; ".join(f"{name} {text}" for name, text in changes.items())
+    message = "" if plan else f"{names}: planning anew"
     return replace(stored, plan=plan, profile=profile, prices=None), message
-
-
-def scale_concurrency(profile: Profile, before: int, now: int) -> Profile:
-    """Return a profile measured with `before` devices for `now` of the same kind: the times of
-    layers stay, and the same share of the devices computes at once."""
-    model = profile.model
-    concurrency = min(float(now), model.concurrency * now / before)
-    return replace(profile, model=replace(model, concurrency=concurrency))
 
 
 def _text(value: Any) -> str:
@@ -230,31 +194,22 @@ class Resume:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A checkpoint to set aside: some process cannot read it, or an older one was requested.
-
-    Attributes:
-      why: DAMAGED, OTHER_VERSION or PASSED_OVER.
-      error: the message of the error that was raised; "" for PASSED_OVER.
-    """
+    """A checkpoint to set aside: some process cannot read it, or an older one was requested."""
 
     step: int
-    why: str
-    error: str
+    why: str  # DAMAGED, OTHER_VERSION or PASSED_OVER
+    error: str  # the message of what was raised; "" for PASSED_OVER
 
 
 def find_checkpoint(
     folder: Path, peers: ProcessGroup, unreadable: list[Unreadable], at: int | None = None
 ) -> tuple[RunState, CheckpointReader] | None:
     """Return the newest checkpoint that every process can open, older than those in `unreadable`;
-    None if there is none at all. Newer ones that cannot be opened are logged, left as they are and
-    added to `unreadable`.
-
-    Args:
-      at: the step to resume from; newer ones are added to `unreadable`.
+    None if there is none at all. Newer ones that cannot be opened are logged and added to
+    `unreadable`, as are those that are newer than step `at`.
 
     Raises:
       ValueError: none of those that are there can be read, or there is none of step `at`.
-      StorageError: the folder cannot be read.
     """
     store = CheckpointStore(folder)
     below = min((u.step for u in unreadable), default=None)
@@ -271,25 +226,31 @@ def find_checkpoint(
         try:
             reader = store.open(step)
             opened = read_state(reader.run_state), reader
-        except CorruptCheckpoint as e:
-            error = Unreadable(step, DAMAGED, str(e))
-        except OtherVersion as e:
-            error = Unreadable(step, OTHER_VERSION, str(e))
+        except (CorruptCheckpoint, OtherVersion) as e:
+            why = DAMAGED if isinstance(e, CorruptCheckpoint) else OTHER_VERSION
+            error = Unreadable(step, why, str(e))
         worst = gather_unreadable(peers, f"{key}/{step}", error)
         if worst is None:
             return opened
         unreadable.append(worst)
     if not unreadable:
         return None
-    why = OTHER_VERSION if any(u.why == OTHER_VERSION for u in unreadable) else DAMAGED
-    raise ValueError(f"{folder}: {_NONE_READABLE[why]}")
+    if any(u.why == OTHER_VERSION for u in unreadable):
+        raise ValueError(
+            f"{folder}: this version of the program reads none of the checkpoints; resume by the "
+            "one that wrote them, or choose another --run_dir"
+        )
+    raise ValueError(f"{folder}: no checkpoint is whole; start again with --overwrite")
 
 
 def gather_unreadable(peers: ProcessGroup, key: str, error: Unreadable | None) -> Unreadable | None:
     """Return the error of the first process that has one, on every process; process 0 logs it."""
     worst = next(filter(None, peers.all_gather(key, error, Unreadable | None)), None)
     if worst and peers.is_primary:
-        log.warning("checkpoint of step %d %s: %s", worst.step, _WARNINGS[worst.why], worst.error)
+        is_damaged = worst.why == DAMAGED
+        problem = "damaged" if is_damaged else "of another version of this program"
+        text = "checkpoint of step %d is %s, using an older one: %s"
+        log.warning(text, worst.step, problem, worst.error)
     return worst
 
 
@@ -303,10 +264,7 @@ def restore(
 ) -> RunState:
     """Load a checkpoint's arrays, or those of an older one where it is damaged, and return the
     state of the one that was used. Newer ones are set aside: this run saves those steps again.
-
-    Raises:
-      ValueError: the checkpoint is of another model, or none can be read.
-    """
+    ValueError if the checkpoint is of another model, or none can be read."""
     while True:
         state, reader = checkpoint
         try:
@@ -315,8 +273,7 @@ def restore(
         except CorruptCheckpoint as e:  # on every process
             error = Unreadable(state.step, DAMAGED, str(e))
             worst = gather_unreadable(peers, f"damaged/{state.step}", error)
-            assert worst is not None
-            unreadable.append(worst)
+            unreadable.append(worst or error)
             older = find_checkpoint(saver.store.root, peers, unreadable)
             assert older is not None, "find_checkpoint raises where none is left"
             checkpoint = older

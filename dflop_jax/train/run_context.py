@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,8 +38,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def use_cache(folder: str | Path) -> None:
-    """Keep compiled programs in `folder`, so that a second run of the same plan compiles none, or
-    where jax itself was told to (JAX_COMPILATION_CACHE_DIR)."""
+    """Keep compiled programs in `folder`, or in JAX_COMPILATION_CACHE_DIR where that is set."""
     cache_dir = _USER_CACHE_DIR or str(Path(folder).resolve() / "xla")
     jax.config.update("jax_compilation_cache_dir", cache_dir)
     # The quick ones too: a run begins with dozens, which together take seconds.
@@ -51,8 +49,7 @@ def use_cache(folder: str | Path) -> None:
 def _cache_write(
     key: str, compile_s: float, name: str, backend: Any, executable: Any, *_: object
 ) -> None:
-    """What stands in for jax's own, which keeps what process 0 compiled only: here every process
-    compiles programs of its own."""
+    """Replace jax's own function, which keeps only what process 0 compiled."""
     min_seconds: float = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     if compile_s >= min_seconds:
         put: Callable[..., None] = compilation_cache.put_executable_and_time
@@ -62,15 +59,13 @@ def _cache_write(
 
 @dataclass
 class CompileCounts:
-    """Programs that this process has compiled, and those that it found in the cache."""
-
     compiled: int = 0
     cache_hits: int = 0
 
 
 @contextmanager
 def count_compiles() -> Iterator[CompileCounts]:
-    """The programs of this process in here, so far."""
+    """Count the programs that this process compiles and finds in the cache in here."""
     counts = CompileCounts()
 
     def on_event(event: str, **_: str | int) -> None:
@@ -88,23 +83,12 @@ def count_compiles() -> Iterator[CompileCounts]:
         jax.monitoring.unregister_event_duration_listener(on_duration)
 
 
-log = logging.getLogger("dflop_jax")
-# Sections that foretell the next one.
-REPEATED_SECTIONS = (TRAINING, DATA, SAVE, EVALUATION)
-
-
 def select_devices(n: int) -> list[jax.Device]:
-    """Return the first `n` devices, all for 0; pretends `n` CPU devices where only the CPU is
-    there.
-
-    Raises:
-      ValueError: fewer exist.
-    """
+    """Return the first `n` devices, all for 0; on CPU `n` devices are simulated. ValueError if
+    fewer exist."""
     if n > 0:
-        try:
+        with suppress(RuntimeError):  # devices are in use already
             jax.config.update("jax_num_cpu_devices", n)
-        except RuntimeError:
-            log.debug("devices are in use already; their number stays as it is")
     devices = jax.devices()
     if n > len(devices):
         raise ValueError(
@@ -115,14 +99,13 @@ def select_devices(n: int) -> list[jax.Device]:
 
 
 def import_object(flag: str, path: str) -> Callable[..., Any]:
-    """Return what an import path MODULE:FUNCTION names; ValueError, naming the flag, if nothing."""
+    """Return what an import path MODULE:FUNCTION names."""
     module, _, function = path.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(
-            f"{flag}={path!r}: {e}; give MODULE:FUNCTION, importable from here"
-        ) from None
+        text = f"{flag}={path!r}: {e}; give MODULE:FUNCTION, importable from here"
+        raise ValueError(text) from None
 
 
 def build_model(config: ModelConfig) -> MultimodalModel:
@@ -142,42 +125,32 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     return factory(config.size, config.dtype, attention_kernel=kernel)
 
 
-def build_trained_model(config: Config) -> MultimodalModel:
-    """Return the model of a configuration with what it is trained by and on: adapters, the loss.
+def build_trained_model(config: Config, chip: str = "") -> MultimodalModel:
+    """Return the model of a configuration with the adapters and the loss that it is trained with.
 
     Raises:
-      ValueError: see `build_model` and `optimizer.configure_model`.
+      ValueError: see `build_model` and `configure_model`, or the chip lacks its attention kernel.
     """
-    return configure_model(build_model(config.model), config.train)
-
-
-def build_model_for_chip(chip: str, config: Config) -> MultimodalModel:
-    """Return the model as it is trained; ValueError if it asks for what the chip cannot run."""
     kernel = config.model.attention_kernel
-    if kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
+    if chip and kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
         raise ValueError(
             f"model.attention_kernel={kernel} needs a GPU, the devices are {chip}; leave it at auto"
         )
-    return build_trained_model(config)
+    return configure_model(build_model(config.model), config.train)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every stage of a run works on.
-
-    `hardware` is what is planned for where it is not at hand; then there are no devices. `hosts`
-    names the host of each process; () for one process. `time` notes what the run's time goes to,
-    `sections` where its main thread is.
-    """
+    """What every stage of a run works on."""
 
     config: Config
     model: MultimodalModel
     devices: list[jax.Device]
     peers: ProcessGroup
-    hardware: Hardware | None = None
-    hosts: tuple[str, ...] = ()
+    hardware: Hardware | None = None  # that is planned for without devices
+    hosts: tuple[str, ...] = ()  # of each process; () for one process
     time_log: TimeLog = field(default_factory=TimeLog)
-    sections: Sections = field(default_factory=Sections)
+    sections: Sections = field(default_factory=Sections)  # where the main thread is
 
     @property
     def n_devices(self) -> int:
@@ -185,16 +158,15 @@ class RunContext:
 
     @property
     def token_multiple(self) -> int:
-        """Token capacities are multiples of this: what GPU kernels like, finer on CPU."""
+        """Token capacities are multiples of this."""
         kind = self.hardware.name if self.hardware else self.devices[0].platform
         return 32 if kind == "cpu" else 128
 
     @property
     def bytes_limit(self) -> int:
         """Bytes that jax takes of a device of this process; 0 where nobody says (CPU)."""
-        local_devices = (d for d in self.devices if d.process_index == jax.process_index())
-        device = next(local_devices, None)  # of others nothing is told
-        stats = device.memory_stats() if device else None
+        local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
+        stats = local_devices[0].memory_stats() if local_devices else None
         return (stats or {}).get("bytes_limit", 0)
 
     @property
@@ -228,12 +200,7 @@ class RunContext:
         return find_trained_parts(self.config.train, self.model)
 
     def source(self, split: str = "train") -> Source:
-        """Return the dataset, as the model wants its media and tokens; for all processes
-        together.
-
-        Raises:
-          ValueError: data that cannot be read, or a `data.factory` that cannot be imported.
-        """
+        """Open the dataset, as the model wants its media and tokens; for all processes together."""
         if factory := self.config.data.factory or getattr(self.model, "data_factory", ""):
             source = import_object("data.factory", factory)(self.config.data, self.model, split)
             check_hook_names(source)
@@ -256,21 +223,15 @@ class RunContext:
         )
         if not data.path:  # scenes, which have no index
             return open_source()
+        # The other processes find the index that process 0 makes.
         primary_source = open_source() if self.peers.is_primary else None
-        self.peers.barrier(
-            f"source/{barrier_name}"
-        )  # the others find the index that process 0 made
+        self.peers.barrier(f"source/{barrier_name}")
         return primary_source or open_source(check_media=False)
 
 
 def with_step_count(context: RunContext, n_samples: int) -> RunContext:
-    """The workplace with batches of no more samples than there are, and with the steps that
-    `train.epochs` of so many samples take in the place of these epochs, if there are any. The last
-    step is filled up with samples of the next epoch.
-
-    Raises:
-      ValueError: a warm-up that was set is longer than these epochs.
-    """
+    """Limit the batch to the samples that exist, and turn `train.epochs` into steps; the last step
+    is filled with samples of the next epoch. ValueError if a given warm-up is longer."""
     train = context.config.train
     batch, steps = min(train.global_batch, n_samples), train.steps
     if train.epochs:
@@ -282,15 +243,15 @@ def with_step_count(context: RunContext, n_samples: int) -> RunContext:
 
 
 def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
-    """Return the devices and the model of a configuration, with the compilation cache in place;
-    joins the other processes of the run, where there are some.
+    """Find the devices and build the model of a configuration, set up the compilation cache and
+    join the other processes.
 
     Args:
-      resume: the newest run of a `run_dir` with a time in its name is meant, not a new one.
+      resume: a `run_dir` with a time in its name means the newest such run.
 
     Raises:
-      ValueError: the model cannot be built, has no part that the training stage or the learning
-        rates name, too few devices exist, or the cache has no folder.
+      ValueError: the model cannot be built or lacks a part that is to train, too few devices exist,
+        or the cache has no folder.
     """
     if config.plan.hardware:
         return _make_planning_context(config)
@@ -299,20 +260,16 @@ def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
     use_cache(config.cache_dir)
     time_log = TimeLog()
     with time_log.track(CONNECT):
-        n_planned = config.plan.devices
-        peers = initialize(config.distributed, n_planned)
-        is_single_process = peers.n_processes == 1
-        devices = (
-            select_devices(n_planned)
-            if is_single_process
-            else run_devices(peers.n_processes, n_planned)
-        )
-        if not is_single_process and devices[0].platform == "cpu":
+        n, distributed = config.plan.devices, config.distributed
+        peers = initialize(distributed, n)
+        is_single = peers.n_processes == 1
+        devices = select_devices(n) if is_single else run_devices(peers.n_processes, n)
+        if not is_single and devices[0].platform == "cpu":
             connect_process_pairs(tuple(devices), peers)
     config = replace(config, run_dir=resolve_run_dir(config.run_dir, peers, resume=resume))
-    model = build_model_for_chip(chip_of(devices[0]), config)
-    distributed = config.distributed
-    sections = Sections(distributed.hang_factor, distributed.hang_min_s, REPEATED_SECTIONS)
+    model = build_trained_model(config, chip_of(devices[0]))
+    repeated_sections = (TRAINING, DATA, SAVE, EVALUATION)
+    sections = Sections(distributed.hang_factor, distributed.hang_min_s, repeated_sections)
     time_log.on_category = sections.begin
     hosts = tuple(peers.all_gather("hosts", socket.gethostname(), str))
     context = RunContext(config, model, devices, peers, None, hosts, time_log, sections)
@@ -321,7 +278,7 @@ def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
 
 
 def _make_planning_context(config: Config) -> RunContext:
-    """Return a workplace for planning only; no device is touched."""
+    """Return a context for planning only; no device is touched."""
     jax.config.update("jax_platforms", "cpu")  # a GPU's plugin asks for a driver else
     hardware = find_hardware(config.plan.hardware)
     if config.plan.devices < 1:
@@ -333,4 +290,4 @@ def _make_planning_context(config: Config) -> RunContext:
         hardware = replace(hardware, devices_per_node=config.plan.node)
     peers = ProcessGroup()
     config = replace(config, run_dir=resolve_run_dir(config.run_dir, peers, resume=False))
-    return RunContext(config, build_model_for_chip(hardware.chip, config), [], peers, hardware)
+    return RunContext(config, build_trained_model(config, hardware.chip), [], peers, hardware)

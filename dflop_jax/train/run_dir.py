@@ -20,11 +20,8 @@ TIME_PLACEHOLDER = "{time}"
 
 
 def resolve_run_dir(pattern: str, peers: ProcessGroup, *, resume: bool) -> str:
-    """`pattern` with the time in the place of "{time}", the same on all processes.
-
-    A run that is resumed, or that its launch has started again, keeps the name that it has: of all
-    that fit the pattern, the newest that has begun (of this launch).
-    """
+    """Replace "{time}" in `pattern` by the time, the same on all processes. A run that is resumed
+    or restarted keeps its name: the newest that fits the pattern (and is of this launch)."""
     if TIME_PLACEHOLDER not in pattern:
         return pattern
     name = _make_name(pattern, resume) if peers.is_primary else ""
@@ -33,10 +30,10 @@ def resolve_run_dir(pattern: str, peers: ProcessGroup, *, resume: bool) -> str:
 
 def _make_name(pattern: str, resume: bool) -> str:
     restart = is_restart()
+    is_match = is_restarted_run if restart else holds_run
     if restart or resume:
         folders = sorted(glob.glob("*".join(map(glob.escape, pattern.split(TIME_PLACEHOLDER)))))
-        matching = [f for f in folders if holds_run(f) and (not restart or belongs_to_launch(f))]
-        if matching:
+        if matching := [f for f in folders if is_match(f)]:
             return matching[-1]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name, n = pattern.replace(TIME_PLACEHOLDER, stamp), 1
@@ -47,7 +44,7 @@ def _make_name(pattern: str, resume: bool) -> str:
 
 
 def read_run_config(folder: str | Path) -> Config:
-    """The configuration that a run's folder keeps; ValueError where there is none."""
+    """Read the configuration of a run; ValueError where there is none."""
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise ValueError(f"{folder}: no {CONFIG} in it; give a run folder or an experiment file")
@@ -61,6 +58,7 @@ def read_run_config(folder: str | Path) -> Config:
     return config
 
 
-def belongs_to_launch(folder: str | Path) -> bool:
-    """Whether the launch that this process belongs to has begun the run in a folder."""
-    return read_launch_name(folder) == launch_name()
+def is_restarted_run(folder: str | Path) -> bool:
+    """Whether the launch of this process has begun the run in this folder before. A script may
+    train in several folders, of which others may hold older runs."""
+    return is_restart() and read_launch_name(folder) == launch_name()

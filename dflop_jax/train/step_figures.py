@@ -1,5 +1,5 @@
-"""Figures of a step beside its loss (seconds by phase, imbalance, memory, FLOP/s), steps whose
-update is skipped, and what a plan predicts of a run.
+"""Figures of a step beside its loss (seconds by phase, imbalance, memory, FLOP/s), skipped updates,
+and predictions of a run.
 
 The devices skip an update (`runtime.update`) by a limit that is known when the step is dispatched.
 The step before is in flight then, so norms count from the second step after theirs on, and a
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,44 +35,32 @@ from dflop_jax.records import (
     piece_tokens,
 )
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE, SkippedUpdate
-from dflop_jax.runtime.step_result import StepResult
 from dflop_jax.train.run_context import RunContext, with_step_count
 
 # Steps whose norms make the running median: more follow a falling norm later, fewer are moved by
 # a single batch.
 NORM_WINDOW = 128
 # Norms that are needed before one counts as a spike; in the first steps they change by themselves.
-MIN_NORMS = 16
+MIN_NORMS = NORM_WINDOW // 8
 NOT_FINITE, SPIKE = "not finite", "spike"
-_REMEDY = {
-    NOT_FINITE: "lower train.learning_rate, or look at the samples that metrics.jsonl names there",
-    SPIKE: "raise train.loss_spike (0: off), or lower train.learning_rate",
-}
 
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """What a run knows of its skipped steps after some step.
-
-    Attributes:
-      count: updates that were left out so far.
-      in_a_row: those since the last update that was made.
-      norms: (step, global gradient norm) of the last updates.
-    """
+    """The skipped updates of a run so far."""
 
     count: int = 0
-    in_a_row: int = 0
-    norms: tuple[tuple[int, float], ...] = ()
+    in_a_row: int = 0  # since the last update
+    norms: tuple[tuple[int, float], ...] = ()  # (step, global gradient norm) of the last updates
 
     def with_step(self, step: int, norm: float, applied: bool) -> SkippedSteps:
-        """The same after one more step."""
         if not applied:
             return replace(self, count=self.count + 1, in_a_row=self.in_a_row + 1)
         norms = (*self.norms, (step, norm))[-NORM_WINDOW:]
         return replace(self, in_a_row=0, norms=norms)
 
     def norm_limit(self, step: int, spike: float) -> float:
-        """Above which norm a step is left out: `spike` times the running median; infinite with
+        """The norm above which a step is skipped: `spike` times the running median; infinite with
         `spike` 0 and while few norms are known."""
         past_norms = [norm for norm_step, norm in self.norms if norm_step < step - 1]
         if not spike or len(past_norms) < MIN_NORMS:
@@ -80,35 +69,19 @@ class SkippedSteps:
 
 
 def describe_skip(skipped: SkippedUpdate) -> str:
-    """Why a step is skipped, in words."""
+    """Why a step is skipped, and what to do."""
     if skipped.why == SPIKE:
-        return "its gradient norm is above train.loss_spike times the usual one"
-    first, *other_modules = skipped.modules or ("all modules together",)
-    rest = f", then those of {', '.join(other_modules)}" if other_modules else ""
-    return f"gradients of {first} were not finite{rest}"
+        return (
+            "its gradient norm is above train.loss_spike times the usual one; raise "
+            "train.loss_spike (0: off), or lower train.learning_rate"
+        )
+    modules = ", then of ".join(skipped.modules) or "all modules together"
+    return (
+        f"gradients of {modules} were not finite; lower train.learning_rate, or look at the "
+        "samples that metrics.jsonl names there"
+    )
 
 
-def make_skipped_update(
-    result: StepResult, names: Callable[[], Sequence[str]]
-) -> SkippedUpdate | None:
-    """Why a step changed no parameter, with the names of its samples; None: it did."""
-    if result.applied:
-        return None
-    cause = SPIKE if math.isfinite(result.grad_norm) else NOT_FINITE
-    return SkippedUpdate(cause, result.not_finite, tuple(names()))
-
-
-def find_end_reason(
-    step: int, skipped: SkippedUpdate | None, n_in_a_row: int, max_bad_steps: int
-) -> str:
-    """Why the `n` skipped steps in a row up to this one end the run; "" where they do not."""
-    if skipped is None or n_in_a_row < max_bad_steps:
-        return ""
-    steps = f"step {step}" if n_in_a_row == 1 else f"the {n_in_a_row} steps up to {step}"
-    return f"{steps} changed no parameter: {describe_skip(skipped)}; {_REMEDY[skipped.why]}"
-
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MAX_PROCESSES = 32  # processes in a row of metrics: more would fill disk and trackers
 
 
@@ -138,89 +111,69 @@ def measure_imbalance(
 ) -> dict[str, float]:
     """Return by module how many more tokens the fullest data rank of a group has than the mean one,
     relative, over all groups of a batch; 0 where it has no token."""
-    imbalance_by_module: dict[str, float] = {}
+    imbalance: dict[str, float] = {}
     for module in layout.modules:
-        tokens = np.array(piece_tokens(loads, module), np.float64)
-        n_ranks, max_tokens, mean_tokens = layout.data_ranks(module), 0.0, 0.0
-        for pieces in (g.pieces for g in schedule.groups if g.module == module):
-            rank_tokens = np.bincount(pieces.rank, tokens[pieces.piece_id], n_ranks)
-            max_tokens, mean_tokens = (
-                max_tokens + float(rank_tokens.max()),
-                mean_tokens + float(rank_tokens.mean()),
-            )
-        imbalance_by_module[module] = max_tokens / mean_tokens - 1 if mean_tokens else 0.0
-    return imbalance_by_module
+        tokens, n_ranks = np.array(piece_tokens(loads, module), float), layout.data_ranks(module)
+        pieces = [g.pieces for g in schedule.groups if g.module == module]
+        rank_tokens = [np.bincount(p.rank, tokens[p.piece_id], n_ranks) for p in pieces]
+        max_tokens = float(sum(t.max() for t in rank_tokens))
+        mean_tokens = float(sum(t.mean() for t in rank_tokens))
+        imbalance[module] = max_tokens / mean_tokens - 1 if mean_tokens else 0.0
+    return imbalance
 
 
 def slowest_processes(process_s: Mapping[int, float]) -> dict[str, float]:
-    """Return the seconds of the slowest processes, by number."""
     processes = sorted(process_s, key=lambda p: -process_s[p])[:_MAX_PROCESSES]
     return {str(p): process_s[p] for p in sorted(processes)}
 
 
 def measure_memory(devices: Iterable[jax.Device]) -> dict[str, float]:
-    """Return bytes that this process holds: of its device that holds most, the most that it held
-    so far, and of the host; without what the backend or the system does not tell."""
+    """Return the bytes in use of this process: of its fullest device, now and at the peak, and of
+    the host; without what the backend or the system does not report."""
     process = jax.process_index()
     stats = [d.memory_stats() or {} for d in devices if d.process_index == process]
-    stat_names = {DEVICE: "bytes_in_use", DEVICE_PEAK: "peak_bytes_in_use"}
-    bytes_in_use = {
-        name: float(max(s.get(key, 0) for s in stats))
-        for name, key in stat_names.items()
-        if any(key in s for s in stats)
-    }
-    with suppress(OSError, ValueError, IndexError):
-        bytes_in_use[HOST] = float(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    bytes_in_use: dict[str, float] = {}
+    for name, key in {DEVICE: "bytes_in_use", DEVICE_PEAK: "peak_bytes_in_use"}.items():
+        if any(key in s for s in stats):
+            bytes_in_use[name] = float(max(s.get(key, 0) for s in stats))
+    with suppress(OSError):
+        n_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        bytes_in_use[HOST] = float(n_pages * os.sysconf("SC_PAGE_SIZE"))
     return bytes_in_use
 
 
 def max_by_name(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the most of all processes, by name."""
-    return _reduce_by_name(records, max)
+    maxima: dict[str, Any] = {}
+    for record in records:
+        for name, value in record.items():
+            maxima[name] = max(value, maxima.get(name, value))
+    return maxima
 
 
 def sum_by_name(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum over all processes, by name."""
-    return _reduce_by_name(records, sum)
-
-
-def _reduce_by_name(
-    records: Iterable[Mapping[str, Any]], reduce: Callable[[Iterable[Any]], Any]
-) -> dict[str, Any]:
-    values: dict[str, list[Any]] = {}
+    sums: Counter[str] = Counter()
     for record in records:
-        for name, value in record.items():
-            values.setdefault(name, []).append(value)
-    return {name: reduce(v) for name, v in values.items()}
+        sums.update(record)
+    return dict(sums)
 
 
 def peak_flops(
     config: Config, devices: Sequence[jax.Device], hardware: Hardware | None = None
 ) -> float | None:
-    """Peak FLOP/s of a device, or of hardware that is planned for, by `train.peak_flops`, else by
-    the name of the chip and the compute dtype; None where neither says it, as of cores of a
-    host."""
-    dtype = config.model.dtype
-    if config.train.peak_flops or not (devices or hardware):
+    """Peak FLOP/s of a device, or of hardware that is planned for: `train.peak_flops`, else by the
+    chip and the compute dtype; None where unknown, as of CPUs."""
+    if config.train.peak_flops:
         return config.train.peak_flops
     if hardware:
-        return None if hardware.name == "cpu" else hardware.peak_flops(dtype)
-    return chip_peak_flops(devices[0].device_kind, dtype)
+        return None if hardware.name == "cpu" else hardware.peak_flops(config.model.dtype)
+    return chip_peak_flops(devices[0].device_kind, config.model.dtype)
 
 
 def measure_utilisation(
-    flops: Mapping[str, float],
-    step_s: float,
-    layout: Layout,
-    n_devices: int,
-    peak: float | None,
+    flops: Mapping[str, float], step_s: float, layout: Layout, n_devices: int, peak: float | None
 ) -> dict[str, Any]:
-    """Return the fields of `StepMetrics` about FLOPs, from those needed by module; rates are 0
-    where a step took no time.
-
-    Args:
-      peak: FLOP/s that a device reaches at most, if it is known.
-    """
+    """Return the fields of `StepMetrics` about FLOPs, from those needed by module; `peak` is the
+    peak FLOP/s of a device, if known."""
     per_s = {m: n / step_s if step_s > 0 else 0.0 for m, n in flops.items()}
     total_per_s = sum(per_s.values())
     fields: dict[str, Any] = {
@@ -246,22 +199,15 @@ def row_tokens(layout: Layout) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """What a plan's predicted step comes to over a run.
-
-    Attributes:
-      steps, run_s: all steps, and their seconds.
-      tokens_per_s: of samples, not padding, in the last module, as metrics have it.
-      mfu: needed FLOP/s over the peak of all devices; None where no peak is known.
-    """
+    """Predictions of a whole run under a plan."""
 
     steps: int
     run_s: float
-    tokens_per_s: float
-    mfu: float | None
+    tokens_per_s: float  # without padding, in the last module
+    mfu: float | None  # None where no peak is known
 
 
 def predict_run(context: RunContext, data: DataProfile, plan: Plan) -> PredictedRun:
-    """Return what the steps of a run take under a plan, of samples such as the profile's."""
     config, step_s = context.config, plan.predicted.makespan_s
     train = with_step_count(context, data.n_total).config.train
     batches_per_s = train.global_batch / len(data.loads) / step_s  # of loads such as all of these
@@ -269,12 +215,10 @@ def predict_run(context: RunContext, data: DataProfile, plan: Plan) -> Predicted
     tokens = sum(load.tokens(last) for load in data.loads)
     run_flops = context.n_devices * (peak_flops(config, context.devices, context.hardware) or 0.0)
     if run_flops:
-        flops_by_module = needed_flops(
-            context.model, row_tokens(plan.layout), context.trained.frozen
-        )
+        needed = needed_flops(context.model, row_tokens(plan.layout), context.trained.frozen)
         flops = sum(
             sum(map(piece_flops, load.lengths(module), load.content_of(module)))
-            for module, piece_flops in flops_by_module.items()
+            for module, piece_flops in needed.items()
             for load in data.loads
         )
         mfu = flops * batches_per_s / run_flops

@@ -2,85 +2,61 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
+from dflop_jax.data import Loader
 from dflop_jax.records import Trace
 from dflop_jax.report.metrics import SkippedUpdate, StepMetrics
 from dflop_jax.report.trace import group_labels
 from dflop_jax.runtime.step_result import LocalResult, StepHandle, StepResult
+from dflop_jax.train import step_figures as figures
 from dflop_jax.train.callbacks import StepDone
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.correction import Corrector
 from dflop_jax.train.feed import PackedBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.run_context import CompileCounts
-from dflop_jax.train.step_figures import (
-    SkippedSteps,
-    describe_skip,
-    find_end_reason,
-    make_skipped_update,
-    max_by_name,
-    measure_memory,
-    measure_utilisation,
-    peak_flops,
-    phase_seconds,
-    slowest_processes,
-)
-
-log = logging.getLogger("dflop_jax")
-# Samples after which a run is refused that has had no supervised token; a run may be shorter.
-MIN_SAMPLES = 256
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a process tells process 0 about a finished step; `stop`: a signal came to it,
-    `memory_bytes` is what it holds, `stop_reason` why a callback ends the run."""
+    """What a process sends to process 0 about a finished step."""
 
     local_result: LocalResult
     compiles: int
-    stop: bool
+    stop: bool  # a signal came to this process
     memory_bytes: dict[str, float]
-    stop_reason: str = ""
+    stop_reason: str  # why a callback ends the run
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What process 0 tells all about a finished step; `compiles` are those of all processes,
-    `stop`, `stopped_by`: see `StepReport`, `save`: the next state is to be saved."""
+    """What process 0 sends to all about a finished step."""
 
     done: StepDone
-    compiles: int
+    compiles: int  # of all processes
     stop: bool
     stopped_by: str
-    save: bool
+    save: bool  # the next state is to be saved
 
 
 class StepLog:
     """Gathers what the processes saw of each step; process 0 (which has a folder) writes
-    metrics.jsonl, the progress bar and, at the end, trace.json. `skips` counts the steps whose
-    updates are left out; `names` gives the samples of a step."""
+    metrics.jsonl, the progress bar and, at the end, trace.json."""
 
     def __init__(
-        self,
-        run: PlannedRun,
-        counter: CompileCounts,
-        corrector: Corrector | None,
-        skips: SkippedSteps,
-        names: Callable[[int], Sequence[str]],
+        self, run: PlannedRun, loader: Loader, counter: CompileCounts, corrector: Corrector | None
     ):
         context, config = run.context, run.context.config
         self._run, self._config, self._peers = run, config.train, context.peers
-        self._corrector, self._names = corrector, names
-        self.skips = skips
+        self._loader, self._corrector = loader, corrector
+        self.skips = run.state.skips
         self.end_reason = ""  # why skipped steps end the run, on process 0
-        self._peak_flops = peak_flops(config, context.devices)
+        self._peak_flops = figures.peak_flops(config, context.devices)
         self._rates = learning_rates(config.train)
         peak = config.train.learning_rate
         self._factors = {g: rate / peak for g, rate in context.trained.rates.items()}
@@ -91,25 +67,17 @@ class StepLog:
         self._last_step = config.train.steps - 1
         self._ended_s: float | None = None
         self._trace_and_batch: tuple[Trace, PackedBatch] | None = None
-        self.n_unsupervised = 0  # steps without a supervised token, on process 0
+        self._is_supervised = run.state.step > 0  # some token was, so far
+        self._min_samples = config.plan.profile_samples
 
     def finish(
-        self,
-        handle: StepHandle,
-        batch: PackedBatch,
-        waits: Waits,
-        stop: bool,
-        save: bool = False,
+        self, handle: StepHandle, batch: PackedBatch, waits: Waits, stop: bool, save: bool
     ) -> StepOutcome:
         """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
-        run, process 0's `save` to save.
-
-        Raises:
-          ValueError: no step of the run so far had a supervised token.
-        """
+        run, process 0's `save` to save. ValueError if no step so far had a supervised token."""
         local_result = handle.local_result(self._peers.clock_offset_s)
         compiled, callbacks = self._counter.compiled, self._run.callbacks
-        memory_bytes = measure_memory(self._run.context.devices)
+        memory_bytes = figures.measure_memory(self._run.context.devices)
         report = StepReport(
             local_result, compiled - self._compiled, stop, memory_bytes, callbacks.stop_reason
         )
@@ -118,10 +86,9 @@ class StepLog:
         primary_outcome = None
         if self._peers.is_primary:
             result = handle.result([r.local_result for r in reports])
-            sums, means = result.sums, batch.loss.means(result.sums)
-            norm = result.grad_norm
+            loss, means = batch.loss.total(result.sums), batch.loss.means(result.sums)
             primary_outcome = StepOutcome(
-                StepDone(batch.step, batch.loss.total(sums), means, norm, result.applied, None),
+                StepDone(batch.step, loss, means, result.grad_norm, result.applied, None),
                 sum(r.compiles for r in reports),
                 any(r.stop for r in reports),
                 next((r.stop_reason for r in reports if r.stop_reason), ""),
@@ -135,15 +102,15 @@ class StepLog:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
             process_s = handle.process_seconds(result) if self._peers.n_processes > 1 else {}
-            memory_bytes = max_by_name(r.memory_bytes for r in reports)
-            skipped = make_skipped_update(result, partial(self._names, batch.step))
-            self._log(result, batch, waits, outcome, memory_bytes, process_s, skipped)
+            values = {
+                "compiles": outcome.compiles,
+                "memory_bytes": figures.max_by_name(r.memory_bytes for r in reports),
+                "process_s": figures.slowest_processes(process_s),
+            }
+            self._log(result, batch, waits, done, values)
         else:
             callbacks.after_step(done)
         self.skips = self.skips.with_step(done.step, done.grad_norm, done.updated)
-        if self._peers.is_primary:
-            in_a_row, limit = self.skips.in_a_row, self._config.max_bad_steps
-            self.end_reason = find_end_reason(done.step, skipped, in_a_row, limit)
         return outcome
 
     def _log(
@@ -151,38 +118,13 @@ class StepLog:
         result: StepResult,
         batch: PackedBatch,
         waits: Waits,
-        outcome: StepOutcome,
-        memory_bytes: Mapping[str, float],
-        process_s: Mapping[int, float],
-        skipped: SkippedUpdate | None,
+        done: StepDone,
+        values: Mapping[str, Any],
     ) -> None:
         run = self._run
         assert run.folder is not None
-        start_s = result.started_s if self._ended_s is None else self._ended_s
-        # When devices began to wait for the first step is not known.
-        idle_s = math.inf if self._ended_s is None else max(result.started_s - start_s, 0.0)
-        waits_s = waits.idle_by_cause(idle_s)
-        run.context.time_log.step(batch.step, waits_s)
-        if skipped:
-            run.progress.log(f"step {batch.step} changed no parameter: {describe_skip(skipped)}")
-        row = StepMetrics(
-            loss=outcome.done.loss,
-            losses=outcome.done.losses,
-            grad_norm=result.grad_norm,
-            busy_fraction=result.trace.busy_fraction(),
-            compiles=outcome.compiles,
-            schedule_wait_s=waits.schedule_s,
-            save_wait_s=waits.save_s,
-            memory_bytes=memory_bytes,
-            correction=self._corrector.report if self._corrector else {},
-            process_s=slowest_processes(process_s),
-            skipped=skipped,
-            **self._time_figures(result, batch, start_s, waits_s if math.isfinite(idle_s) else {}),
-            **self._learning_rates(batch.step),
-            **batch_figures(batch),
-        )
-        user_metrics = run.callbacks.after_step(replace(outcome.done, row=row))
-        row = replace(row, own=user_metrics) if user_metrics else row
+        row = self._make_row(result, batch, waits, done, values)
+        row = replace(row, own=run.callbacks.after_step(replace(done, row=row)))
         self.step_s.append(row.step_s)
         run.folder.append(row)
         run.progress.update(row)
@@ -190,74 +132,93 @@ class StepLog:
         # The last step but one: steady, and not the one that drains the pipeline.
         if self._trace_and_batch is None or batch.step < self._last_step:
             self._trace_and_batch = (result.trace, batch)
-        if not batch.loss.is_supervised:
-            self._note_unsupervised(batch.step)
+        self._check_supervised(batch)
 
-    def _time_figures(
-        self, result: StepResult, batch: PackedBatch, start_s: float, waits_s: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """Return the fields of `StepMetrics` that follow from the step's seconds."""
-        layout, n_devices = self._run.ex.plan.layout, self._run.context.n_devices
+    def _make_row(
+        self,
+        result: StepResult,
+        batch: PackedBatch,
+        waits: Waits,
+        done: StepDone,
+        values: Mapping[str, Any],
+    ) -> StepMetrics:
+        run, schedule, counts = self._run, batch.schedule, batch.counts
+        layout, n_devices = run.ex.plan.layout, run.context.n_devices
+        start_s = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - start_s, 0.0)
-        tokens, trace = batch.counts.used_tokens[layout.modules[-1]], result.trace
+        # When devices began to wait for the first step is not known.
+        idle_s = math.inf if self._ended_s is None else max(result.started_s - start_s, 0.0)
+        waits_s = waits.idle_by_cause(idle_s)
+        run.context.time_log.step(batch.step, waits_s)
+        waits_s = waits_s if math.isfinite(idle_s) else {}
         offset_s = start_s - result.started_s
-        return {
-            "step_s": step_s,
-            "tokens_per_s": tokens / step_s if step_s > 0 else 0.0,
-            "phase_s": phase_seconds(layout, trace, offset_s, step_s, waits_s),
-            **measure_utilisation(batch.counts.flops, step_s, layout, n_devices, self._peak_flops),
-        }
+        rate = float(self._rates[batch.step - self.skips.count])  # which only updates advance
+        return StepMetrics(
+            step=batch.step,
+            loss=done.loss,
+            losses=done.losses,
+            grad_norm=done.grad_norm,
+            skipped=self._find_skip(result, batch.step),
+            learning_rate=rate,
+            learning_rates={g: rate * factor for g, factor in self._factors.items()},
+            supervised_tokens=counts.supervised_tokens,
+            n_bad=len(counts.bad),
+            step_s=step_s,
+            tokens_per_s=counts.used_tokens[layout.modules[-1]] / step_s if step_s > 0 else 0.0,
+            phase_s=figures.phase_seconds(layout, result.trace, offset_s, step_s, waits_s),
+            busy_fraction=result.trace.busy_fraction(),
+            save_wait_s=waits.save_s,
+            schedule_wait_s=waits.schedule_s,
+            schedule_s=schedule.elapsed_s,
+            makespan_s=schedule.makespan_s,
+            lower_bound_s=schedule.lower_bound_s,
+            integer_bound_s=schedule.integer_bound_s,
+            schedule_gap=schedule.gap,
+            schedule_work=schedule.work,
+            made_by=schedule.made_by,
+            groups=batch.groups_run,
+            padding_fraction=batch.padding_fraction,
+            imbalance=batch.imbalance,
+            moved_in_node=counts.in_node,
+            moved_across_nodes=counts.across_nodes,
+            correction=self._corrector.report if self._corrector else {},
+            **figures.measure_utilisation(
+                counts.flops, step_s, layout, n_devices, self._peak_flops
+            ),
+            **values,
+        )
 
-    def _learning_rates(self, step: int) -> dict[str, Any]:
-        """Return the fields of `StepMetrics` with learning rates: the schedule advances only with
-        the updates that are made."""
-        rate = float(self._rates[step - self.skips.count])
-        by_group = {g: rate * factor for g, factor in self._factors.items()}
-        return {"learning_rate": rate, "learning_rates": by_group}
+    def _find_skip(self, result: StepResult, step: int) -> SkippedUpdate | None:
+        """Log why a step changed no parameter, and set the reason to end where too many in a row
+        did; None for a step that did."""
+        if result.applied:
+            return None
+        cause = figures.SPIKE if math.isfinite(result.grad_norm) else figures.NOT_FINITE
+        names = tuple(self._run.source.label(i) for i in self._loader.indices(step))
+        skipped = SkippedUpdate(cause, result.not_finite, names)
+        text = f"step {step} changed no parameter: {figures.describe_skip(skipped)}"
+        self._run.progress.log(text)
+        n_in_a_row = self.skips.in_a_row + 1
+        if n_in_a_row >= self._config.max_bad_steps:
+            self.end_reason = f"{text} ({n_in_a_row} in a row; see train.max_bad_steps)"
+        return skipped
 
-    def _note_unsupervised(self, step: int) -> None:
-        self.n_unsupervised += 1
-        steps_done = step + 1
-        if self.n_unsupervised == 1:
-            log.warning("step %d has no supervised token; others are counted at the end", step)
-        n_samples = steps_done * self._config.global_batch
-        if self.n_unsupervised == steps_done and (
-            n_samples >= MIN_SAMPLES or step == self._last_step
-        ):
+    def _check_supervised(self, batch: PackedBatch) -> None:
+        """ValueError if none of the first samples, as many as a profile reads, is supervised."""
+        self._is_supervised |= batch.loss.is_supervised
+        n, limit = (batch.step + 1) * self._config.global_batch, self._min_samples
+        if not self._is_supervised and (n >= limit or batch.step == self._last_step):
             raise ValueError(
-                f"none of the first {n_samples} samples has a supervised token; give answers a "
-                "weight above 0 (weight, loss and train of their turns), or raise data.max_tokens "
-                "where it cuts them away"
+                f"none of the first {n} samples has a supervised token; give answers a weight "
+                "above 0 (weight, loss and train of their turns), or raise data.max_tokens where "
+                "it cuts them away"
             )
 
     def exclude_pause(self) -> None:
-        """Something other than steps ran (an evaluation): do not count it as step time."""
+        """Do not count what ran since the last step, such as an evaluation, as step time."""
         self._ended_s = None
 
     def write_trace(self) -> None:
-        """Write the trace that was kept, if there is one."""
         if self._trace_and_batch is not None and self._run.folder is not None:
             trace, batch = self._trace_and_batch
             self._run.folder.write_trace([trace], group_labels([batch.schedule]))
-
-
-def batch_figures(batch: PackedBatch) -> dict[str, Any]:
-    """Return the fields of `StepMetrics` that a batch and its schedule have before the step."""
-    schedule, counts = batch.schedule, batch.counts
-    return {
-        "step": batch.step,
-        "supervised_tokens": counts.supervised_tokens,
-        "padding_fraction": batch.padding_fraction,
-        "groups": batch.groups_run,
-        "schedule_s": schedule.elapsed_s,
-        "makespan_s": schedule.makespan_s,
-        "lower_bound_s": schedule.lower_bound_s,
-        "made_by": schedule.made_by,
-        "schedule_gap": schedule.gap,
-        "integer_bound_s": schedule.integer_bound_s,
-        "schedule_work": schedule.work,
-        "n_bad": len(counts.bad),
-        "imbalance": batch.imbalance,
-        "moved_in_node": counts.in_node,
-        "moved_across_nodes": counts.across_nodes,
-    }

@@ -1,7 +1,6 @@
 """Trains a model under a plan: profile -> plan -> compile -> calibrate -> steps -> report.
 
-With several processes each runs all of this; process 0 decides what the others are then sent: the
-profile, the plan, the schedules, and when to stop.
+Every process runs all of this; process 0 decides and sends profile, plan, schedules and the end.
 """
 
 from __future__ import annotations
@@ -27,20 +26,14 @@ from dflop_jax.distributed.process_exit import TransientError, exit_code_of, is_
 from dflop_jax.distributed.processes import is_restart, launch_name
 from dflop_jax.folders import tolerate_full_disk
 from dflop_jax.records import Plan, Profile
+from dflop_jax.report import run_folder
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.run_folder import (
-    CHECKPOINTS,
-    CORRECTIONS,
-    HUNG,
-    SUMMARY,
-    FolderInUse,
-    RunFolder,
-)
-from dflop_jax.report.run_folder import PLAN as PLAN_FILE
+from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.report.wall_time import EVENTS, REDECISION, SAVE, START
 from dflop_jax.runtime.executor import Executor
+from dflop_jax.train import plan_trials
 from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
 from dflop_jax.train.choose_plan import (
     PlannedRun,
@@ -52,28 +45,14 @@ from dflop_jax.train.choose_plan import (
     predict_plan,
 )
 from dflop_jax.train.correction import read_samples
-from dflop_jax.train.initial_params import make_initializer, warn_unexportable_adapters
+from dflop_jax.train.load_params import make_initializer
 from dflop_jax.train.loop import TrainLoop
-from dflop_jax.train.plan_trials import (
-    REPEATS,
-    TimedPlan,
-    compile_and_time,
-    make_executor,
-    translate_memory_errors,
-)
-from dflop_jax.train.planning import check_held_out, check_trainable
+from dflop_jax.train.planning import check_trainable
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
-from dflop_jax.train.resume import (
-    Resume,
-    RunState,
-    Unreadable,
-    describe_changed_flags,
-    find_checkpoint,
-    restore,
-)
+from dflop_jax.train.resume import Resume, RunState, Unreadable, find_checkpoint, restore
 from dflop_jax.train.run_context import RunContext, make_run_context, with_step_count
-from dflop_jax.train.run_dir import belongs_to_launch
+from dflop_jax.train.run_dir import is_restarted_run
 
 log = logging.getLogger("dflop_jax")
 Existing = Literal["error", "overwrite", "resume"]
@@ -83,13 +62,11 @@ class Trainer:
     """A run of a configuration.
 
     Args:
-      config: what to train.
       plan, profile: made from the configuration when not given.
-      existing: what to do with another run in the folder: "error", "overwrite", or "resume" it
-        from its newest whole checkpoint (from the start if it has none), or as a `Resume` says. A
-        run that `dflop launch` starts again is resumed, whatever this says.
-      callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
-      dry: end before the first step, once what is expected is said; a folder made for it goes.
+      existing: what to do with another run in the folder: "error", "overwrite", or "resume" from
+        its newest whole checkpoint (from the start if it has none), or a `Resume`. A run that
+        `dflop launch` starts again is resumed in any case.
+      dry: end before the first step; a folder made for it is removed.
       on_line: called on process 0 with a line about devices and model, then with one about the
         data, and with whether everything is checked that needs no measurement.
 
@@ -108,7 +85,7 @@ class Trainer:
         existing: Existing | Resume = "error",
         callbacks: Sequence[Callback] = (),
         dry: bool = False,
-        on_line: Callable[[str, bool], None] = lambda line, ready: None,
+        on_line: Callable[[str, bool], None] | None = None,
     ):
         resume = existing if isinstance(existing, Resume) else Resume()
         self._resume = Resume() if is_restart() else resume  # of the first start
@@ -120,14 +97,13 @@ class Trainer:
         self.context: RunContext = make_run_context(config, resume=self._existing == "resume")
         self.peers = self.context.peers
         self._callbacks = Callbacks(callbacks, is_process_0=self.peers.is_primary)
-        with self._broadcast_errors():
-            self._on_line = on_line if self.peers.is_primary else lambda line, ready: None
-            if not is_restart():  # the first start told it, and counting parameters takes a second
+        with broadcast_errors(self.peers):
+            self._on_line = on_line if self.peers.is_primary else None
+            if self._on_line and not is_restart():  # the first start has shown it
                 self._on_line(describe_context(self.context), False)
             self._initializer = make_initializer(self.context.model, config.model.weights)
             if self.peers.is_primary:
                 check_trackers(config)
-                warn_unexportable_adapters(config, self.context.model)
             self.source: Source = self.context.source()
             check_not_empty(self.source)
             self._requested_batch = config.train.global_batch
@@ -137,19 +113,14 @@ class Trainer:
             self._held_out: Source | None = None
             if config.train.evaluates:
                 self._held_out = self.context.source("eval")
-                check_held_out(config, self._held_out)
+                if not len(self._held_out):
+                    raise ValueError(
+                        f"train.eval_samples={config.train.eval_samples}, but "
+                        f"{self._held_out.name} holds out no sample; set it to 0, or give more data"
+                    )
             self.profile = profile
-            self._checkpoints = Path(config.run_dir) / CHECKPOINTS
-            self._given_executor = make_executor(self.context, plan) if plan else None
-
-    @contextmanager
-    def _broadcast_errors(self) -> Iterator[None]:
-        """Tell all processes of an error, so that none waits for this one."""
-        try:
-            yield
-        except BaseException as e:
-            broadcast_error(self.peers, e)
-            raise
+            self._checkpoints = Path(config.run_dir) / run_folder.CHECKPOINTS
+            self._given_executor = plan_trials.make_executor(self.context, plan) if plan else None
 
     def fit(self) -> FitResult:
         """Train to the last step and write the run folder. SIGINT, SIGTERM or SIGHUP save and end
@@ -162,10 +133,10 @@ class Trainer:
         """
         losses: dict[int, float] = {}  # by step, each as it was run last
         n_compiles = 0
-        with self._broadcast_errors(), watch_for_hangs(self.context):
+        with broadcast_errors(self.peers), watch_for_hangs(self.context):
             while True:
-                # Told before anything is cleaned up, which may wait for what the others compute.
-                with ExitStack() as stack, self._broadcast_errors():
+                # Errors are sent before the cleanup, which may wait for the other processes.
+                with ExitStack() as stack, broadcast_errors(self.peers):
                     result, new_plan = self._fit_plan(stack)
                 losses |= enumerate(result.losses, result.steps_done - len(result.losses))
                 n_compiles += result.compiles_after_warmup
@@ -173,7 +144,7 @@ class Trainer:
                     break
                 self.context.time_log.switch_to(REDECISION)
                 self._existing, self.profile = "resume", new_plan.profile
-                self._given_executor = make_executor(self.context, new_plan.plan)
+                self._given_executor = plan_trials.make_executor(self.context, new_plan.plan)
             ordered_losses = tuple(losses[step] for step in sorted(losses))
             result = replace(result, losses=ordered_losses, compiles_after_warmup=n_compiles)
             for c in self._callbacks.active:
@@ -185,7 +156,7 @@ class Trainer:
         config, peers = self.config, self.peers
         peers.begin_run()
         check_same_config(config, peers)
-        if is_restarted_run(config.run_dir, peers):
+        if peers.broadcast("begun", is_restarted_run(config.run_dir), bool):
             self._existing = "resume"
         resume, self._resume = self._resume, Resume()
         given_executor, self._given_executor = self._given_executor, None
@@ -208,16 +179,18 @@ class Trainer:
         )
         self.profile = state.profile
         stack.callback(ex.close)
-        saver = self._make_saver(ex)
-        with translate_memory_errors(peers, ex.plan, "placing its parameters"):
+        waiting = partial(context.sections.within, SAVE)
+        keep = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
+        saver = Checkpointer(self._checkpoints, ex, peers, waiting=waiting, **keep)
+        with plan_trials.translate_memory_errors(peers, ex.plan, "placing its parameters"):
             if checkpoint is None:
                 ex.init(config.train.seed, self._initializer)
             else:
                 ex.init_for_restore()
-                read_s = time.perf_counter()
                 reset = resume.reset_optimizer
                 stored = restore(saver, checkpoint, unreadable, peers, reset_optimizer=reset)
-                state = self._continue_from(stored, state, progress, read_s)
+                state = state.continue_from(stored)
+                progress.log(f"resumed after step {state.step} of {config.train.steps}")
         if state.step < first_step:  # an older checkpoint was used
             progress.restart(state.step)
         if folder:  # only now it is clear that the folder is of this run
@@ -243,7 +216,7 @@ class Trainer:
         loop = TrainLoop(run)
         result = loop.run(stack)
         if folder and result.losses:
-            with tolerate_full_disk(folder.path / SUMMARY):
+            with tolerate_full_disk(folder.path / run_folder.SUMMARY):
                 write_summary(folder.path)
         peers.barrier("done")
         return result, loop.next_plan
@@ -252,76 +225,56 @@ class Trainer:
         """Open the run folder on process 0; nothing in it changes yet."""
         if not self.peers.is_primary:
             return None
-        folder = stack.enter_context(open_run_folder(self.config.run_dir, self._existing))
+        try:
+            folder = RunFolder(self.config.run_dir, existing=self._existing, launch=launch_name())
+        except run_folder.FolderInUse as e:
+            raise TransientError(str(e)) from None
+        stack.enter_context(folder)
         stack.callback(self.context.time_log.finish_writing)
-        for _ in read_samples(folder.rows[CORRECTIONS]):
+        for _ in read_samples(folder.rows[run_folder.CORRECTIONS]):
             pass  # a broken line is refused
         if not is_resumed:
             self.context.time_log.write_to(folder.rows[EVENTS])
         return folder
 
-    def _make_saver(self, ex: Executor) -> Checkpointer:
-        config = self.config.checkpoint
-        return Checkpointer(
-            self._checkpoints,
-            ex,
-            self.peers,
-            keep=config.keep,
-            keep_every=config.keep_every,
-            waiting=partial(self.context.sections.within, SAVE),
-        )
-
-    def _continue_from(
-        self, stored: RunState, chosen: RunState, progress: Progress, start_s: float
-    ) -> RunState:
-        """Return the state of a restored checkpoint with the plan, profile, prices and settings
-        that were chosen, and report it; `start_s` is when reading began."""
-        steps, read_s = self.config.train.steps, time.perf_counter() - start_s
-        progress.log(f"resumed after step {stored.step} of {steps}, read in {read_s:.1f} s")
-        if changed := describe_changed_flags(stored.settings, chosen.settings):
-            progress.log(f"resumed with {changed}")
-        return replace(
-            stored,
-            plan=chosen.plan,
-            profile=chosen.profile,
-            prices=chosen.prices,
-            settings=chosen.settings,
-        )
-
     def _compile(
         self,
         ex: Executor,
         state: RunState,
-        timed: TimedPlan | None,
+        timed: plan_trials.TimedPlan | None,
         folder: RunFolder | None,
         progress: Progress,
         is_same_plan: bool,
     ) -> None:
         """Compile the programs where the plan's choice did not, time them where the folder has no
         figures of the plan yet, and write and report these figures."""
-        is_untimed = self.peers.broadcast("untimed", is_same_plan, bool)
+        is_same_plan = self.peers.broadcast("untimed", is_same_plan, bool)
         if timed is None:
             start_s = time.perf_counter()
-            timed = compile_and_time(self.context, ex, repeats=0 if is_untimed else REPEATS)
+            repeats = 0 if is_same_plan else plan_trials.REPEATS
+            timed = plan_trials.compile_and_time(self.context, ex, repeats=repeats)
             compile_s = time.perf_counter() - start_s
             cached = f", {timed.n_found} of them from the cache" * bool(timed.n_found)
             progress.log(f"compiled {timed.n_programs} programs in {compile_s:.1f} s{cached}")
         if folder:
             plan = ex.plan
-            if not is_untimed:
+            if not is_same_plan:
                 assert state.profile
                 assert state.prices
                 plan = predict_plan(self.context, state.profile, state.prices.prices, timed)
-            if not (is_same_plan and (folder.path / PLAN_FILE).exists()):
+            if not (is_same_plan and (folder.path / run_folder.PLAN).exists()):
                 folder.write_plan(plan)
             progress.log(describe_remaining_time(plan, self.config.train.steps - state.step))
 
     def _report_data(self) -> None:
-        self._on_line(describe_data(self.source, self.config.train, self._requested_batch), True)
-        self._on_line = lambda line, ready: None  # once, also where plans change
+        if self._on_line:
+            self._on_line(
+                describe_data(self.source, self.config.train, self._requested_batch), True
+            )
+            self._on_line = None  # once, also where plans change
 
     def _start_writing(self, folder: RunFolder, state: RunState, *, is_resumed: bool) -> None:
-        """Begin to write to a folder, after the step that the run goes on from."""
+        """Begin to write to a folder, after the steps of `state`."""
         config, time_log = self.config, self.context.time_log
         assert state.profile
         if self._existing == "resume":
@@ -336,43 +289,27 @@ class Trainer:
 
 
 def watch_for_hangs(context: RunContext) -> AbstractContextManager[Any]:
-    """Every section of a run has its deadline in here (see `distributed.hang_watch`). One process
-    that no command of ours runs (a script, a notebook, a debugger) is not ended: what hangs is said
-    and written."""
+    """Watch the deadlines of the run's sections (see `distributed.hang_watch`). A single process
+    that `dflop train` did not start, such as a notebook, is not ended: its hang is only logged."""
     settings = context.config.distributed
     if not settings.hang_factor:
         return nullcontext()
     context.sections.begin(START)
     ends = context.peers.n_processes > 1 or is_cli_process.is_set()
-    folder, end = Path(context.config.run_dir, HUNG), None if ends else log.error
+    folder, end = Path(context.config.run_dir, run_folder.HUNG), None if ends else log.error
     return HangWatch(
         context.sections, context.peers, folder, min_deadline_s=settings.hang_min_s, end_run=end
     )
 
 
-def is_restarted_run(run_dir: str, peers: ProcessGroup) -> bool:
-    """Whether this is a restart of a run that its launch has begun in this folder before. A script
-    may train in several folders: others may hold older runs, which are not to be resumed. Process
-    0, which writes there, says so to all."""
-    return peers.broadcast("begun", is_restart() and belongs_to_launch(run_dir), bool)
-
-
-def open_run_folder(run_dir: str, existing: Existing) -> RunFolder:
-    """Process 0's run folder.
-
-    Raises:
-      TransientError: another run writes to it.
-      ValueError: see `RunFolder`.
-    """
+@contextmanager
+def broadcast_errors(peers: ProcessGroup) -> Iterator[None]:
+    """Send an error to all processes, so that none waits for this one."""
     try:
-        return RunFolder(run_dir, existing=existing, launch=launch_name())
-    except FolderInUse as e:
-        raise TransientError(str(e)) from None
-
-
-def broadcast_error(peers: ProcessGroup, error: BaseException) -> None:
-    """Tell all processes that this one stops by an error."""
-    if isinstance(error, jax.errors.JaxRuntimeError):  # which a lost process causes as well
-        peers.wait_for_peer_loss()
-    message = " ".join(str(error).split()) or type(error).__name__
-    peers.fail(f"process {peers.process_index} stopped: {message}", exit_code_of(error))
+        yield
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):  # which a lost process causes as well
+            peers.wait_for_peer_loss()
+        message = " ".join(str(error).split()) or type(error).__name__
+        peers.fail(f"process {peers.process_index} stopped: {message}", exit_code_of(error))
+        raise

@@ -40,11 +40,7 @@ def base(tied: bool = False, dtype: str = "float32"):
 
 @functools.cache
 def adapted(
-    tied: bool = False,
-    dtype: str = "float32",
-    *,
-    everywhere: bool = False,
-    dropout: float = 0.0,
+    tied: bool = False, dtype: str = "float32", *, everywhere: bool = False, dropout: float = 0.0
 ):
     settings = EVERYWHERE if everywhere else {}
     return base(tied, dtype).with_lora(RANK, ALPHA, dropout=dropout, **settings)

@@ -10,14 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from dflop_jax import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import trainer as trainer_module

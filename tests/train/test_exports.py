@@ -22,13 +22,14 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.records import Load
-from dflop_jax.train.initial_params import (
+from dflop_jax.train.load_params import (
     check_only_adapters,
     find_published_folders,
     find_tokenizer_folders,
+    load_params,
+    open_params,
     warn_unexportable_adapters,
 )
-from dflop_jax.train.load_params import load_params, open_params
 from dflop_jax.train.optimizer import configure_model
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.verify import reference

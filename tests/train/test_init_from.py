@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
-from dflop_jax.train.initial_params import make_initializer, open_checkpoint
+from dflop_jax.train.load_params import make_initializer, open_checkpoint
 from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.trainer import Trainer
 

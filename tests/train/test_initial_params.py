@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.records import Shape
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.train.initial_params import make_initializer
+from dflop_jax.train.load_params import make_initializer
 from dflop_jax.weights import write_folder
 from models import hf, llava, omni
 from tests.plans import graph_plan

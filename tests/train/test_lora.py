@@ -21,18 +21,7 @@ from models import internvl
 
 from ..runtime import plain
 from ..runtime.test_gradients import assert_trees_close, grads_of
-from .lora_cases import (
-    ALPHA,
-    FREEZE,
-    RANK,
-    N,
-    adapted,
-    base,
-    let_act,
-    n_bytes,
-    oracle,
-    samples,
-)
+from .lora_cases import ALPHA, FREEZE, RANK, N, adapted, base, let_act, n_bytes, oracle, samples
 
 # name -> (vision (first, stage, data, model), llm, options)
 PLANS = {
@@ -71,10 +60,7 @@ def evaluated(m, plan, change=lambda ex: None, **kwargs):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(
-    "name, dtype",
-    [("one device", "bfloat16"), ("3 segments", "float32")],
-)
+@pytest.mark.parametrize("name, dtype", [("one device", "bfloat16"), ("3 segments", "float32")])
 def test_it_begins_as_the_base_model_bit_for_bit(name, dtype):
     tied = name == "one device"
     m, lora = base(tied, dtype), adapted(tied, dtype)
@@ -252,10 +238,7 @@ def test_merging_nothing_changes_nothing():
     [
         ({"targets": ("q_proj",)}, "lora_targets: 'q_proj' matches no matrix of the model; it has"),
         ({"targets": ("llm.query", "vision.gate")}, "'vision.gate' matches no matrix"),
-        (
-            {"ranks": (("vision", 2),)},
-            "lora_ranks: 'vision' matches no matrix that .*targets n",
-        ),
+        ({"ranks": (("vision", 2),)}, "lora_ranks: 'vision' matches no matrix that .*targets n"),
         ({"ranks": (("llm", 0),)}, "rank of at least 1"),
         ({"dropout": 1.0}, "must be from 0 to below 1"),
     ],

@@ -12,7 +12,7 @@ import pytest
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import initial_structs, param_zero_specs
-from dflop_jax.train.initial_params import read_segment_params
+from dflop_jax.train.load_params import read_segment_params
 
 from ..runtime.plain import whole_of
 from ..weights.conftest import MODEL, PLAN, random_params

@@ -66,8 +66,7 @@ def test_a_lock_that_is_held_may_be_free_later(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error, says",
-    [(jax.errors.JaxRuntimeError("gloo:\nclosed"), "gloo: closed"), (KeyError(), "")],
+    "error, says", [(jax.errors.JaxRuntimeError("gloo:\nclosed"), "gloo: closed"), (KeyError(), "")]
 )
 def test_an_error_that_a_loss_may_have_caused_leaves_time_for_the_loss(error, says):
     done: list[str | tuple] = []

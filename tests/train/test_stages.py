@@ -31,10 +31,7 @@ from ..plans import nano_profile
 from ..runtime import plain
 from .resume_cases import CONFIG, NANO_MODEL, PLAN, evaluations
 
-STAGES = {
-    "connector": {"vision": {"exit"}},
-    "llm": {"llm": {"entry", "layers", "exit"}},
-}
+STAGES = {"connector": {"vision": {"exit"}}, "llm": {"llm": {"entry", "layers", "exit"}}}
 
 
 def split_plan() -> Plan:
@@ -86,14 +83,8 @@ def test_only_a_stages_parts_change_and_frozen_segments_run_no_backward(stage):
             # The tower's key bias has no gradient in exact arithmetic, so it may stay.
             assert sum(same) <= 1 if trains else all(same), (module, part)
     # The LLM passes the connector's gradient through; nothing below the connector has one.
-    backward = {
-        "connector": {"v1", "llm0", "llm1"},
-        "llm": {"llm0", "llm1"},
-    }[stage]
-    updated = {
-        "connector": {"v1"},
-        "llm": {"llm0", "llm1"},
-    }[stage]
+    backward = {"connector": {"v1", "llm0", "llm1"}, "llm": {"llm0", "llm1"}}[stage]
+    updated = {"connector": {"v1"}, "llm": {"llm0", "llm1"}}[stage]
     assert compiled == backward
     assert {s for s, d in ran if d == BACKWARD} == backward
     for kind in ("reduce", "update"):

@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax.aot import chip_profile
 from dflop_jax.cli import main
-from dflop_jax.train import choose_plan, profiling
+from dflop_jax.train import profiling
 from tests.documents import ROOT, commands
 from tests.front.wrong_lines import careless_folder
 
@@ -40,8 +40,7 @@ def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
     def measured(*args, **kwargs):
         raise _Measured
 
-    for where in (profiling, choose_plan):
-        monkeypatch.setattr(where, "make_profile", measured)
+    monkeypatch.setattr(profiling, "make_profile", measured)
     monkeypatch.setattr(chip_profile, "predict_profile", measured)
     careless_folder(tmp_path)
     (tmp_path / "mixture.yaml").write_text("- photos/train.json\n")

@@ -96,7 +96,7 @@ CASES = [
     (TRAIN, "--train.profile_steps 3:4", "train.profile_steps=3:4, but with train.steps=3"),
     (TRAIN, "--train.wandb_project mine", "train.wandb_project needs wandb"),
     (TRAIN, "--model.weights gone", "gone: no such folder of weights or run"),
-    (TRAIN, "--model.weights .", "model.weights: this model has no published form"),
+    (TRAIN, "--model.weights .", "this model has no published form; name a module instead"),
     (TRAIN, "--overwrite --resume auto", "exclude each other"),
     (TRAIN, "--run_dir begun", "begun: holds the metrics of another run"),
     ((*TRAIN, *SIMULATE), "--plan-file gone.json", "gone.json: no such file"),

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from dflop_jax import Callback, CheckpointConfig
+from dflop_jax import Callback, CheckpointConfig, DataConfig, PlanConfig
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.report.trackers import step_scalars
+from dflop_jax.train import evaluate
 from dflop_jax.train.callbacks import Callbacks, StepDone, import_callbacks
+from dflop_jax.train.planning import check_trainable
+from dflop_jax.train.run_context import make_run_context
 from dflop_jax.train.trainer import Trainer
+from tests.data.media_cases import talk
 from tests.report.runs import cells_of
 
 from ..plans import nano_profile
-from .resume_cases import (  # noqa: F401
+from .resume_cases import (  # noqa: F401  # noqa: F401  # noqa: F401
     CACHE,
     CONFIG,
     PLAN,
     STEPS,
     _in_a_folder_of_its_own,
+    fit,
     quick,
     steps_saved,
 )
@@ -96,12 +105,6 @@ class Everywhere(Callback):
     everywhere = True
 
 
-def test_only_those_that_say_so_are_called_elsewhere():
-    both = [Callback(), Everywhere()]
-    assert Callbacks(both).active == both
-    assert Callbacks(both, is_process_0=False).active == both[1:]
-
-
 @pytest.mark.parametrize("value", ["high", None, [1.0]])
 def test_a_metric_that_is_no_number_is_refused(value):
     class Wrong(Callback):
@@ -111,17 +114,6 @@ def test_a_metric_that_is_no_number_is_refused(value):
     done = StepDone(0, 1.0, {}, 1.0, True, None)
     with pytest.raises(ValueError, match=r"Wrong\.after_step: 'mine' is .*; return numbers"):
         Callbacks([Wrong()]).after_step(done)
-
-
-def test_two_callbacks_do_not_share_a_name():
-    class One(Callback):
-        def after_step(self, done):
-            return {"mine": 1.0}
-
-    done = StepDone(0, 1.0, {}, 1.0, True, None)
-    assert Callbacks([One()]).after_step(done) == {"mine": 1.0}
-    with pytest.raises(ValueError, match="each under a name of its own"):
-        Callbacks([One(), One()]).after_step(done)
 
 
 def make() -> Callback:
@@ -140,3 +132,90 @@ def test_flags_name_callbacks():
         with pytest.raises(ValueError, match="--callbacks=") as error:
             import_callbacks([wrong])
         assert "\n" not in str(error.value)
+
+
+ANSWER = "Yes."
+
+
+def run(n, *, weight, steps, batch, **sections):
+    """A run on `n` records of which one has an answer of that weight, the others of none."""
+    records = []
+    for k in range(n):
+        answer = {"from": "gpt", "value": ANSWER, **({"weight": weight} if not k else {"loss": 0})}
+        records.append({"id": str(k), "conversations": [{"from": "human", "value": "?"}, answer]})
+    Path("records.json").write_text(json.dumps(records))
+    data = DataConfig(path="records.json", max_tokens=96, workers=1)
+    train = dataclasses.replace(
+        CONFIG.train, steps=steps, global_batch=batch, eval_samples=0, eval_every=0
+    )
+    return fit("run", data=data, train=train, **sections)
+
+
+def test_tokens_with_a_weight_count():
+    run(4, weight=0.01, steps=4, batch=1)
+    tokens = [r["supervised_tokens"] for r in read_metrics("run")]
+    assert sorted(tokens) == [0, 0, 0, len(ANSWER) + 1]
+
+
+@pytest.mark.parametrize("steps, limit, rows", [(3, 256, 3), (9, 8, 4)])
+def test_a_run_without_any_is_refused(steps, limit, rows):
+    with pytest.raises(ValueError, match=r"none of the first \d samples .* give answers a weight"):
+        run(4, weight=0.0, steps=steps, batch=2, plan=PlanConfig(profile_samples=limit))
+    assert len(read_metrics("run")) == rows
+
+
+def test_records_to_evaluate_on_stay_out_of_training(quick):
+    for name in ("train", "held"):
+        Path(name).mkdir()
+        Image.new("RGB", (20, 20)).save(f"{name}/a.png")
+        records = [
+            {"id": f"{name}{k}", "image": "a.png", "conversations": talk("<image>\nWhat?", name)}
+            for k in range(5)
+        ]
+        Path(f"{name}/data.json").write_text(json.dumps(records))
+    data = replace(CONFIG.data, path="train/data.json", eval_path="held/data.json")
+    config = replace(CONFIG, data=data, train=replace(CONFIG.train, eval_samples=3))
+    place = make_run_context(config)
+    train, held = place.source("train"), place.source("eval")
+    assert (len(train), len(held)) == (5, 5)
+    assert {train.label(k) for k in range(5)} == {f"train/data.json[{k}]" for k in range(5)}
+    assert {held.label(k) for k in range(5)} == {f"held/data.json[{k}]" for k in range(5)}
+    assert len(evaluate.draw_held_out_samples(held, 3, 0)[""]) == 3
+    shared = replace(CONFIG.train, eval_samples=0, eval_fraction=0.5)
+    place = make_run_context(replace(config, data=replace(data, eval_path=""), train=shared))
+    labels = [{s.label(k) for k in range(len(s))} for s in map(place.source, ("train", "eval"))]
+    assert set.union(*labels) == {train.label(k) for k in range(5)}
+    assert not set.intersection(*labels)
+
+
+@pytest.mark.parametrize(
+    "train, data, says",
+    [
+        ({}, {"eval_path": "x.json"}, "is not evaluated on: train.eval_samples is 0"),
+        (
+            {"eval_fraction": 0.1},
+            {"factory": "a:b"},
+            "eval_fraction=0.1: data.factory says what is held out",
+        ),
+        (
+            {"eval_fraction": 0.1, "eval_samples": 2},
+            {"eval_path": "x.json"},
+            "eval_fraction=0.1: data.eval_path says what is held out",
+        ),
+        (
+            {"eval_samples": 2},
+            {"eval_path": "x.json", "factory": "a:b"},
+            "is not evaluated on: a data.factory has its own",
+        ),
+    ],
+)
+def test_what_would_not_be_evaluated_is_refused(train, data, says):
+    plain = replace(CONFIG.train, eval_samples=0, eval_every=0)
+    config = replace(
+        CONFIG,
+        train=replace(plain, **train),
+        data=replace(CONFIG.data, **data),
+        checkpoint=replace(CONFIG.checkpoint, keep_best=False),
+    )
+    with pytest.raises(ValueError, match=says):
+        check_trainable(config)

@@ -11,7 +11,6 @@ import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.datasets.mixture import MixtureEntry, display_names
 from dflop_jax.data.packing import LocalRanks
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Prices
@@ -117,33 +116,9 @@ def test_samples_without_a_supervised_token_have_no_loss():
     )
 
 
-@pytest.mark.parametrize("stay", [True, False])
-def test_packed_batches_stay_where_there_is_room(mixture, monkeypatch, stay):
-    """Else they are packed anew for every evaluation, which gives the same."""
-    source, packed = opened(mixture), []
-    packer = Packer(NANO, MODEL, LocalRanks.single_process(NANO.layout), ProcessGroup(), NEEDED)
-    packs = Packer.pack
-
-    def pack(self, *args, **options):
-        packed.append(packs(self, *args, **options))
-        return packed[-1]
-
-    monkeypatch.setattr(Packer, "pack", pack)
-    held_out = held_out_of(mixture, source, packer)
-    first = held_out.evaluate(1)
-    assert len(packed) == 4
-    total = sum(batch.n_bytes for batch in packed)
-    monkeypatch.setattr(evaluate, "MAX_PACKED_BYTES", total - (not stay))
-    held_out = held_out_of(mixture, source, packer)
-    packed.clear()
-    assert [held_out.evaluate(1), held_out.evaluate(1)] == [first, first]
-    assert len(packed) == (4 if stay else 8)
-
-
-def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
+def test_processes_drop_and_pack_the_same_batches(mixture):
     """Neither waits for what the other does not pack."""
     source, job = opened(mixture), make_job(2)
-    monkeypatch.setattr(evaluate, "MAX_PACKED_BYTES", 1)
 
     def process(peers):
         packer = Packer(NANO, MODEL, LocalRanks.single_process(NANO.layout), peers, NEEDED)
@@ -188,28 +163,6 @@ def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
     for name, which in chosen.items():
         assert len(set(which)) == len(which)
         assert not name or {source.dataset_of(i) for i in which} == {name}
-
-
-def test_those_evaluated_are_drawn_over_all_by_the_seed():
-    drawn = [draw_held_out_samples(range(1000), 30, seed)[""] for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    for which in drawn:
-        assert len({*which}) == 30
-        assert which == sorted(which)
-        assert which[0] < 200
-        assert which[-1] > 800
-    assert draw_held_out_samples(range(9), 9, 5) == {"": [*range(9)]}
-
-
-def test_names_of_datasets_tell_them_apart():
-    paths = ("x/a/long.json", "x/b/long.json", "x/b/other", "x/b/other", "hf://me/set")
-    assert display_names([MixtureEntry(p) for p in paths]) == [
-        "a/long.json",
-        "b/long.json",
-        "other (1)",
-        "other (2)",
-        "set",
-    ]
 
 
 def test_what_was_evaluated_is_reported(tmp_path):

@@ -28,7 +28,6 @@ from dflop_jax.train.load_params import (
     find_tokenizer_folders,
     load_params,
     open_params,
-    warn_unexportable_adapters,
 )
 from dflop_jax.train.optimizer import configure_model
 from dflop_jax.train.trainer import Trainer
@@ -232,11 +231,7 @@ ADAPTERS = MODEL.with_lora(2, 4.0, targets=("llm",))
 @pytest.mark.parametrize(
     "train, frozen, says",
     [
-        ({"lora_rank": 2}, None, ""),
-        ({"lora_rank": 2, "learning_rates": ("lora=1e-3",)}, None, ""),
-        ({"lora_rank": 2, "learning_rates": ("connector=1e-3",)}, None, "also trains connector"),
-        ({"lora_rank": 2, "stage": "connector", "lora_targets": ("connector",)}, None, ""),
-        # A checkpoint says itself what was frozen.
+        ({}, (), "has no adapters; train with train.lora_rank"),
         ({"lora_rank": 2}, ("llm", "vision"), "also trains connector, which adapters do not hold"),
         ({"lora_rank": 2, "learning_rates": ("connector=1e-3",)},
          ("llm", "vision", "connector"), ""),
@@ -247,34 +242,6 @@ def test_what_adapters_do_not_hold_is_named(train, frozen, says):
     model = configure_model(MODEL, lora.train)
     with pytest.raises(ValueError, match=says) if says else nullcontext():
         check_only_adapters(lora, model, frozen)
-
-
-@pytest.mark.slow
-def test_what_trains_beside_adapters_is_named_before_and_after(caplog, capsys):
-    start = config()
-    train = replace(
-        start.train, steps=1, global_batch=4, lora_rank=2, learning_rates=("connector=1e-3",)
-    )
-    model = ModelConfig(size="anyres-nano")
-    tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
-    plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)
-    Trainer(replace(start, model=model, train=train), plan=plan, profile=nano_profile()).fit()
-    (said,) = [m for m in caplog.messages if "--adapter" in m]
-    assert "--adapter will refuse this run: the run also trains connector" in said
-    # What the checkpoint says counts, whatever the configuration is now.
-    file = Path("runs/run/config.json")
-    for text in (file.read_text(), file.read_text().replace("connector=1e-3", "lora=1e-3")):
-        file.write_text(text)
-        assert main(["export", "runs/run", "--out", "out", "--adapter"]) == 2
-        assert "export: the run also trains connector" in capsys.readouterr().err
-    assert not Path("out").exists()
-
-
-def test_a_run_without_adapters_has_none_to_export(caplog):
-    warn_unexportable_adapters(Config(), MODEL)
-    assert not caplog.records
-    with pytest.raises(ValueError, match=r"has no adapters; train with train\.lora_rank"):
-        check_only_adapters(Config(), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -293,25 +260,6 @@ def test_adapters_are_of_published_weights(before, says, item):
     lora = replace(Config(), model=replace(Config().model, weights=(item,)))
     with pytest.raises(ValueError, match=says) if says else nullcontext():
         check_only_adapters(lora, ADAPTERS, ("llm", "vision", "connector"))
-
-
-def test_adapters_that_no_published_matrix_has_are_named_before_training(caplog):
-    class Fewer:
-        """Publishes no matrix of the decoder's layers."""
-
-        def __getattr__(self, name):
-            return getattr(ADAPTERS, name)
-
-        weights = replace(
-            ADAPTERS.weights, tensors=[t for t in ADAPTERS.weights.tensors if t.layer is None]
-        )
-
-    lora = replace(Config(), train=replace(Config().train, lora_rank=2))
-    warn_unexportable_adapters(lora, ADAPTERS)
-    assert not caplog.records
-    warn_unexportable_adapters(lora, Fewer())
-    (said,) = caplog.messages
-    assert "will refuse this run: a published checkpoint has no matrix for" in said
 
 
 def test_files_beside_come_from_the_data_s_tokenizer_first():

@@ -11,17 +11,31 @@ import optax
 import pytest
 
 from dflop_jax.checkpoint.checkpointer import specs_of, state_arrays
-from dflop_jax.config import TrainConfig
-from dflop_jax.contract import fold_adapters
+from dflop_jax.contract import fold_adapters, with_adapter
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import grad_structs, param_specs, param_structs
-from dflop_jax.train.optimizer import make_optimizer
+from dflop_jax.runtime.parameter_layout import grad_structs, param_structs
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import internvl
 
 from ..runtime import plain
 from ..runtime.test_gradients import assert_trees_close, grads_of
-from .lora_cases import ALPHA, FREEZE, RANK, N, adapted, base, let_act, n_bytes, oracle, samples
+from .lora_cases import (
+    ALL_FROZEN,
+    ALPHA,
+    DRAWS,
+    DROPOUT,
+    FREEZE,
+    RANK,
+    N,
+    adapted,
+    base,
+    dropped_oracle,
+    fold,
+    let_act,
+    n_bytes,
+    oracle,
+    samples,
+)
 
 # name -> (vision (first, stage, data, model), llm, options)
 PLANS = {
@@ -79,47 +93,7 @@ def test_it_begins_as_the_base_model_bit_for_bit(name, dtype):
         assert 0.5 < np.sqrt(fan_in) * pair["a"].std() < 1.5
 
 
-def test_under_tensor_parallelism_it_begins_equal_to_rounding():
-    """Partial sums are added up in another order there."""
-    m, lora = base(True), adapted(True)
-    want, _, _ = evaluated(m, plan_of("tp 2", m, text_only=True))
-    got, _, _ = evaluated(lora, plan_of("tp 2", lora, text_only=True), freeze=FREEZE)
-    assert got["llm.loss_sum"] == pytest.approx(want["llm.loss_sum"], rel=1e-6)
-
-
 # ---- gradients ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llm stage 2, dp 2, tp 2", "2 segments of stage 2"])
-def test_gradients_are_those_of_the_folded_weights(name):
-    tied = PLANS[name][2].get("llm_segments", 1) == 1
-    m = adapted(tied)
-    plan = plan_of(name, m)
-    schedule = plain.random_schedule(plan, samples(), 2, seed=len(name), text_only=(0,))
-    loss, grads, params, _ = grads_of(m, plan, samples(), schedule, freeze=FREEZE, change=let_act)
-    start, want_loss, want, without_adapters = oracle(tied)
-    assert_trees_close(params, start, 1e-6)
-    assert loss == pytest.approx(want_loss, rel=1e-5)
-    assert set(grads["llm"]) == {"adapter"}
-    assert_trees_close(grads["llm"], {"adapter": want["llm"]["adapter"]})
-    assert_trees_close({"vision": grads["vision"]}, {"vision": want["vision"]})
-    assert abs(without_adapters - loss) > 1e-3  # they matter
-
-
-def test_tensor_parallel_shards_follow_the_axes():
-    m = adapted()
-    ex = Executor(m, plan_of("tp 2", m), optax.sgd(1.0), freeze=FREEZE)
-    ex.close()
-    found = param_specs(ex.programs.segments["llm"])["adapter"]
-    specs = {k: {n: tuple(spec) for n, spec in pair.items()} for k, pair in found.items()}
-    stage = ("stage",)
-    for column in ("query", "key", "value"):
-        assert specs[column] == {"a": (*stage, None, None), "b": (*stage, None, "model", None)}
-    for column in ("gate", "up"):
-        assert specs[column] == {"a": (*stage, None, None), "b": (*stage, None, "model")}
-    assert specs["out"] == {"a": (*stage, "model", None, None), "b": (*stage, None, None)}
-    assert specs["down"] == {"a": (*stage, "model", None), "b": (*stage, None, None)}
 
 
 # ---- what trains, and what it takes ----
@@ -148,28 +122,6 @@ def test_the_base_has_no_gradient_and_no_optimizer_state(name):
     )
     sides = (w + w) * 2 + (w + kv) * 2 + (w + mlp) * 3
     assert total == 4 * decoder.n_layers * RANK * sides
-
-
-def test_only_adapters_change():
-    m = adapted()
-    plan = plan_of("3 segments", m)
-    train = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2)
-    freeze = ("vision", "connector", *FREEZE)
-    ex = Executor(m, plan, make_optimizer(train), clip_norm=1.0, freeze=freeze)
-    try:
-        ex.init(0)
-        before = plain.join(plan, ex.state.params)
-        ex.compile()
-        schedule = plain.random_schedule(plan, samples(), 1, 0)
-        step = schedule, plain.pack(m, plan, schedule, samples()), {"llm": 1e-2}
-        losses = [ex.run_step(*step).result().sums["llm.loss_sum"] for _ in range(4)]
-        after = plain.join(plan, ex.state.params)
-    finally:
-        ex.close()
-    same = jax.tree.map(np.array_equal, before, after)
-    assert not any(jax.tree.leaves(same["llm"].pop("adapter")))
-    assert all(jax.tree.leaves(same))
-    assert losses[-1] < losses[0]
 
 
 # ---- checkpoints ----
@@ -228,11 +180,6 @@ def test_merged_weights_make_a_plain_folder(tmp_path):
     )
 
 
-def test_merging_nothing_changes_nothing():
-    params = {"entry": {"x": np.ones(2)}, "exit": {}}
-    assert adapted().modules["llm"].merged(params) == params
-
-
 @pytest.mark.parametrize(
     "settings, says",
     [
@@ -248,14 +195,88 @@ def test_patterns_that_cannot_be(settings, says):
         _ = base().with_lora(2, 4.0, **settings).modules
 
 
-def test_what_nothing_matches_stays_the_module_that_it_is():
-    modules = base().with_lora(2, 4.0, targets=("vision.up",)).modules
-    assert modules["llm"] is not None
-    assert modules["llm"] == base().modules["llm"]
-    assert set(modules["vision"].freeze_groups) == {"entry", "layers", "exit", "adapter"}
+SIX = {"query", "key", "value", "out", "up", "down"}
+WIDE = {
+    "tower tp 2 x dp 2, llm stage 2 x dp 2, split": (
+        ((0, 1, 2, 2), (4, 2, 2, 1), {"group_size": 2, "rounds": 2}),
+        {"vision": 2, "llm": 3},
+    ),
+    "tower of dp 3, split, llm in 3 segments": (
+        ((0, 1, 3, 1), (3, 1, 1, 1), {"llm_segments": 3}),
+        {"vision": 3},
+    ),
+    "tower of stage 2, llm of tp 2": (((0, 2, 1, 1), (2, 1, 1, 2), {"group_size": 2}), {}),
+}
 
 
-@pytest.mark.parametrize("rank, alpha", [(0, 1.0), (-1, 1.0), (1, 0.0), (1, float("inf"))])
-def test_a_rank_or_alpha_that_cannot_be(rank, alpha):
-    with pytest.raises(ValueError, match="rank of at least 1 and an alpha above 0"):
-        base().with_lora(rank, alpha)
+def stepped(name, *, remat="none", dropout=0.0):
+    """(model, loss, gradients, parameters) of a step of a plan of `WIDE`."""
+    (vision, llm, options), degrees = WIDE[name]
+    m = adapted(everywhere=True, dropout=dropout)
+    plan = plain.with_zero(plain.plan_of(m, vision, llm, bucket=(24, 160), **options), **degrees)
+    segments = (dataclasses.replace(s, remat=remat) for s in plan.layout.segments)
+    plan = plan.with_layout(segments=tuple(segments))
+    schedule = plain.random_schedule(plan, samples(), 2, seed=3 + len(name), text_only=(0,))
+    draws = {"draws": DRAWS} if dropout else {}
+    loss, grads, params, _ = grads_of(
+        m, plan, samples(), schedule, freeze=ALL_FROZEN, change=let_act, **draws
+    )
+    adapters = {
+        "vision": {"entry_adapter": {"patch"}, "adapter": SIX, "exit_adapter": {"out"}},
+        "llm": {"adapter": {"query", "key", "value", "out", "gate", "up", "down"}},
+    }
+    assert {n: {p: set(t) for p, t in parts.items()} for n, parts in grads.items()} == adapters
+    return loss, grads, params
+
+
+def assert_gradients(grads, want):
+    for module, parts in grads.items():
+        assert_trees_close(parts, {part: want[module][part] for part in parts})
+
+
+@pytest.mark.slow
+def test_gradients_of_adapters_in_the_tower_and_its_ends():
+    """Patterns choose the matrices and the ranks; all else is frozen and has no gradient. Other
+    plans are below."""
+    loss, grads, params = stepped("tower tp 2 x dp 2, llm stage 2 x dp 2, split")
+    start, want_loss, want, without_adapters = oracle(False, everywhere=True)
+    assert_trees_close(params, start, 1e-6)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_gradients(grads, want)
+    ranks = {t: pair["a"].shape[-1] for t, pair in params["vision"]["adapter"].items()}
+    assert ranks == {"query": 2, "key": 2, "value": 2, "out": 1, "up": 5, "down": 2}
+    assert params["llm"]["adapter"]["out"]["a"].shape[-1] == 1
+    assert params["llm"]["adapter"]["up"]["a"].shape[-1] == RANK
+    assert abs(without_adapters - loss) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, remat", [*zip(WIDE, ("layers", "none", "segment"), strict=True)], ids=[*WIDE]
+)
+def test_what_adapters_do_not_see_follows_from_the_sample_alone(name, remat):
+    """Equal in every plan, packing and recompute policy, and so are gradients."""
+    loss, grads, params = stepped(name, remat=remat, dropout=DROPOUT)
+    start, of_all, _, without_adapters = oracle(False, everywhere=True)
+    want_loss, want = dropped_oracle()
+    assert_trees_close(params, start, 1e-6)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_gradients(grads, want)
+    assert abs(loss - of_all) > 1e-4  # it matters
+    assert abs(loss - without_adapters) > 1e-3
+
+
+def test_all_parts_are_merged():
+    m = adapted(everywhere=True)
+    params, *_ = oracle(False, everywhere=True)
+    for name, module in m.modules.items():
+        merged = module.merged(params[name])
+        assert set(merged) == {"entry", "layers", "exit"}
+        for part, tree in merged.items():
+            layers = range(module.n_layers) if part == "layers" else [...]
+            for layer in layers:
+                of_layer = jax.tree.map(lambda a, n=layer: a[n], with_adapter(part, params[name]))
+                got = jax.tree.map(lambda a, n=layer: a[n], tree)
+                jax.tree.map(
+                    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, fold(of_layer)
+                )

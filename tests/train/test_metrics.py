@@ -12,7 +12,6 @@ from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli.experiment import load_experiment
 from dflop_jax.data import make_loader
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.report.number_format import flops_text, percent
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train.trainer import Trainer
 from models.llava import build
@@ -97,30 +96,6 @@ def test_phases_add_up_to_the_step_and_memory_is_there(run):
     assert set(cells) >= {"backward, of a step", "idle, of a step", "memory, host"}
 
 
-def test_the_summary_shows_it(run):
-    cells = cells_of(run)
-    rows = read_metrics(run)[2:]
-    middle = sum(row["mfu"] for row in rows) / 2
-    assert cells["MFU"] == percent(middle)
-    needed = sum(row["model_flops"] for row in rows) / 2
-    assert cells["model FLOP a step"] == flops_text(needed) == f"{needed / 1e6:.1f} MFLOP"
-    assert set(cells) >= {"model FLOP / s", "model FLOP / s, vision", "MFU, llm", "MFU, vision"}
-
-
-def test_every_step_asked_the_integer_program(run):
-    rows = read_metrics(run)
-    for row in rows:
-        assert row["made_by"] in ("greedy", "local", "integer")
-        assert 0 < row["integer_bound_s"] <= row["lower_bound_s"] <= row["makespan_s"]
-        assert row["schedule_gap"] == row["makespan_s"] / row["lower_bound_s"] - 1
-        assert row["schedule_work"] > 0
-    cells = cells_of(run)
-    assert cells["steps with an integer program's bound"] == str(STEPS)
-    counts = {cell.split()[0]: int(cell.split()[1])
-              for cell in cells["schedules found by"].split(", ")}  # fmt: skip
-    assert sum(counts.values()) == STEPS
-
-
 def traced(run, process=0) -> list[Path]:
     return sorted(Path(run).glob(f"xprof/process-{process:05d}/plugins/profile/*/*.xplane.pb"))
 
@@ -179,12 +154,3 @@ def test_two_processes_add_up_and_are_both_traced(tmp_path):
     for process in (0, 1):
         (trace,) = traced(tmp_path / "run", process)
         assert steps_in(trace) == {"1"}
-
-
-def test_steps_that_the_run_lacks_are_refused():
-    says = refused("run", "error", train=dataclasses.replace(TRAIN, profile_steps="2:4"))
-    assert says == (
-        "train.profile_steps=2:4, but with train.steps=4 the last step is number 3; choose "
-        "earlier ones"
-    )
-    assert not Path("run").exists()

@@ -13,11 +13,9 @@ from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import choose_plan, profiling
-from dflop_jax.train.resume import scale_concurrency
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import load as load_of
-from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
     CACHE,
     CONFIG,
@@ -46,7 +44,7 @@ def killed(whole, monkeypatch):
     for module, name in (
         (profiling, "time_layers"),
         (profiling, "profile_data"),
-        (choose_plan, "make_profile"),
+        (profiling, "make_profile"),
         (profiling, "measure_concurrent_rate"),
     ):
         monkeypatch.setattr(module, name, never)
@@ -84,13 +82,3 @@ def test_fewer_devices_plan_anew_and_profile_nothing(killed, whole, capsys):
     plan = load(Plan, killed / "plan.json")
     assert max(m.devices.stop for m in plan.layout.submeshes) <= 2
     assert_trained_alike(killed, whole)
-
-
-def test_a_profile_of_some_devices_is_that_of_others():
-    profile = nano_profile()
-    shared = dataclasses.replace(profile, model=dataclasses.replace(profile.model, concurrency=3.0))
-    for then, now, at_once in ((4, 3, 2.25), (4, 4, 3.0), (4, 8, 6.0), (3, 1, 1.0), (3, 9, 9.0)):
-        got = scale_concurrency(shared, then, now)
-        assert got.model.concurrency == at_once
-        assert dataclasses.replace(got.model, concurrency=3.0) == shared.model
-    assert scale_concurrency(scale_concurrency(shared, 4, 1), 1, 4) == shared

@@ -176,17 +176,6 @@ def test_each_program_begins_the_deadline_of_compiling_anew(tmp_path):
     assert late == [False, False, False, True]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"record": "PriceList", "version": 1}'])
-def test_a_file_that_holds_no_prices_is_made_anew(timed, tmp_path, text):
-    first = run_two(tmp_path, first_of_two)
-    for file in (tmp_path / "new").iterdir():
-        file.write_text(text)
-    timed.clear()
-    again = run_two(tmp_path, first_of_two)
-    assert len(timed) == 4
-    assert again[1][:2] == first[1][:2]
-
-
 def test_a_search_that_times_nothing_still_tells_the_others(timed, tmp_path, monkeypatch):
     by_profile = prices_of(PLANS[2], 3.0)
     monkeypatch.setattr(plan_trials, "layout_prices", lambda plan, profile: by_profile)
@@ -296,14 +285,6 @@ def test_the_run_ends_where_the_others_cannot_leave():
     assert "give a smaller --plan.memory_bytes" in why
 
 
-def test_other_errors_are_raised_as_they_are():
-    def work(sync):
-        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        run_with_memory_check(ProcessGroup(), PLANS[0], "compiling", work)
-
-
 def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
     """A row of 64 tokens, timed with 4 pieces of 16: 4 * 16**2 pairs at 0.5 ms, of 1 s and 2 s."""
     plan = PLANS[0]
@@ -331,17 +312,3 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
         assert price.seconds([2 * pairs]) == pytest.approx(
             own.programs[key].static_s + 5e-4 * pairs
         )
-
-
-def test_a_program_takes_no_less_than_nothing_without_content(monkeypatch):
-    plan = PLANS[0]
-    by_profile = {k: replace(p, content_s=(1.0,)) for k, p in programs(plan, 2.0).items()}
-    monkeypatch.setattr(plan_trials, "merge_calibrations", lambda *_, **__: prices_of(plan))
-    monkeypatch.setattr(
-        plan_trials, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.0)
-    )
-    modules = {m: SimpleNamespace() for m in plan.layout.modules}
-    model = SimpleNamespace(modules=modules, piece_tokens={})
-    ex = SimpleNamespace(plan=plan, one_at_a_time=False, model=model)
-    got = plan_trials.TimedPlan(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
-    assert {p.static_s for p in got.programs.values()} == {0.0}

@@ -44,35 +44,6 @@ def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
         assert 0 < found[change] <= now
 
 
-def test_every_change_is_looked_at_as_far(place_and_profile, monkeypatch):
-    """Twice the memory asks for fewer microbatches; searched among fewer it could look worse."""
-    place, profile = place_and_profile
-    config = dataclasses.replace(place.config.plan, max_microbatches=0, memory_bytes=2e4)
-    place = dataclasses.replace(place, config=dataclasses.replace(place.config, plan=config))
-    asked = []
-
-    def noted(*_, config, **others):
-        asked.append(config)
-        raise ValueError
-
-    monkeypatch.setattr(planning, "search_plan", noted)
-    planning.evaluate_changes(place, profile)
-    assert len(asked) > 4
-    assert {(c.max_model, c.max_stage, c.max_microbatches) for c in asked} == {(8, 8, 128)}
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"hardware": "a1000"}, "unknown hardware 'a1000'; known: a100-40, a100-80"),
-        ({"devices": 0}, "plan.devices=0 on a100-80: say how many devices"),
-    ],
-)
-def test_hardware_that_cannot_be_planned_for(changes, says):
-    with pytest.raises(ValueError, match=says):
-        run_context.make_run_context(elsewhere(**changes))
-
-
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("n", [1, 7, 13])
 def test_one_device_and_prime_numbers_of_them(place_and_profile, n):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
-import signal
 import weakref
 from types import SimpleNamespace
 
@@ -15,15 +13,15 @@ import pytest
 
 from dflop_jax import CheckpointConfig, PlanConfig
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.data import make_loader
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.plan.simulate_batches import simulate
 from dflop_jax.records import DataProfile, Plan, Profile
 from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
-from dflop_jax.train import redecide
+from dflop_jax.schedule.correction import CorrectionState, StepSample, add_sample, with_decision
+from dflop_jax.train import plan_trials, redecide
 from dflop_jax.train import trainer as trainer_module
+from dflop_jax.train.correction import Corrector
 from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.redecide import (
     NewPlan,
@@ -32,7 +30,6 @@ from dflop_jax.train.redecide import (
     make_recent_profile,
     predict_saving,
 )
-from dflop_jax.train.run_context import make_run_context
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, TILE_TOKENS, bucket, load, nano_profile
@@ -123,7 +120,7 @@ def alive(monkeypatch):
     collected meanwhile."""
     last: list[weakref.ref] = []
     seen: list[list[str]] = []
-    run, make = TrainLoop.run, trainer_module.make_executor
+    run, make = TrainLoop.run, plan_trials.make_executor
 
     def run_and_note(self, stack):
         result = run(self, stack)
@@ -137,7 +134,7 @@ def alive(monkeypatch):
         return make(place, plan)
 
     monkeypatch.setattr(TrainLoop, "run", run_and_note)
-    monkeypatch.setattr(trainer_module, "make_executor", make_and_note)
+    monkeypatch.setattr(plan_trials, "make_executor", make_and_note)
     gc.disable()
     yield seen
     gc.enable()
@@ -165,21 +162,6 @@ def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, alive, tmp_
     assert CheckpointStore(tmp_path / "run/checkpoints").steps()[-1] <= EVERY
 
 
-def test_sigterm_while_another_plan_is_searched_ends_the_run(plain, monkeypatch, tmp_path):
-    monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
-
-    def look(self, done, step_s):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return NewPlan(PLAN.with_layout(buckets=(bucket(28, 256),)), nano_profile())
-
-    monkeypatch.setattr(Redecider, "propose_plan", look)
-    result = fit(tmp_path / "run")
-    assert (result.preempted, result.steps_done, result.evaluation) == (True, EVERY, None)
-    assert result.losses == plain.losses[:EVERY]
-    assert CheckpointStore(tmp_path / "run/checkpoints").steps()[0] == EVERY
-    assert read(Plan, tmp_path / "run/plan.json").layout.buckets == PLAN.layout.buckets
-
-
 @pytest.fixture
 def searches(monkeypatch):
     """Profiles that a plan is searched for, in place of a search; plans that are found, when a test
@@ -195,21 +177,6 @@ def searches(monkeypatch):
 
     monkeypatch.setattr(redecide, "make_plan", search)
     return SimpleNamespace(asked=asked, found=found)
-
-
-def test_what_is_too_large_is_asked_for(plain, searches, monkeypatch, tmp_path):
-    monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
-    small = PLAN.with_layout(buckets=(bucket(4, 50),))
-    train = dataclasses.replace(CONFIG.train, steps=6, eval_samples=0, eval_every=0)
-    result = fit(tmp_path / "run", every=2, plan=small, train=train)
-    assert (result.steps_done, result.preempted) == (6, False)
-    first, *_ = searches.asked
-    config = dataclasses.replace(CONFIG, run_dir=str(tmp_path))
-    place = make_run_context(config)
-    loader = make_loader(config, place.source())
-    asked_for = [x for step in (0, 1) for x in loader.loads(step)]
-    assert list(first.data.loads) == asked_for
-    assert oversize_samples(asked_for, small)
 
 
 # ---- looks, without a run ----
@@ -319,3 +286,45 @@ def test_what_a_plan_saves_is_simulated_on_the_latest_batches():
 def test_changing_needs_checkpoints(plain, tmp_path):
     with pytest.raises(ValueError, match=r"plan.redecide_every=4 .* checkpoint.every_s=0"):
         fit(tmp_path / "run", checkpoint=CheckpointConfig(every_s=0))
+
+
+OVERHEAD_S = 1e-3
+
+
+class Scripted(Corrector):
+    """Is told what it would measure: by step the log ratio of one program, and the gain."""
+
+    def __init__(self, measured):
+        self.lines, self.switches = [], 0
+        progress = SimpleNamespace(log=self.lines.append)
+        ready = SimpleNamespace(prices=None, progress=progress)
+        super().__init__(ready, None, CorrectionState(""))
+        self.measured = measured
+
+    def _sample(self, trace, batch):
+        ratio, _ = self.measured(batch.step)
+        figures = self._gain_s, self._overhead_s
+        sample = StepSample(batch.step, batch.step + 1, "", {"a": ratio}, *figures)
+        self._learnt = add_sample(self._learnt, sample)
+
+    def _decide(self, batch):
+        self._gain_s, self._overhead_s = self.measured(batch.step)[1], OVERHEAD_S
+        self._learnt = with_decision(self._learnt, self._gain_s, self._overhead_s)
+
+    def run(self):
+        was_on = False
+        for step in range(700):
+            self.after_step(None, SimpleNamespace(step=step))
+            on = self.report["sampling"] == 1
+            self.switches += on != was_on
+            was_on = on
+        return self.lines
+
+
+def test_a_correction_that_brings_nothing_is_said_once():
+    corrector = Scripted(lambda step: (1.0 if step % 100 > 50 else 0.4, 0.0))
+    first, second = corrector.run()
+    assert corrector.switches >= 8
+    assert first == "step 2: task times are sampled, by which schedules are corrected"
+    assert second.startswith("step 9: schedules follow task times that are up to 1.49x off")
+    assert second.endswith("prediction saves 0.0 ms a step; sampling took 1.0 ms a step")

@@ -28,14 +28,15 @@ from dflop_jax.schedule.correction import CorrectionState, StepSample
 from dflop_jax.schedule.worker import BatchRequest
 from dflop_jax.train import correction as correction_module
 from dflop_jax.train.choose_plan import describe_remaining_time
-from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.trainer import Trainer
 
 from ..data.media_cases import talk
 from ..plans import nano_profile
-from .resume_cases import (  # noqa: F401
+from ..report.test_tensorboard import events_of
+from .resume_cases import (  # noqa: F401  # noqa: F401
     CACHE,
     CONFIG,
+    NANO_MODEL,
     PLAN,
     STEPS,
     _in_a_folder_of_its_own,
@@ -54,11 +55,6 @@ from .resume_cases import (  # noqa: F401
 compile_all = Executor.compile  # before `quick` has one plan's for all
 
 # ---- the same run ----
-
-
-def test_a_whole_run_saves_as_configured(whole):
-    assert steps_saved(whole) == (12, 9, 6, 3)
-    assert [e["step"] for e in evaluations(whole)] == [4, 8, 12]
 
 
 def ask_after(monkeypatch, step: int) -> None:
@@ -103,20 +99,6 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(whole, monkeypatch, at, e
     best = min(could_stay, key=losses.__getitem__, default=STEPS)
     assert set(steps_saved("run")) == {STEPS, best}
     assert_as_whole("run", whole)
-
-
-def test_a_run_without_checkpoints_starts_from_the_beginning(whole, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        ask_after(patch, 0)
-        result = fit("run", checkpoint=CheckpointConfig(every_s=0))
-    assert result.preempted
-    assert not Path("run/checkpoints").exists()
-    assert "--resume" not in capsys.readouterr().err
-    # Resumed it starts from the beginning, and saves nothing.
-    result = fit("run", "resume", checkpoint=CheckpointConfig(every_s=0))
-    assert len(result.losses) == STEPS
-    assert_as_whole("run", whole)
-    assert steps_saved("run") == ()
 
 
 def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys, monkeypatch):
@@ -177,13 +159,6 @@ def test_the_optimizer_may_begin_anew(whole, monkeypatch, capsys):
 
 def lion():
     return dataclasses.replace(CONFIG.train, optimizer="lion", learning_rate=1e-4)
-
-
-def test_two_flags_that_say_what_to_begin_with(capsys):
-    command = ["train", "nano.py", "--init-from", "a", "--model.weights", "b"]
-    Path("nano.py").write_text("")
-    assert main(command) == 2
-    assert "--init-from and --model.weights say the same" in capsys.readouterr().err
 
 
 # ---- other flags ----
@@ -247,16 +222,6 @@ def command(whole):
     save(nano_profile(), "profile.json")
     given = ["--plan-file", "plan.json", "--profile-file", "profile.json", "--run_dir", "run"]
     return ["train", "nano.py", "--resume", "auto", *given]
-
-
-def test_the_command_says_that_all_is_done(command, capsys):
-    assert main(command) == 0
-    out, err = capsys.readouterr()
-    assert "resumed after step 12 of 12" in err
-    assert "Traceback" not in out + err
-    assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["steps_done"], found["preempted"], found["last_loss"]) == (STEPS, False, None)
 
 
 def test_the_command_refuses_other_data(command, capsys):
@@ -368,12 +333,6 @@ def test_a_folder_in_use_is_refused_and_left_alone(whole):
     assert steps_saved(folder) == steps_saved(whole)
 
 
-def test_checkpoints_without_metrics_are_another_run_too(whole):
-    folder = copy_of(whole)
-    (folder / "metrics.jsonl").unlink()
-    assert "go on with that run (--resume auto) or replace it" in refused(folder, "error")
-
-
 def test_what_a_run_says_that_has_no_step_left(whole):
     plan = load(Plan, whole / PLAN_FILE)
     assert "1 steps in" in describe_remaining_time(plan, 1)
@@ -383,16 +342,37 @@ def test_what_a_run_says_that_has_no_step_left(whole):
         )
 
 
-def test_overwriting_removes_the_old_checkpoints(whole, monkeypatch):
-    folder = copy_of(whole)
-
-    def nothing(self, stack):
-        assert self._run.state.step == 0
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TrainLoop, "run", nothing)
-    with pytest.raises(KeyboardInterrupt):
-        fit(folder, "overwrite")
-    assert not (folder / "checkpoints").exists()
-    assert (folder / "metrics.jsonl").read_bytes() == b""
-    assert not (folder / "evaluations.jsonl").exists()
+@pytest.mark.slow
+def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
+    pytest.importorskip("tensorboardX")
+    train = dataclasses.replace(
+        CONFIG.train,
+        lora_rank=2,
+        lora_dropout=0.2,
+        freeze=("vision", "connector"),
+        learning_rates=("lora=1e-2",),
+        tensorboard=True,
+    )
+    whole = tmp_path_factory.mktemp("lora") / "run"
+    fit(whole, train=train, model=NANO_MODEL)
+    killed = as_killed(whole, saved=6, rows=8)
+    fit(killed, "resume", train=train, model=NANO_MODEL)
+    assert_as_whole(killed, whole)
+    scalars, of_whole = events_of(killed), events_of(whole)
+    for name in ("loss", "learning_rates/lora", "held_out/loss"):
+        assert scalars[name] == of_whole[name]
+    assert list(scalars["loss"]) == list(range(STEPS))
+    assert list(scalars["held_out/loss"]) == [3, 7, 11]
+    # The rank is a shape of the checkpoint, and a run without LoRA trains something else.
+    other = shutil.copytree(whole, "other")
+    more = dataclasses.replace(train, steps=14, lora_rank=3)
+    said = refused(other, train=more, model=NANO_MODEL)
+    assert "adapter" in said
+    assert "another model" in said
+    said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14), model=NANO_MODEL)
+    assert "connector, llm, vision frozen" in said
+    # The adapters alone, of what is published alone.
+    assert main(["export", str(whole), "--out", "alone", "--adapter", "--module", "llm"]) == 0
+    about = json.loads(Path("alone/adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"], about["rank_pattern"]) == (2, train.lora_alpha, {})
+    assert "model.layers.1.self_attn.o_proj" in about["target_modules"]

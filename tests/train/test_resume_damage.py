@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dflop_jax import CheckpointConfig
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.checkpoint.format import Manifest, decode_manifest, encode_manifest
+from dflop_jax.checkpoint.format import decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import FAILED, RunFailed, exit_code_of
 from dflop_jax.train.loop import TrainLoop
-from dflop_jax.train.resume import Unreadable, find_checkpoint, gather_unreadable
+from dflop_jax.train.resume import Unreadable, find_checkpoint
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
@@ -81,20 +79,6 @@ def stops_before_its_steps(monkeypatch):
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in folder.iterdir()}
-
-
-@pytest.mark.parametrize("what", [manifest, data_file])
-def test_what_cannot_be_read_is_there_until_a_newer_one_is(whole, what, stops_before_its_steps):
-    folder = as_killed(whole, saved=12, rows=11)
-    damage(what(folder, 12))
-    damage(data_file(folder, 9))
-    held = [contents(folder / f"checkpoints/{step:08d}") for step in (9, 12)]
-    with pytest.raises(Stopped):
-        fit(folder, "resume")
-    assert steps_saved(folder) == (6, 3)
-    checkpoints = folder / "checkpoints"
-    asides = [checkpoints / f"{step:08d}.damaged" for step in (9, 12)]
-    assert [contents(f) for f in asides] == held
 
 
 def written_by_another_version(folder: Path, step: int, **changes) -> None:
@@ -169,12 +153,6 @@ def test_what_cannot_be_written_at_the_end_is_an_error(whole, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_the_end_is_saved_by_who_saves_by_time(whole):
-    folder = as_killed(whole, saved=9, rows=11)
-    fit(folder, "resume", checkpoint=CheckpointConfig())
-    assert steps_saved(folder) == (12, 9, 6)
-
-
 # ---- the parts ----
 
 
@@ -196,33 +174,3 @@ def test_finding_checkpoints(whole, caplog):
     # An unfinished save is no checkpoint.
     (checkpoints / "00000012/COMMITTED").unlink()
     assert find_checkpoint(checkpoints, peers, [])[0].step == 9
-
-
-def test_a_state_of_another_program_is_not_damage(caplog):
-    store = CheckpointStore(Path("checkpoints"))
-    store.prepare(1)
-    store.commit(1, {}, [store.write(1, {}, [], 0)], {"step": 1})
-    with pytest.raises(ValueError, match="resume by the one that wrote them"):
-        find_checkpoint(Path("checkpoints"), ProcessGroup(), [])
-    assert "checkpoint of step 1 is of another version" in warnings_of(caplog)[0]
-
-
-def test_a_format_of_another_version_is_not_damage(caplog, monkeypatch):
-    store = CheckpointStore(Path("checkpoints"))
-    store.prepare(1)
-    with monkeypatch.context() as patch:
-        patch.setattr("dflop_jax.checkpoint.store.Manifest", partial(Manifest, version=9))
-        store.commit(1, {}, [store.write(1, {}, [], 0)], {"step": 1})
-    with pytest.raises(ValueError, match="resume by the one that wrote them"):
-        find_checkpoint(Path("checkpoints"), ProcessGroup(), [])
-    assert "format version 9; this program reads 3" in warnings_of(caplog)[0]
-
-
-def test_an_unreadable_checkpoint_is_logged_once(caplog):
-    assert gather_unreadable(ProcessGroup(), "k", None) is None
-    assert warnings_of(caplog) == []
-    trouble = Unreadable(3, "damaged", "a 100% broken disk")
-    assert gather_unreadable(ProcessGroup(), "k", trouble) == trouble
-    assert warnings_of(caplog) == [
-        "checkpoint of step 3 is damaged, using an older one: a 100% broken disk"
-    ]

@@ -1,18 +1,27 @@
 """Folders named by the time, and steps that are said by epochs."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from dflop_jax import Config, TrainConfig
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV
 from dflop_jax.report.run_folder import RunFolder
-from dflop_jax.train import run_dir
+from dflop_jax.schedule.count_program import ProgramSizes, canonicalize, program_sizes
+from dflop_jax.train import plan_trials, run_context, run_dir
 from dflop_jax.train.choose_plan import describe_data
+from dflop_jax.train.plan_trials import load_count_program
 from dflop_jax.train.run_context import RunContext, with_step_count
-from dflop_jax.train.run_dir import resolve_run_dir
+from dflop_jax.train.run_dir import is_restarted_run, resolve_run_dir
+from dflop_jax.train.trainer import broadcast_errors
+
+from ..runtime import plain
+from ..small import Small
 
 PATTERN = "runs[1]/a-{time}"  # what glob would take for letters
 
@@ -97,3 +106,101 @@ def test_a_warm_up_that_was_set_is_no_longer_than_the_epochs(ratio):
         return
     with pytest.raises(ValueError, match="warmup_steps=9 is longer than the run of 8 steps"):
         with_step_count(place, 64)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Play a start of a launch's processes."""
+
+    def play(name: str, restarts: int) -> None:
+        monkeypatch.setenv(LAUNCH_ENV, name)
+        monkeypatch.setenv(RESTARTS_ENV, str(restarts))
+
+    return play
+
+
+def test_only_what_the_launch_has_begun_is_resumed(start, tmp_path):
+    ours, old = tmp_path / "ours", tmp_path / "old"
+    with RunFolder(old):
+        pass
+    start("a", 0)
+    with RunFolder(ours, existing="overwrite", launch="a"):
+        pass
+    assert not is_restarted_run(ours)  # the first start obeys
+    start("a", 1)
+    assert is_restarted_run(ours)
+    assert not is_restarted_run(old)  # of an older run, which the script has not come to
+    start("b", 0)  # another launch, as after a requeue
+    with RunFolder(ours, existing="resume", launch="b"):
+        pass
+    assert not is_restarted_run(ours)
+    start("b", 1)
+    assert is_restarted_run(ours)
+
+
+@pytest.mark.parametrize(
+    "error, says", [(jax.errors.JaxRuntimeError("gloo:\nclosed"), "gloo: closed"), (KeyError(), "")]
+)
+def test_an_error_that_a_loss_may_have_caused_leaves_time_for_the_loss(error, says):
+    done: list[str | tuple] = []
+    peers = SimpleNamespace(
+        process_index=1,
+        wait_for_peer_loss=lambda: done.append("notice"),
+        fail=lambda *told: done.append(told),
+    )
+    with pytest.raises(type(error)), broadcast_errors(peers):
+        raise error
+    line = f"process 1 stopped: {says or 'KeyError'}"
+    assert done == ["notice"] * bool(says) + [(line, 1)]
+
+
+FOLDER = "jax_compilation_cache_dir"
+
+
+@pytest.mark.parametrize("told", [None, "/told/to/jax"])
+def test_programs_are_kept_where_jax_was_told_to_or_with_the_run(tmp_path, monkeypatch, told):
+    monkeypatch.setattr(run_context, "_USER_CACHE_DIR", told)
+    monkeypatch.setattr(run_context.compiler, "_cache_write", run_context.compiler._cache_write)
+    before = jax.config.values[FOLDER]
+    try:
+        run_context.use_cache(tmp_path)
+        assert jax.config.values[FOLDER] == (told or str(tmp_path / "xla"))
+    finally:
+        jax.config.update(FOLDER, before)
+
+
+def test_every_process_keeps_its_programs(monkeypatch):
+    kept = []
+    monkeypatch.setattr(
+        run_context.compilation_cache, "put_executable_and_time", lambda *a: kept.append(a)
+    )
+    run_context._cache_write("key", 2.5, "name", "backend", "executable")
+    assert kept == [("key", "name", "executable", "backend", 2)]
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The sizes of what cvxpy writes meanwhile."""
+    sizes: list[ProgramSizes] = []
+    monkeypatch.setattr(
+        plan_trials, "canonicalize", lambda wanted: sizes.append(wanted) or canonicalize(wanted)
+    )
+    return sizes
+
+
+def of_grouping(plan, grouping):
+    return replace(plan, scheduling=replace(plan.scheduling, grouping=grouping))
+
+
+def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written):
+    plan = of_grouping(plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1)), "balanced")
+    expected = canonicalize(program_sizes(plan.layout))
+    assert load_count_program(plan, tmp_path) == expected
+    assert load_count_program(plan, tmp_path) == expected
+    assert written == [program_sizes(plan.layout)]
+    (file,) = tmp_path.glob("counts-*.json")
+    file.write_bytes(file.read_bytes()[:-20])
+    assert load_count_program(plan, tmp_path) == expected
+    assert len(written) == 2
+    assert load_count_program(of_grouping(plan, "arrival"), tmp_path) is None
+    assert len(written) == 2

@@ -12,7 +12,6 @@ from dflop_jax.checkpoint.format import OtherVersion
 from dflop_jax.records import Price, PriceList, Prices, ProgramId, Shape
 from dflop_jax.train.resume import (
     RunState,
-    describe_changed_flags,
     flag_settings,
     is_other_device_count,
     read_state,
@@ -125,22 +124,6 @@ def test_other_trained_parts_are_refused_before_anything_is_planned():
     now = settings(changed("plan", buckets=1), **{"frozen parts": "vision"})
     with pytest.raises(ValueError, match="trained with none frozen, this run with vision"):
         reuse_state(STORED, now, None, None)
-
-
-def test_changed_flags_are_named_with_both_values():
-    before = read_state(msgspec.json.decode(msgspec.json.encode(STORED))).settings
-
-    def changes(config: Config) -> str:
-        return describe_changed_flags(before, settings(config))
-
-    assert changes(CONFIG) == changes(changed("plan", buckets=1)) == ""
-    assert changes(changed("data", root=("a", "b"))) == "data.root a,b (was empty)"
-    expected = "train.steps 7 (was 100), train.weight_decay 0.0 (was 0.01)"
-    assert changes(changed("train", weight_decay=0.0, steps=7)) == expected
-
-
-def test_a_state_comes_back_from_json():
-    assert read_state(msgspec.json.decode(msgspec.json.encode(STORED))) == STORED
 
 
 @pytest.mark.parametrize(

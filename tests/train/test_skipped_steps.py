@@ -52,13 +52,6 @@ def test_limits_follow_the_median_of_the_updates_before_the_last_step(n, skipped
     assert msgspec.convert(msgspec.to_builtins(known), SkippedSteps) == known
 
 
-def test_skips_in_a_row_end_with_an_update():
-    known = SkippedSteps()
-    for step, applied in enumerate([False, False, True, False]):
-        known = known.with_step(step, math.nan if not applied else 1.0, applied)
-    assert (known.count, known.in_a_row) == (3, 1)
-
-
 @pytest.fixture(scope="module")
 def scaled(quick):
     """Factors on the losses of steps, for the runs of a test."""
@@ -151,13 +144,3 @@ def test_many_in_a_row_end_the_run_and_every_row_is_there(quick, poisoned, tmp_p
     rows = read_metrics(tmp_path / "run")
     assert [(r["step"], r["loss"]) for r in rows] == [(k, None) for k in range(6)]
     assert [(e["step"], e["loss"]) for e in evaluations(tmp_path / "run")] == [(4, None)]
-
-
-def test_the_first_ends_the_run_where_one_is_too_many(quick, poisoned, tmp_path):
-    train = dataclasses.replace(CONFIG.train, max_bad_steps=1)
-    with pytest.raises(
-        RunFailed,
-        match=r"^step 0 changed no parameter: gradients of llm .*lower train.learning_rate",
-    ):
-        fit(tmp_path / "run", train=train)
-    assert len(read_metrics(tmp_path / "run")) == 1

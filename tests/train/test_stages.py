@@ -15,7 +15,7 @@ from dflop_jax.records import BACKWARD, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.module_parts import module_structs
-from dflop_jax.train.choose_plan import describe_context, describe_data
+from dflop_jax.train.choose_plan import describe_context
 from dflop_jax.train.optimizer import (
     TrainedParts,
     configure_model,
@@ -99,15 +99,6 @@ def test_only_a_stages_parts_change_and_frozen_segments_run_no_backward(stage):
 # ---- what a configuration means ----
 
 
-class Named(list):
-    """So many samples with a name."""
-
-    name = "four"
-
-    def __init__(self, n):
-        super().__init__(range(n))
-
-
 def parts(m=None, **train) -> TrainedParts:
     config = TrainConfig(**({"learning_rate": 1e-3} | train))
     return find_trained_parts(config, configure_model(m or llava.build("nano"), config))
@@ -125,12 +116,6 @@ def test_the_start_line_counts_trained_and_frozen_parameters_by_part():
     frozen = ", ".join(f"{g} {counts[g]:,}" for g in ("vision", "connector", "llm"))
     says = f"; parameters: trained lora {counts['lora']:,}; frozen {frozen}"
     assert describe_context(place).endswith(says)
-
-
-def test_the_data_line_writes_epochs_without_exponents():
-    four = Named(4)
-    train = TrainConfig(steps=2000, global_batch=2)
-    assert describe_data(four, train, 2).endswith("2,000 steps of 2 samples, 1,000 epochs")
 
 
 def test_stages_are_shorthands_for_what_is_frozen():
@@ -197,14 +182,6 @@ def test_a_model_without_a_connector_or_adapters_says_so():
     with pytest.raises(ValueError, match=r"train.lora_rank=2, but a SimpleNamespace has no with_l"):
         parts(text_only, lora_rank=2)
     assert parts(text_only, stage="llm").frozen == ()
-
-
-def test_a_wrong_choice_is_found_before_anything_is_measured():
-    config = dataclasses.replace(
-        CONFIG, model=NANO_MODEL, train=TrainConfig(learning_rates=("audoi=1",))
-    )
-    with pytest.raises(ValueError, match="'audoi', which the model does not have"):
-        make_run_context(config)
 
 
 # ---- whole runs ----

@@ -1,22 +1,49 @@
 """Seconds by phase, imbalance and memory of a step: against sums by hand, at size 0 and 1 too."""
 
+import dataclasses
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.records import Event, Group, Load, PackedPieces, Schedule, Shape, Trace
+from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.data.packing import LocalRanks
+from dflop_jax.records import (
+    Bucket,
+    DataProfile,
+    Edge,
+    Event,
+    Group,
+    Layout,
+    Load,
+    PackedPieces,
+    Plan,
+    Predicted,
+    Schedule,
+    Scheduling,
+    SegmentPlan,
+    Shape,
+    SubmeshPlan,
+    Trace,
+)
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
-from dflop_jax.train.feed import BatchCounts
+from dflop_jax.train import feed, step_figures
+from dflop_jax.train.feed import BatchCounts, BatchLoss, Packer
+from dflop_jax.train.run_context import make_run_context
 from dflop_jax.train.step_figures import (
+    PredictedRun,
     max_by_name,
     measure_imbalance,
     measure_memory,
     phase_seconds,
+    predict_run,
     slowest_processes,
+    sum_by_name,
 )
+from tests.plans import NANO
 from tests.report.runs import make_plan
 
 LAYOUT = make_plan().layout  # "enc" on devices 0 and 1, "llm" on 2 to 7
@@ -53,10 +80,6 @@ def test_what_was_done_before_the_step_counts_for_the_one_before():
     }
 
 
-def test_a_step_of_nothing_is_idle():
-    assert phase_seconds(LAYOUT, trace(), 0.0, 0.0, {}) == {IDLE: 0.0}
-
-
 def group(module, places):
     columns = np.array(places, np.int64).reshape(-1, 4).T
     return Group(module, Shape(8, 64), pieces=PackedPieces(columns), microbatches=2)
@@ -78,15 +101,6 @@ def test_imbalance_is_that_of_sums_by_hand(seed):
     assert uneven == {"vision": 0.0, "llm": pytest.approx(most / mean - 1)}
 
 
-def test_ranks_with_equal_tokens_are_balanced():
-    loads = [Load({"vision": (4,)})] * 2
-    even = Schedule(0, (group("vision", [(0, 0, 0, 0), (1, 0, 0, 1)]),))
-    n = LAYOUT.data_ranks("vision")
-    assert measure_imbalance(LAYOUT, even, loads)["vision"] == n - 1  # all on one rank
-    every = Schedule(0, (group("vision", [(r, 0, r, 0) for r in range(n)]),))
-    assert measure_imbalance(LAYOUT, every, [Load({"vision": (4,)})] * n)["vision"] == 0.0
-
-
 def device(stats, process=0):
     return SimpleNamespace(process_index=process, memory_stats=lambda: stats)
 
@@ -104,11 +118,6 @@ def test_memory_is_that_of_the_fullest_device_here():
     assert set(measure_memory([])) <= {HOST}
 
 
-def test_of_several_processes_the_most_counts():
-    assert max_by_name([{"a": 1.0}, {"a": 3.0, "b": 2.0}, {}]) == {"a": 3.0, "b": 2.0}
-    assert max_by_name([]) == {}
-
-
 def test_a_row_has_the_slowest_processes_alone():
     assert slowest_processes({}) == {}
     assert [*slowest_processes({p: p % 500 for p in range(999, -1, -1)})] == [
@@ -120,3 +129,96 @@ def test_bad_samples_of_several_processes_are_counted_once():
     ours = BatchCounts([4, 9], {"a": 1}, {}, {}, 2, {"1/0": 3}, {}, {})
     total = BatchCounts.total([ours, replace(ours, bad=[2, 9], max_crossing={"1/0": 5})])
     assert total == BatchCounts([2, 4, 9], {"a": 2}, {}, {}, 4, {"1/0": 5}, {}, {})
+
+
+def module(*fields, **more):
+    return SimpleNamespace(inputs={"entry": ("tokens",), "exit": fields}, **more)
+
+
+MODEL = SimpleNamespace(
+    modules={
+        "eye": module("grid"),
+        "text": module("targets", "weights"),
+        "generator": module("weights", loss_weight=0.25),
+    }
+)
+
+
+def test_every_module_has_a_denominator_of_its_own():
+    loss = BatchLoss.for_model(MODEL, {"text": 30.0, "generator": 2.5})
+    sums = {"text.loss_sum": 60.0, "text.correct": 15.0, "generator.loss_sum": 20.0}
+    assert loss.means(sums) == {"text": 2.0, "generator": 8.0}
+    assert loss.total(sums) == 2.0 + 0.25 * 8.0
+    assert loss.scales == {"text": 1 / 30, "generator": 0.25 / 2.5}
+    # What the scales make of the tokens' losses is the loss.
+    total = sum(scale * sums[f"{m}.loss_sum"] for m, scale in loss.scales.items())
+    assert total == pytest.approx(loss.total(sums))
+    assert loss.means(sums, "correct") == {"text": 0.5, "generator": 0.0}
+    assert loss.is_supervised
+
+
+def test_a_batch_without_a_supervised_token_divides_by_one():
+    loss = BatchLoss.for_model(MODEL, {"text": 0.0, "generator": 0.0})
+    assert loss.scales == {"text": 1.0, "generator": 0.25}
+    assert loss.total({}) == 0.0
+    assert not loss.is_supervised
+    assert BatchLoss.for_model(MODEL, {"text": 0.0, "generator": 0.1}).is_supervised
+
+
+LOW, HIGH = Shape(2, 4), Shape(1, 8)
+WIDTH = 3
+
+
+def plan_of(node):
+    """Four data ranks of "a" and of "b" on the same devices."""
+    return Plan(
+        "test",
+        Layout(
+            (SubmeshPlan("a", 0, 1, 4, 1), SubmeshPlan("b", 0, 1, 4, 1)),
+            tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in "ab"),
+            (Bucket.from_shapes({"a": LOW, "b": HIGH}),),
+            edges=(Edge("a", "b", "in"),),
+        ),
+        Scheduling(node=node),
+    )
+
+
+@pytest.mark.parametrize("node, in_node, across", [(0, 22, 0), (2, 12, 10), (3, 15, 7)])
+def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
+    struct = jax.ShapeDtypeStruct((2, 4, WIDTH), jnp.bfloat16)
+    monkeypatch.setattr(feed, "features_struct", lambda *_: struct)
+    groups = (Group("a", LOW, (1,)), Group("b", HIGH))
+    reads = np.array([[9, 5, 0, 1], [7, 9, 0, 0], [3, 0, 9, 0], [0, 6, 0, 9]])
+    parts = []
+    for ranks in ({0, 1}, {2, 3}):
+        own = np.where(np.isin(np.arange(4), list(ranks)), reads.T, 0)
+        packed = [SimpleNamespace(read_counts={}), SimpleNamespace(read_counts={0: own})]
+        counts = {"a": ranks, "b": ranks}
+        model = SimpleNamespace(modules={"a": None, "b": None})
+        packer = Packer(plan_of(node), model, LocalRanks(counts, counts), None, {})
+        parts.append(packer._count_traffic(Schedule(0, groups), packed))
+    most, here, there = zip(*parts, strict=True)
+    assert max_by_name(most) == {"1/0": 7}
+    assert sum_by_name(here) == {"a > b": in_node * WIDTH * 2}
+    assert sum_by_name(there) == {"a > b": across * WIDTH * 2}
+
+
+@pytest.mark.parametrize(
+    "hardware, stated, peak",
+    [("a100-80", 0.0, 312e12), ("a100-80", 1e12, 1e12), ("cpu", 0.0, 0.0), ("cpu", 1e9, 1e9)],
+)
+def test_a_plan_promises_the_time_of_a_run_and_its_rates(monkeypatch, hardware, stated, peak):
+    """Batches of 4 of two samples of 10 and 30 tokens, a second each: 80 tokens/s; a vision token
+    needs 2e12 FLOPs, one of text 1e12: 4 x (5 x 2 + 20) = 120 TFLOP a step."""
+    config = Config(
+        model=ModelConfig(size="nano", dtype="bfloat16"),
+        plan=PlanConfig(policy="dflop", hardware=hardware, devices=2),
+        train=TrainConfig(epochs=2, global_batch=4, peak_flops=stated),
+    )
+    flops = {"vision": lambda n, _: 2e12 * n, "llm": lambda n, _: 1e12 * n}
+    monkeypatch.setattr(step_figures, "needed_flops", lambda *_: flops)
+    plan = dataclasses.replace(NANO, predicted=Predicted(makespan_s=1.0))
+    loads = Load({"vision": (10,), "llm": (10,)}), Load({"llm": (10, 20)})
+    got = predict_run(make_run_context(config), DataProfile("two", 10, loads), plan)
+    mfu = 120e12 / (2 * peak) if peak else None
+    assert got == PredictedRun(5, 5.0, 80.0, mfu if mfu is None else pytest.approx(mfu))

@@ -17,7 +17,7 @@ from dflop_jax.data.content import features_struct
 from dflop_jax.data.packing import LocalRanks, PackedGroup, local_samples, pack_groups
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.profile.needed import PieceFlops
-from dflop_jax.records import Load, Plan, Schedule, Shape, crossing_traffic, rank_nodes
+from dflop_jax.records import Load, Plan, Schedule, crossing_traffic, rank_nodes
 from dflop_jax.report.trace import group_label
 from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
 from dflop_jax.runtime.programs import GroupArrays, Programs
@@ -185,8 +185,8 @@ class Packer:
             executed[g.module] += g.microbatches * layout.data_ranks(g.module) * g.shape.size
         padding = {m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()}
         groups: list[GroupArrays] = []
-        for g, p in enumerate(packed):
-            crossing = {f: total.max_crossing[f"{g}/{f}"] for f in p.gathers}
+        for i, p in enumerate(packed):
+            crossing = {f: total.max_crossing[f"{i}/{f}"] for f in p.gathers}
             groups.append(GroupArrays(p.fields, p.gathers, crossing))
         return PackedBatch(
             step=schedule.step,
@@ -232,20 +232,16 @@ class Packer:
                 crossed = crossing_traffic(reads, rank_nodes(self.plan, feeder.module))
                 max_crossing[f"{g}/{f}"] = int(crossed.max_amount)
                 link_counts = crossed.for_target_ranks(sorted(self.ranks.counted[target]))
-                n_bytes = self._feature_bytes(feeder.module, target, feeder.shape)
+                structs = (
+                    features_struct(self.model.modules[feeder.module], edge, feeder.shape)
+                    for edge in self.plan.layout.edges
+                    if (edge.source, edge.target) == (feeder.module, target)
+                )
+                n_bytes = sum(s.shape[-1] * s.dtype.itemsize for s in structs)
                 name = f"{feeder.module} > {target}"
                 in_node[name] += n_bytes * link_counts.in_node
                 across_nodes[name] += n_bytes * link_counts.across_nodes
         return max_crossing, in_node, across_nodes
-
-    def _feature_bytes(self, source: str, target: str, shape: Shape) -> float:
-        """Bytes that all edges between two modules have of one feature."""
-        structs = (
-            features_struct(self.model.modules[source], edge, shape)
-            for edge in self.plan.layout.edges
-            if (edge.source, edge.target) == (source, target)
-        )
-        return sum(s.shape[-1] * s.dtype.itemsize for s in structs)
 
 
 def feed_batches(

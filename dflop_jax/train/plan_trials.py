@@ -260,7 +260,8 @@ class PlanTrials:
 
     def choose(self, plan: Plan, prices: Prices) -> None:
         """End `serve_requests` on the other processes; process 0 only."""
-        self._send_request(TimingRequest(plan, prices=PriceList.from_prices(prices)))
+        request = TimingRequest(plan, prices=PriceList.from_prices(prices))
+        self._context.peers.broadcast(_REQUEST, request, TimingRequest)
 
     def serve_requests(self) -> tuple[Plan, Prices]:
         """Run what process 0 requests until it has chosen a plan; returns it with its prices."""
@@ -283,11 +284,8 @@ class PlanTrials:
         self._timed_plans.clear()
         return timed
 
-    def _send_request(self, request: TimingRequest) -> None:
-        self._context.peers.broadcast(_REQUEST, request, TimingRequest)
-
     def _run_on_all(self, request: TimingRequest) -> TimedPlan:
-        self._send_request(request)
+        self._context.peers.broadcast(_REQUEST, request, TimingRequest)
         try:
             return self._run_request(request)
         except PlanTooLarge as e:

@@ -24,6 +24,7 @@ from dflop_jax.records import (
     ModelProfile,
     Plan,
     Profile,
+    Remat,
     SegmentPlan,
     Shape,
     SubmeshPlan,
@@ -148,7 +149,7 @@ def check_named_remat(context: RunContext) -> None:
             )
 
 
-def _max_residual_bytes(module: Module, shape: Shape, remat: str) -> float:
+def _max_residual_bytes(module: Module, shape: Shape, remat: Remat) -> float:
     """Residual bytes of the largest kind of layer of a module."""
     kinds = single_kind_modules(module).values()
     return max(residual_bytes(TraceSpec(kind, "layers", shape, remat=remat), 2) for kind in kinds)

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dflop_jax.config import Policy
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Load, ModelProfile
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper import data, policies

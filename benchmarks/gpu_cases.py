@@ -19,7 +19,7 @@ from dflop_jax.aot.hlo_cost import program_cost
 from dflop_jax.aot.hlo_text import parse_hlo
 from dflop_jax.contract import chip_of
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.efficiency import Efficiency, program_s
+from dflop_jax.profile.kernels import Efficiency, program_s
 from dflop_jax.records import Hardware
 from models.attention import attention
 from models.attention_choice import choose_kernel
@@ -253,7 +253,7 @@ class Case:
       flops, n_bytes: that it needs.
       again: (arguments, outputs) -> arguments of the next call, where some are donated.
       check: outputs -> more facts.
-      seen_pairs: see `visible_pairs` of `dflop_jax.aot.hlo_products.product_flops`.
+      seen_pairs: see `visible_pairs` of `dflop_jax.aot.hlo_cost.program_cost`.
     """
 
     facts: Line

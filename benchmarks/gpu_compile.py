@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.aot.chip_profile import compile_profile
-from dflop_jax.aot.compiling import CompileJob, Compiler, compile_plan
+from dflop_jax.aot.compiling import Compiler, compile_plan
 from dflop_jax.aot.reports import CompileReport, ProgramReport
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel, edges_of
@@ -63,6 +63,14 @@ from dflop_jax.train.run_context import build_model
 # Whose programs are compiled for the prediction, the small shape and the large one.
 TOLD_TOKENS, TOLD_PIECES = (3072, 12288), (4, 16)
 MEDIAN, WORST = 0.05, 0.12
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A plan to compile for the chip that its configuration names."""
+
+    config: Config
+    plan: Plan
 
 
 def costs_of(job: CompileJob, degrees: Sequence[int]) -> CostModel:
@@ -300,7 +308,7 @@ def compile_cases(
             for c, job in zip(batch, jobs, strict=True):
                 answer: CompileReport | str
                 try:
-                    answer = compile_plan(job, compiler=compiler)
+                    answer = compile_plan(job.config, job.plan, compiler)
                 except ValueError as e:
                     answer = str(e)
                 yield c, outcome(c, answer, job.plan, costs)

@@ -13,7 +13,7 @@ Expected: products at 70% of the chip's peak or more on random values; segments 
 A JSON line per result, as it is found. Every part has a deadline, and says what it left out. The
 programs of a part are timed in turns: `ms` is a median, `ms_p10` and `ms_p90` its spread.
 `peak_bytes` is what the compiler says of a program with its arguments. `predicted_ms` follows from
-its HLO and the roofline of plans (`dflop_jax/profile/efficiency.py`); `flat_ms` has all products,
+its HLO and the roofline of plans (`dflop_jax/profile/kernels.py`); `flat_ms` has all products,
 attention's too, at 70% of the peak. FLOPs are those needed: products, attention over pairs of
 tokens of one piece, of which the causal half.
 

@@ -202,8 +202,7 @@ def measure_plan(
     sizes: Any,
 ) -> list[dict[str, Any]]:
     """Rows of a plan's schedules, on process 0."""
-    from dflop_jax.profile.cost_model import CostModel
-    from dflop_jax.profile.prices import layout_prices
+    from dflop_jax.profile.cost_model import CostModel, layout_prices
     from dflop_jax.runtime.calibration import merge_calibrations
     from dflop_jax.schedule.batch_scheduler import schedule_batch
     from dflop_jax.train.plan_trials import make_executor

@@ -8,6 +8,7 @@ business (`dflop_jax.profile`). A cluster that differs is `dataclasses.replace(f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dflop_jax.records import Hardware
 
@@ -20,75 +21,75 @@ TASK_HOST_S = 1e-3
 
 # Seconds of one ring step in the cost model of NCCL (src/graph/tuning.cc, hwLat, Ring, LL128).
 _NVLINK_S, _PCIE_S, _NETWORK_S = 1.9e-6, 2.5e-6, 4.0e-6
-_HGX_A100 = "8 per node, NVLink 3: 600 GB/s both ways; DGX A100 data sheet: 8 x 200 Gb/s HDR"
-_HGX_H100 = "8 per node, NVLink 4: 900 GB/s both ways; DGX data sheet: 8 x 400 Gb/s NDR"
+_A100_NODE = "8 per node, NVLink 3: 600 GB/s both ways; DGX A100 data sheet: 8 x 200 Gb/s HDR"
+_H100_NODE = "8 per node, NVLink 4: 900 GB/s both ways; DGX data sheet: 8 x 400 Gb/s NDR"
 
-
-def _dgx(
-    name: str,
-    chip: str,
-    bfloat16_flops: float,
-    memory: float,
-    bandwidth: float,
-    link: float,
-    network: float,
-    source: str,
-) -> Hardware:
-    """A chip of a node of 8 with NVLink, whose TF32 rate is half of its bfloat16 rate."""
-    return Hardware(
-        name=name,
-        chip=chip,
-        bfloat16_flops=bfloat16_flops,
-        float32_flops=bfloat16_flops / 2,
-        memory_bytes=memory,
-        memory_bandwidth=bandwidth,
-        devices_per_node=8,
-        link_bandwidth=link,
-        link_latency_s=_NVLINK_S,
-        network_bandwidth=network,
-        network_latency_s=_NETWORK_S,
-        source=source,
-    )
-
-
-def _a100(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
-    source = f"{sheet}; {_HGX_A100}"
-    return _dgx(name, "sm_80", 312e12, memory, bandwidth, 300 * GB, 25 * GB, source)
-
-
-def _hopper(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
-    source = f"{sheet}; {_HGX_H100}"
-    return _dgx(name, "sm_90", 989.4e12, memory, bandwidth, 450 * GB, 50 * GB, source)
-
-
+_A100 = Hardware(
+    name="a100-40",
+    chip="sm_80",
+    bfloat16_flops=312e12,
+    float32_flops=312e12 / 2,  # TF32, as of all with NVLink
+    memory_bytes=40 * GB,
+    memory_bandwidth=1555 * GB,
+    devices_per_node=8,
+    link_bandwidth=300 * GB,
+    link_latency_s=_NVLINK_S,
+    network_bandwidth=25 * GB,
+    network_latency_s=_NETWORK_S,
+    source=f"NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB; {_A100_NODE}",
+)
+_H100 = replace(
+    _A100,
+    name="h100",
+    chip="sm_90",
+    bfloat16_flops=989.4e12,
+    float32_flops=989.4e12 / 2,
+    memory_bytes=80 * GB,
+    memory_bandwidth=3350 * GB,
+    link_bandwidth=450 * GB,
+    network_bandwidth=50 * GB,
+    source=f"NVIDIA H100 Tensor Core GPU data sheet, SXM5; {_H100_NODE}",
+)
 _TABLE = (
-    _a100("a100-40", 40 * GB, 1555 * GB, "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB"),
-    _a100("a100-80", 80 * GB, 2039 * GB, "NVIDIA A100 80GB Tensor Core GPU data sheet, SXM4"),
-    _hopper("h100", 80 * GB, 3350 * GB, "NVIDIA H100 Tensor Core GPU data sheet, SXM5"),
-    _hopper("h200", 141 * GB, 4800 * GB, "NVIDIA H200 Tensor Core GPU data sheet, SXM5"),
-    _dgx(
-        "b200",
-        "sm_100",
-        2250e12,
-        180 * GB,
-        8000 * GB,
-        900 * GB,
-        50 * GB,
-        "NVIDIA DGX B200 data sheet (1,440 GB and 64 TB/s over 8 GPUs, NVLink 5: 1.8 TB/s both "
-        "ways, 8 x 400 Gb/s); half of its sparse peaks",
+    _A100,
+    replace(
+        _A100,
+        name="a100-80",
+        memory_bytes=80 * GB,
+        memory_bandwidth=2039 * GB,
+        source=f"NVIDIA A100 80GB Tensor Core GPU data sheet, SXM4; {_A100_NODE}",
     ),
-    Hardware(
+    _H100,
+    replace(
+        _H100,
+        name="h200",
+        memory_bytes=141 * GB,
+        memory_bandwidth=4800 * GB,
+        source=f"NVIDIA H200 Tensor Core GPU data sheet, SXM5; {_H100_NODE}",
+    ),
+    replace(
+        _H100,
+        name="b200",
+        chip="sm_100",
+        bfloat16_flops=2250e12,
+        float32_flops=2250e12 / 2,
+        memory_bytes=180 * GB,
+        memory_bandwidth=8000 * GB,
+        link_bandwidth=900 * GB,
+        source="NVIDIA DGX B200 data sheet (1,440 GB and 64 TB/s over 8 GPUs, NVLink 5: 1.8 TB/s "
+        "both ways, 8 x 400 Gb/s); half of its sparse peaks",
+    ),
+    replace(
+        _A100,
         name="l40s",
         chip="sm_89",
         bfloat16_flops=362.05e12,
         float32_flops=183e12,
         memory_bytes=48 * GB,
         memory_bandwidth=864 * GB,
-        devices_per_node=8,
         link_bandwidth=32 * GB,
         link_latency_s=_PCIE_S,
         network_bandwidth=12.5 * GB,
-        network_latency_s=_NETWORK_S,
         source="NVIDIA L40S data sheet: no NVLink, PCIe 4.0 x16: 64 GB/s both ways; the network is "
         "an assumption: 100 Gb/s a device",
     ),
@@ -138,11 +139,7 @@ def hardware_of_kind(kind: str) -> Hardware:
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of the table called `name`, whatever its case.
-
-    Raises:
-      ValueError: no such row; the message lists the known ones.
-    """
+    """The row of the table called `name`, whatever its case; ValueError lists the known ones."""
     hardware = HARDWARE.get(name.strip().lower())
     if hardware is None:
         raise ValueError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}")

@@ -18,10 +18,9 @@ from dflop_jax.data.content import content_counter
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.simulate_batches import simulate
 from dflop_jax.plan.volume import HEADROOM, group_content, module_volume
-from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.profile.cost_model import CostModel, layout_prices
+from dflop_jax.profile.kernels import Efficiency
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.profile.prices import layout_prices
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import (
     BACKWARD,

@@ -21,9 +21,8 @@ from dflop_jax.aot.worker import Probe, ProbeResult
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, on_chip
 from dflop_jax.data import Source
-from dflop_jax.profile.efficiency import program_s
-from dflop_jax.profile.recompute import POLICIES
-from dflop_jax.profile.roofline import roofline_profile
+from dflop_jax.profile.kernels import program_s
+from dflop_jax.profile.roofline import POLICIES, roofline_profile
 from dflop_jax.profile.traced_parts import has_loss
 from dflop_jax.records import (
     DataProfile,
@@ -44,33 +43,31 @@ _SHAPES_RATIO = 4
 # Layers of the programs, whose difference is what a layer costs: the compiler takes loops that run
 # twice or so apart.
 _DEPTHS = (10, 20)
-# Of a program's `_Cost`.
+# Seconds of forward and backward, bytes of residuals, of backward's work and of hidden states.
+_Cost = np.ndarray
 _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK, _HIDDEN = range(5)
 
 
 def predict_profile(
     workplace: RunContext,
     source: Source,
-    on_progress: OnProgress | None = None,
-    on_message: Callable[[str], None] = print,
+    on_progress: OnProgress,
+    on_message: Callable[[str], None],
 ) -> Profile:
     """The profile of data for `plan.hardware`: from programs compiled for it, or from data sheets
-    if there is no compiler; `on_message` gets a line about that.
-
-    Raises:
-      ValueError: a module does not compile for the chip at any tensor-parallel degree.
-    """
-    assert workplace.hardware is not None, "it is for a chip that is not here"
+    if there is no compiler; `on_message` gets a line about that. ValueError if a module does not
+    compile for the chip at any tensor-parallel degree."""
+    hardware, model = workplace.hardware, workplace.model
+    assert hardware is not None, "it is for a chip that is not here"
     try:
-        find_chip(workplace.hardware.name)
+        find_chip(hardware.name)
         compiler_environment()
     except ValueError as e:
         on_message(f"prices come from data sheets, not from compiled programs: {e}")
         return make_profile(workplace, source)
-    data, model = profile_data(workplace, source), workplace.model
+    data = profile_data(workplace, source)
     shapes = {m: _probe_shapes(data, m, model, workplace.token_multiple) for m in model.modules}
     degrees, n = tensor_degrees(workplace), workplace.n_devices
-    hardware = workplace.hardware
     return Profile(
         compile_profile(workplace.config, model, hardware, shapes, degrees, n, on_progress), data
     )
@@ -83,9 +80,8 @@ def _probe_shapes(
     of two, so that similar data reuse compiled probes."""
     if module in model.piece_tokens:
         max_pieces = max(len(load.lengths(module)) for load in data.loads)
-        rows = 2 * _next_power_of_two(max_pieces)
-        return [Shape(max(1, rows // _SHAPES_RATIO), model.piece_tokens[module]),
-                Shape(rows, model.piece_tokens[module])]  # fmt: skip
+        rows, tokens = 2 * _next_power_of_two(max_pieces), model.piece_tokens[module]
+        return [Shape(max(1, rows // _SHAPES_RATIO), tokens), Shape(rows, tokens)]
     tokens = 2 * _next_power_of_two(max(load.tokens(module) for load in data.loads))
     tokens = max(tokens, multiple * _SHAPES_RATIO)
     return [Shape(1, tokens // _SHAPES_RATIO), Shape(1, tokens)]
@@ -103,14 +99,10 @@ def compile_profile(
     shapes: Mapping[str, Sequence[Shape]],
     degrees: Sequence[int],
     n_devices: int,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda done, of: None,
 ) -> ModelProfile:
-    """A profile from compiled programs for the chip `plan.hardware`.
-
-    Args:
-      shapes: per-rank shapes of each module, a small and a large one.
-      degrees: tensor-parallel degrees.
-    """
+    """A profile from compiled programs for the chip `plan.hardware`, at tensor-parallel `degrees`.
+    `shapes`: per-rank shapes of each module, a small and a large one."""
     traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
     remat = config.train.remat
     policies = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
@@ -143,16 +135,13 @@ def compile_profile(
 def _compilable(
     probe_sets: Sequence[ProbeSet], results: Mapping[Probe, ProbeResult], hardware: Hardware
 ) -> list[ProbeSet]:
-    """The probe sets of those degrees at which every kind of layer of the module compiles.
-
-    Raises:
-      ValueError: a module compiles at no degree.
-    """
-    errors = {(k.module, k.tp): results[p].error for k in probe_sets for p in k.probes
+    """The probe sets of those degrees at which every kind of layer of the module compiles;
+    ValueError if a module compiles at none."""
+    errors = {(s.module, s.tp): results[p].error for s in probe_sets for p in s.probes
              if results[p].error}  # fmt: skip
-    compilable = [k for k in probe_sets if (k.module, k.tp) not in errors]
+    compilable = [s for s in probe_sets if (s.module, s.tp) not in errors]
     for (module, _), error in errors.items():
-        if not any(k.module == module for k in compilable):
+        if not any(s.module == module for s in compilable):
             raise ValueError(
                 f"{module} cannot be compiled for {hardware.name}: {error}; choose other "
                 "plan.hardware, or a smaller data.max_tokens"
@@ -160,12 +149,7 @@ def _compilable(
     return compilable
 
 
-# Seconds of forward and backward, bytes of residuals, of backward's work and of hidden states.
-_Cost = np.ndarray
-
-
 def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
-    """The cost of a probe that compiles."""
     assert result.backward is not None, "what does not compile has an error"
     seconds = (
         program_s(program.kernels if program else (), probe.tp, hardware)
@@ -178,11 +162,8 @@ def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
 @dataclass(frozen=True)
 class ProbeSet:
     """Probes of a module with layers of one kind at one tensor-parallel degree: two depths, a small
-    and a large shape.
-
-    A module that ends in a loss runs forward and backward in one program. Its layers are therefore
-    compiled without the ends as well, at one depth (`has_loss`).
-    """
+    and a large shape. A module that ends in a loss runs forward and backward in one program; its
+    layers are therefore compiled without the ends as well, at one depth (`has_loss`)."""
 
     module: str
     tp: int
@@ -204,8 +185,7 @@ class ProbeSet:
     def _split_layer(
         self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True
     ) -> tuple[_Cost, _Cost]:
-        """(cost of one layer, cost of all else) of the programs with the module's ends, or
-        without."""
+        """(cost of one layer, of all else) of the programs with the module's ends, or without."""
         if not ends:
             whole = costs[self._probe(shape, remat, _DEPTHS[1], ends)]
             shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
@@ -226,10 +206,13 @@ class ProbeSet:
             backward_s -= forward_s
             # A loss is computed where its gradient is; of each product it has three.
             ends_s = [ends_s[_BACKWARD_S] / 3, ends_s[_BACKWARD_S] * 2 / 3]
-        recompute = {}
-        for remat in self.remats:
-            content_s = traced.recompute[remat].content_s
-            recompute[remat] = self._policy_cost(costs, shape, remat, hidden_bytes, content_s)
+        recompute = {
+            r: replace(
+                self._policy_cost(costs, shape, r, hidden_bytes),
+                content_s=traced.recompute[r].content_s,
+            )
+            for r in self.remats
+        }
         return replace(
             traced,
             layer_forward_s=forward_s,
@@ -241,12 +224,7 @@ class ProbeSet:
         )
 
     def _policy_cost(
-        self,
-        costs: Mapping[Probe, _Cost],
-        shape: Shape,
-        remat: Remat,
-        hidden_bytes: float,
-        content_s: dict[str, float],
+        self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, hidden_bytes: float
     ) -> Recompute:
         """Cost of a recompute policy; its seconds are those beyond the policy "none"."""
         layer, ends = self._split_layer(costs, shape, remat)
@@ -259,6 +237,6 @@ class ProbeSet:
             hidden_bytes *= tp_share(shape.rows, shape.tokens, self.tp)
             residual_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
             loss_bytes = whole_bytes - residual_bytes
-        costs_of_policy = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
-        layer_s, ends_s, *bytes_each = (max(0.0, float(x)) for x in (*costs_of_policy, loss_bytes))
-        return Recompute(layer_s, ends_s, content_s, *bytes_each)
+        n_bytes = layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK], loss_bytes
+        layer_s, ends_s, *bytes_each = (max(0.0, float(x)) for x in (*more_s, *n_bytes))
+        return Recompute(layer_s, ends_s, {}, *bytes_each)

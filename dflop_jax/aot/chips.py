@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -27,49 +27,30 @@ _CUDA, _DRIVER, _CUDNN = "12.8.0", "13.0.0", (9, 10, 0)
 
 @dataclass(frozen=True)
 class Chip:
-    """What the compiler asks of a GPU beside its memory.
+    """What the compiler asks of a GPU beside its memory."""
 
-    Attributes:
-      device: its name as drivers give it.
-      capability: compute capability; `accelerated`: with the features of this one generation.
-      cores: streaming multiprocessors; `lanes`: float32 units of each.
-      shared_bytes: shared memory of a core; a block may take all but 1 KiB of it.
-      l2_bytes: of the cache between cores and memory.
-      clock_ghz: boosted.
-    """
-
-    device: str
-    capability: tuple[int, int]
-    accelerated: bool
-    cores: int
-    lanes: int
-    shared_bytes: int
-    l2_bytes: int
-    clock_ghz: float
+    device: str  # its name as drivers give it
+    capability: tuple[int, int]  # compute capability
+    accelerated: bool  # with the features of this one generation
+    cores: int  # streaming multiprocessors
+    lanes: int  # float32 units of each
+    shared_bytes: int  # shared memory of a core; a block may take all but 1 KiB of it
+    l2_bytes: int  # of the cache between cores and memory
+    clock_ghz: float  # boosted
 
 
-def _ampere(device: str) -> Chip:
-    return Chip(device, (8, 0), False, 108, 64, 164 * 2**10, 40 * 2**20, 1.41)
-
-
-def _hopper(device: str) -> Chip:
-    return Chip(device, (9, 0), True, 132, 128, 228 * 2**10, 50 * 2**20, 1.98)
-
-
+_A100 = Chip("NVIDIA A100-SXM4-40GB", (8, 0), False, 108, 64, 164 * 2**10, 40 * 2**20, 1.41)
+_H100 = Chip("NVIDIA H100 80GB HBM3", (9, 0), True, 132, 128, 228 * 2**10, 50 * 2**20, 1.98)
 CHIPS = {
-    "a100-40": _ampere("NVIDIA A100-SXM4-40GB"),
-    "a100-80": _ampere("NVIDIA A100-SXM4-80GB"),
-    "h100": _hopper("NVIDIA H100 80GB HBM3"),
-    "h200": _hopper("NVIDIA H200"),
+    "a100-40": _A100,
+    "a100-80": replace(_A100, device="NVIDIA A100-SXM4-80GB"),
+    "h100": _H100,
+    "h200": replace(_H100, device="NVIDIA H200"),
 }
 
 
 def find_chip(name: str) -> Chip:
-    """The chip with a name of `dflop_jax.hardware`.
-
-    Raises:
-      ValueError: the chip is not described; the message lists the known ones.
-    """
+    """The chip with a name of `dflop_jax.hardware`; ValueError lists the described ones."""
     chip = CHIPS.get(name.strip().lower())
     if chip is None:
         raise ValueError(f"no programs can be compiled for {name!r}; known: {', '.join(CHIPS)}")
@@ -122,11 +103,8 @@ device_description_str: "{chip.device}"
 
 
 def absent_devices(name: str, hardware: Hardware, n_devices: int) -> list[jax.Device]:
-    """`n_devices` devices of a chip to compile for, one process for each node.
-
-    Raises:
-      ValueError: the chip is not described, or the devices do not fill whole nodes.
-    """
+    """`n_devices` devices of a chip to compile for, one process for each node; ValueError if they
+    do not fill whole nodes or the chip is not described."""
     chip = find_chip(name)
     per_node = min(n_devices, hardware.devices_per_node)
     if n_devices % per_node:
@@ -146,10 +124,8 @@ def compiler_environment() -> dict[str, str]:
     """This process's environment, changed so that jax loads the GPU compiler and no driver.
 
     Products are left to cuBLAS: XLA's own Triton products are chosen by timing them on the device,
-    and for some shapes none fits untimed. Flags that the user has set win.
-
-    Raises:
-      ValueError: the compiler is not installed; the message says how to get it.
+    and for some shapes none fits untimed. Flags that the user has set win. ValueError if the
+    compiler is not installed; it says how to get it.
     """
     if not any(_is_installed(name) for name in _PLUGINS):
         raise ValueError(

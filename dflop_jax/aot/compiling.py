@@ -7,8 +7,8 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -45,21 +45,14 @@ class CompilerDied(RuntimeError):
 
 class Compiler:
     """A process that compiles. It starts at the first request, and again after it has died.
-
-    Raises:
-      ValueError: the compiler is not installed.
-    """
+    ValueError if the compiler is not installed."""
 
     def __init__(self) -> None:
         self._environment = compiler_environment()
         self._child: Child | None = None
 
     def request(self, request: Request) -> bytes:
-        """The encoded response to a request.
-
-        Raises:
-          CompilerDied: the process ended without a response.
-        """
+        """The encoded response to a request; CompilerDied if the process ended without one."""
         if self._child is None:
             self._child = Child(
                 _WORKER_MODULE,
@@ -75,39 +68,23 @@ class Compiler:
         return response
 
     def close(self) -> None:
-        """End the process."""
         if self._child is not None:
             self._child.close()
 
 
-@dataclass(frozen=True)
-class CompileJob:
-    """A plan to compile for the chip that its configuration names (`plan.hardware`)."""
-
-    config: Config
-    plan: Plan
-
-
 def compile_plan(
-    job: CompileJob, on_progress: OnProgress | None = None, compiler: Compiler | None = None
+    config: Config, plan: Plan, compiler: Compiler, on_progress: OnProgress = lambda done, of: None
 ) -> CompileReport:
-    """Compile every program of a plan for the chip of its configuration. A program at which the
-    compiler dies is reported so.
-
-    Args:
-      on_progress: called with (programs done, all programs).
-      compiler: compiles programs once that are equal in several plans; None: of this plan alone.
+    """Compile every program of a plan for the chip `config.plan.hardware`. A program at which the
+    compiler dies is reported so. A compiler compiles programs once that are equal in several plans;
+    `on_progress` is called with (programs done, all programs).
 
     Raises:
-      ValueError: the compiler is not installed, the chip is not described, or the plan does not fit
-        the model or the devices.
+      ValueError: the chip is not described, or the plan does not fit the model or the devices.
       CompilerDied: it died before it came to a program.
     """
-    find_chip(job.config.plan.hardware)
-    if compiler is None:
-        with closing(Compiler()) as compiler:
-            return compile_plan(job, on_progress, compiler)
-    request = Request(job.config, job.plan)
+    find_chip(config.plan.hardware)
+    request = Request(config, plan)
     plan_programs = msgspec.json.decode(compiler.request(request), type=PlanPrograms)
     if plan_programs.error:
         raise ValueError(plan_programs.error)
@@ -118,16 +95,15 @@ def compile_plan(
             programs.append(msgspec.json.decode(response, type=ProgramReport))
         except CompilerDied as e:
             programs.append(replace(header, error=str(e)))
-        if on_progress:
-            on_progress(len(programs), len(plan_programs.programs))
-    hardware = find_hardware(job.config.plan.hardware)
-    budget = job.config.plan.memory_bytes or hardware.usable_bytes
-    memory = device_memory(plan_programs.memory, programs, job.plan.predicted.peak_bytes)
+        on_progress(len(programs), len(plan_programs.programs))
+    hardware = find_hardware(config.plan.hardware)
+    budget = config.plan.memory_bytes or hardware.usable_bytes
+    memory = device_memory(plan_programs.memory, programs, plan.predicted.peak_bytes)
     fits, verdict = describe_fit(hardware.name, budget, memory, programs, plan_programs.memory)
     return CompileReport(
         chip=hardware.name,
-        n_devices=job.plan.layout.n_devices,
-        n_nodes=-(-job.plan.layout.n_devices // hardware.devices_per_node),
+        n_devices=plan.layout.n_devices,
+        n_nodes=-(-plan.layout.n_devices // hardware.devices_per_node),
         budget_bytes=budget,
         programs=tuple(programs),
         memory=memory,
@@ -140,14 +116,10 @@ def compile_probes(
     config: Config,
     model: MultimodalModel,
     probes: Sequence[Probe],
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda done, of: None,
 ) -> dict[Probe, ProbeResult]:
     """Results of probes on the chip `config.plan.hardware`, cached on disk; a probe that does not
-    compile has an `error`.
-
-    Raises:
-      ValueError: the compiler is not installed, or the chip is not described.
-    """
+    compile has an `error`."""
     files = _result_files(config, model, probes)
     results: dict[Probe, ProbeResult] = {}
     for probe, file in files.items():
@@ -161,8 +133,7 @@ def compile_probes(
             results[probe] = result
             if not result.died:  # what memory or a disk was short of may be there next time
                 save(result, files[probe])
-            if on_progress:
-                on_progress(len(results), len(files))
+            on_progress(len(results), len(files))
     return results
 
 
@@ -175,30 +146,22 @@ def _result_files(
     sources = [*(f for name in _SOURCES for f in _PACKAGE.glob(name)),
                *(f for folder in models for f in folder.glob("*.py"))]  # fmt: skip
     digest = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest()
-    facts = (
-        digest,
-        find_hardware(config.plan.hardware),
-        jax.__version__,
-        os.environ.get("XLA_FLAGS", ""),
-    )
-
-    def file(probe: Probe) -> Path:
+    hardware, flags = find_hardware(config.plan.hardware), os.environ.get("XLA_FLAGS", "")
+    files = {}
+    for probe in probes:
         edges = [e for e in edges_of(model) if probe.module in (e.source, e.target)]
         of_module = model.modules[probe.module], edges, model.piece_tokens.get(probe.module)
-        name = hashlib.sha256(repr((facts, of_module, probe)).encode()).hexdigest()[:24]
-        return Path(config.cache_dir) / "compiled" / f"{name}.json"
-
-    return {probe: file(probe) for probe in probes}
+        facts = (digest, hardware, jax.__version__, flags), of_module, probe
+        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+        files[probe] = Path(config.cache_dir) / "compiled" / f"{name}.json"
+    return files
 
 
 def _compile_in_processes(
     config: Config, probes: Sequence[Probe]
 ) -> Iterator[tuple[Probe, ProbeResult]]:
     """Results as they arrive from one process for each core."""
-    workers = [Compiler() for _ in range(min(os.cpu_count() or 1, len(probes)))]
     idle: SimpleQueue[Compiler] = SimpleQueue()
-    for compiler in workers:
-        idle.put(compiler)
 
     def compile_one(probe: Probe) -> tuple[Probe, ProbeResult]:
         compiler = idle.get()
@@ -210,13 +173,11 @@ def _compile_in_processes(
         finally:
             idle.put(compiler)
 
-    pool = ThreadPoolExecutor(len(workers))
-    try:
-        yield from (
-            future.result()
-            for future in as_completed([pool.submit(compile_one, p) for p in probes])
-        )
-    finally:
-        pool.shutdown(cancel_futures=True)
-        for compiler in workers:
-            compiler.close()
+    with ExitStack() as stack:
+        n_workers = min(os.cpu_count() or 1, len(probes))
+        for _ in range(n_workers):
+            idle.put(stack.enter_context(closing(Compiler())))
+        pool = ThreadPoolExecutor(n_workers)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for future in as_completed([pool.submit(compile_one, p) for p in probes]):
+            yield future.result()

@@ -1,6 +1,6 @@
 """Cost of a compiled program on one device, read from its optimized HLO: the kernels that it
-launches, which the roofline prices (`dflop_jax.profile.efficiency`), their FLOPs, and the bytes of
-collectives.
+launches, which the roofline prices (`profile.kernels.program_s`), their FLOPs (a multiply-add
+counts two), and the bytes of collectives.
 
 A fusion reads of each operand what it uses (a slice of a stack, rows that it looks up) and writes
 its results; of an update in place it writes the changed part. Loops count as often as they run.
@@ -18,17 +18,11 @@ from math import prod
 
 import numpy as np
 
-from dflop_jax.aot.hlo_products import (
-    CUBLAS,
-    attention_pair_flops,
-    may_compute_products,
-    product_dims,
-    product_flops,
-)
 from dflop_jax.aot.hlo_text import KERNEL_CALLS, Computation, HloModule, Instruction
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    ATTENTION_PRODUCTS,
     COPY,
     ELEMENTWISE,
     GATHER,
@@ -38,6 +32,7 @@ from dflop_jax.profile.kernels import (
     SEND,
     Kernel,
 )
+from dflop_jax.records import token_pairs
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; all others are priced as float32
 # Kinds of kernels of collectives. Gathering kernels stand for their inverses, too.
@@ -66,23 +61,25 @@ _COPY_OPS = frozenset({
     "get-tuple-element",
 })  # fmt: skip
 _BACKWARD = re.compile(r"Backward|gradient")
+_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+_CUDNN = "__cudnn$fmha"
+# Products of the kernels of `models.delta_gpu`, of a chunk's keys with states or what is written.
+_STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
+# Custom calls that compute no product.
+_NO_PRODUCT = re.compile(
+    r"Sharding|SPMD|TopK|topk|Topk|annotate|AllocateBuffer|PadToStatic|SliceToDynamic|cub\$|"
+    r"DeviceSort|RngBitGenerator|MoveTo|xla\.gpu\.collective|command_buffer|AssumeGatherIndices"
+)
 
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What one run of a program takes on one device.
+    """What one run of a program takes on one device."""
 
-    Attributes:
-      kernels: equal ones as one, with the number of launches.
-      collectives: bytes of the larger side of each collective on one device, in all, by kind.
-      unknown_loops: loops whose length the text does not say.
-      unknown_kernels: calls whose FLOPs are not known.
-    """
-
-    kernels: tuple[Kernel, ...]
-    collectives: Mapping[str, float]
-    unknown_loops: int
-    unknown_kernels: frozenset[str]
+    kernels: tuple[Kernel, ...]  # equal ones as one, with the number of launches
+    collectives: Mapping[str, float]  # bytes of the larger side of all collectives, by kind
+    unknown_loops: int  # whose length the text does not say
+    unknown_kernels: frozenset[str]  # calls whose FLOPs are not known
 
     @property
     def flops(self) -> float:
@@ -101,7 +98,8 @@ def program_cost(
     """Cost of a program.
 
     Args:
-      visible_pairs: as for `product_flops`.
+      visible_pairs: share of a row's pairs of tokens that the attention kernels of `models` visit,
+        which the text does not say: about half where attention is causal.
       content: whether attention kernels count what they compute; without, only what they move.
     """
     kernels: Counter[Kernel] = Counter()
@@ -112,7 +110,7 @@ def program_cost(
         unknown_loops += i.trip_count is None
         if opcode in _COLLECTIVES:
             collectives[opcode] += n_runs * _transfer_bytes(i)  # type: ignore[assignment]
-        elif may_compute_products(i) and product_flops(i, visible_pairs) is None:
+        elif _may_compute_products(i) and _product_flops(i, visible_pairs) is None:
             unknown_kernels.add(i.custom_call_target or opcode)
         if i.opcode not in KERNEL_CALLS and (kernel := _kernel(module, i, visible_pairs)):
             bare = kernel.kind in (ATTENTION, ATTENTION_BACKWARD) and not content
@@ -133,17 +131,17 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
         return None
     if i.opcode == "fusion":
         return _fusion_kernel(module, module.computations[i.called[0]])
-    if i.opcode == "dot" or i.custom_call_target in CUBLAS:
+    if i.opcode == "dot" or i.custom_call_target in _CUBLAS:
         return _product_kernel(i)
     n_bytes = sum(o.n_bytes for o in dict.fromkeys(i.operands))
     n_bytes += sum(a.n_bytes for a in i.arrays if a.dtype not in _WORKSPACE)
     if i.opcode == "custom-call":
-        flops = product_flops(i, visible_pairs)
+        flops = _product_flops(i, visible_pairs)
         if flops is None:
             return Kernel(ELEMENTWISE, 0.0, n_bytes)
         is_backward = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
         dtype = _DTYPES.get(i.reads[0].dtype, "float32")
-        pair_flops = attention_pair_flops(i)
+        pair_flops = _attention_pair_flops(i)
         kind = ATTENTION_BACKWARD if is_backward else ATTENTION
         return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops)
     if i.opcode in _SLICE_OPS:
@@ -156,12 +154,68 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
     return Kernel(COPY if opcode in _COPY_OPS else ELEMENTWISE, 0.0, n_bytes)
 
 
+def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
+    """FLOPs of a matrix product or of a kernel that computes products; None of other
+    instructions."""
+    target = i.custom_call_target
+    if i.opcode == "dot" or target in _CUBLAS:
+        depth = prod(i.reads[0].shape[d] for d in _product_dims(i, "contracting"))
+        return 2.0 * i.arrays[0].size * depth
+    if target.startswith(_CUDNN):
+        # Scores of all pairs, and of them the products. Of causal attention cuDNN computes the half
+        # that counts.
+        scores = re.search(
+            r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', i.attributes
+        )
+        if scores is None:
+            return None
+        n_pairs = prod(int(n) for n in re.findall(r"\d+", scores.group(1)))
+        visible_share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', i.attributes) else 1.0
+        return 2.0 * _attention_products(i) * visible_share * n_pairs * i.reads[0].shape[-1]
+    if pair_flops := _attention_pair_flops(i):
+        tokens = i.reads[0].shape[1]
+        return pair_flops * visible_pairs * token_pairs(tokens) / tokens
+    for name, n_products in _STATES_PRODUCTS.items():
+        if name in i.attributes:
+            return 2.0 * n_products * i.reads[0].size * i.arrays[0].shape[-2]
+    return None
+
+
+def _attention_pair_flops(i: Instruction) -> float:
+    """FLOPs of an attention kernel for one pair of each of its tokens; 0 of other instructions."""
+    products = _attention_products(i)
+    return 2.0 * products * i.reads[0].size if products else 0.0
+
+
+def _attention_products(i: Instruction) -> int:
+    if i.custom_call_target.startswith(_CUDNN):
+        is_backward = "Backward" in i.custom_call_target
+        return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if is_backward else 'fwd'}"]
+    return next((n for name, n in ATTENTION_PRODUCTS.items() if name in i.attributes), 0)
+
+
+def _may_compute_products(i: Instruction) -> bool:
+    """Whether an instruction without known FLOPs could be a product."""
+    target = i.custom_call_target
+    is_call = i.opcode == "custom-call" and not _NO_PRODUCT.search(target)
+    return i.opcode == "convolution" or is_call
+
+
+def _product_dims(i: Instruction, kind: str) -> list[int]:
+    """Dims of the left side of a product: "contracting" or "batch"."""
+    text = i.attributes
+    numbers = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
+        rf"lhs_{kind}_dims=\{{([^}}]*)\}}", text
+    )
+    return [int(n) for n in re.findall(r"\d+", numbers.group(1))] if numbers else []
+
+
 def _product_kernel(i: Instruction) -> Kernel:
     """A matrix product; one of two activations, with a batch dim, counts as attention."""
     lhs, rhs = i.reads[:2]
     output = i.arrays[0]
-    batch = prod(lhs.shape[d] for d in product_dims(i, "batch"))
-    depth = prod(lhs.shape[d] for d in product_dims(i, "contracting"))
+    batch = prod(lhs.shape[d] for d in _product_dims(i, "batch"))
+    depth = prod(lhs.shape[d] for d in _product_dims(i, "contracting"))
     rows = lhs.size / max(batch * depth, 1)
     cols = output.size / max(batch * rows, 1)
     dtypes = {_DTYPES.get(a.dtype, "float32") for a in (lhs, rhs)}

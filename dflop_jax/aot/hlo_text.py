@@ -53,24 +53,17 @@ class ArrayType:
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """One operation.
-
-    Attributes:
-      arrays: of its result, those of a tuple side by side.
-      operand_names: names of the instructions of its computation that it reads.
-      attributes: the text behind its parentheses.
-    """
+    """One operation."""
 
     name: str
     opcode: str
-    arrays: tuple[ArrayType, ...]
-    operand_names: tuple[str, ...]
-    attributes: str
+    arrays: tuple[ArrayType, ...]  # of its result, those of a tuple side by side
+    operand_names: tuple[str, ...]  # of instructions of its computation
+    attributes: str  # the text behind its parentheses
     computation: Computation = field(repr=False)
 
     @cached_property
     def operands(self) -> list[Instruction]:
-        """The instructions whose results it reads."""
         return [self.computation[n] for n in self.operand_names if n in self.computation]
 
     @property
@@ -80,7 +73,6 @@ class Instruction:
 
     @property
     def n_bytes(self) -> float:
-        """Bytes of its result."""
         return sum(a.n_bytes for a in self.arrays)
 
     @property
@@ -92,8 +84,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Number of runs of the called computations, 1 except for loops; None if the text does not
-        say."""
+        """Runs of the called computations, 1 except for loops; None if the text does not say."""
         if self.opcode != "while":
             return 1
         n = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)
@@ -130,11 +121,7 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Read what `compiled.as_text()` gives.
-
-    Raises:
-      ValueError: the text has no ENTRY computation.
-    """
+    """Read what `compiled.as_text()` gives; ValueError without an ENTRY computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = ""
     current: dict[str, Instruction] = {}
@@ -174,8 +161,7 @@ def _parse_instruction(line: str, computation: Computation) -> Instruction | Non
 
 
 def _closing_parenthesis(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`; the text's length if there is
-    none."""
+    """Index of the parenthesis that closes the one at `start`, or the text's length."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match.group() == "(" else -1
@@ -195,9 +181,8 @@ def _parse_arrays(text: str) -> tuple[ArrayType, ...]:
 
 
 def pair_arrays(module: HloModule, tokens: int) -> tuple[str, ...]:
-    """The arrays, such as "f32[8,8192,8192]", that have a value for every pair of a row's tokens:
-    two of their dims are multiples of `tokens`. Attention without a kernel makes such arrays of
-    its scores."""
+    """The arrays, such as "f32[8,8192,8192]", that have a value for every pair of a row's tokens
+    (two of their dims are multiples of `tokens`), as attention without a kernel makes."""
     arrays = dict.fromkeys(a for i, _ in module.walk() for a in i.arrays)
     pair_sized = [a for a in arrays if sum(n and n % tokens == 0 for n in a.shape) > 1]
     pair_sized.sort(key=lambda a: (-a.size, a.dtype))

@@ -3,9 +3,9 @@ fit."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from dflop_jax.hardware import GIB
 from dflop_jax.records import FORWARD, REDUCE, UPDATE
@@ -13,44 +13,29 @@ from dflop_jax.records import FORWARD, REDUCE, UPDATE
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One compiled program, per device.
+    """One compiled program, per device."""
 
-    Attributes:
-      name: in words, unique in its plan.
-      segment: on whose submesh it runs; `kind` its task, "exchange" or "sum".
-      mesh: sizes of its submesh's axes.
-      keeping: whether it is of its segment's second recompute policy.
-      same_as: program of equal text that was compiled before it, in this plan or another.
-      compile_s: seconds of XLA; 0 where `same_as` is given.
-      handed_bytes: of its outputs, what a forward task leaves for its backward task.
-      needed_flops: see `profile.needed`; 0 of programs that compute no layer, whose ratio is None.
-      collectives: bytes in one run, by kind.
-      pair_arrays: of a task, see `hlo_text`.
-      unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
-      error: why it could not be compiled, in a line; the figures are then 0.
-    """
-
-    name: str
-    segment: str
+    name: str  # in words, unique in its plan
+    segment: str  # on whose submesh it runs
     submesh: str
-    kind: str
-    mesh: tuple[int, ...]
-    keeping: bool = False
-    same_as: str = ""
-    compile_s: float = 0.0
+    kind: str  # its task, "exchange" or "sum"
+    mesh: tuple[int, ...]  # sizes of its submesh's axes
+    keeping: bool = False  # whether it is of its segment's second recompute policy
+    same_as: str = ""  # program of equal text that was compiled before, in this plan or another
+    compile_s: float = 0.0  # seconds of XLA; 0 where `same_as` is given
     argument_bytes: float = 0.0
     output_bytes: float = 0.0
-    handed_bytes: float = 0.0
+    handed_bytes: float = 0.0  # of its outputs, what a forward task leaves for its backward task
     aliased_bytes: float = 0.0
     temp_bytes: float = 0.0
     flops: float = 0.0
-    needed_flops: float = 0.0
+    needed_flops: float = 0.0  # see `profile.needed`; 0 of programs that compute no layer
     executed_over_needed: float | None = None
     float32_dot_flops: float = 0.0
-    collectives: Mapping[str, float] = field(default_factory=dict)
-    pair_arrays: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    error: str = ""
+    collectives: Mapping[str, float] = field(default_factory=dict)  # bytes in one run, by kind
+    pair_arrays: tuple[str, ...] = ()  # of a task, see `hlo_text`
+    unknown: tuple[str, ...] = ()  # loops of unknown length, kernels of unknown FLOPs: not counted
+    error: str = ""  # why it could not be compiled, in a line; the figures are then 0
 
     @property
     def work_bytes(self) -> float:
@@ -60,44 +45,29 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class SegmentMemory:
-    """What a segment holds on one device between programs.
-
-    Attributes:
-      state_bytes: parameters, gradients and optimizer state.
-      input_bytes: the input of one group in flight, of the largest shape.
-      in_flight: groups whose inputs are held at once.
-      shard_bytes: reduced gradients, from REDUCE to UPDATE.
-      remat, zero: its recompute policy and ZeRO degree.
-    """
+    """What a segment holds on one device between programs."""
 
     segment: str
     submesh: str
     resource: int
-    state_bytes: float
-    input_bytes: float
-    in_flight: int
-    shard_bytes: float
+    state_bytes: float  # parameters, gradients and optimizer state
+    input_bytes: float  # input of one group in flight, of the largest shape
+    in_flight: int  # groups whose inputs are held at once
+    shard_bytes: float  # reduced gradients, from REDUCE to UPDATE
     remat: str
     zero: int = 1
 
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """Most bytes that a device of a submesh holds.
-
-    Attributes:
-      state_bytes: of all segments on these devices.
-      kept_bytes: inputs of the groups in flight, and what their forward handed to backward.
-      program: the one that takes most beside them, `work_bytes`.
-      planned_bytes: what the planner expected of the peak; 0 where it does not say.
-    """
+    """Peak bytes of a device of a submesh."""
 
     submesh: str
-    state_bytes: float
-    kept_bytes: float
-    work_bytes: float
+    state_bytes: float  # of all segments on these devices
+    kept_bytes: float  # inputs of the groups in flight, and what their forward handed to backward
+    work_bytes: float  # of `program`, which takes most beside them
     program: str
-    planned_bytes: float = 0.0
+    planned_bytes: float = 0.0  # the planner's peak; 0 where it does not say
 
     @property
     def peak_bytes(self) -> float:
@@ -106,11 +76,9 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """A plan's programs compiled for a chip, and whether they fit into its memory.
-
-    `budget_bytes` is what a device may use; the topology has `n_nodes` nodes, and every program is
-    compiled for all devices of its submesh, as each process of a run compiles it.
-    """
+    """A plan's programs compiled for a chip, and whether they fit into its memory: into the
+    `budget_bytes` that a device may use. Every program is compiled for all devices of its submesh,
+    as each process of a run compiles it."""
 
     chip: str
     n_devices: int
@@ -130,19 +98,15 @@ class CompileReport:
 def device_memory(
     segments: Sequence[SegmentMemory],
     programs: Sequence[ProgramReport],
-    planned_peaks: Mapping[str, float] = MappingProxyType({}),
+    planned_peaks: Mapping[str, float],
 ) -> tuple[CompiledMemory, ...]:
     """Peak bytes of each block of devices: state of its segments, inputs and residuals of the
     groups in flight, and temporaries of the largest program. During reduction and update all
-    reduced gradients of the block are in memory too.
-
-    Args:
-      planned_peaks: the plan's own peaks by submesh.
-    """
+    reduced gradients of the block are in memory too. `planned_peaks`: the plan's, by submesh."""
     resource = {s.segment: s.resource for s in segments}
-    shards: dict[int, float] = {}
+    shards = Counter[int]()
     for s in segments:
-        shards[s.resource] = shards.get(s.resource, 0.0) + s.shard_bytes
+        shards[s.resource] += s.shard_bytes  # type: ignore[assignment]
 
     def residual_bytes(s: SegmentMemory) -> float:
         """Of the groups in flight, of the largest shape, under the segment's own policy."""
@@ -161,16 +125,15 @@ def device_memory(
     by_device = []
     for r in dict.fromkeys(resource.values()):
         on_resource = [s for s in segments if s.resource == r]
-        resource_programs = [p for p in programs if resource[p.segment] == r]
-        largest = max(resource_programs, key=work_bytes, default=None)
+        largest = max((p for p in programs if resource[p.segment] == r), key=work_bytes)
         names = dict.fromkeys(s.submesh for s in on_resource)
         by_device.append(
             CompiledMemory(
                 submesh=", ".join(names),
                 state_bytes=sum(s.state_bytes for s in on_resource),
                 kept_bytes=sum(map(residual_bytes, on_resource)),
-                work_bytes=work_bytes(largest) if largest else 0.0,
-                program=largest.name if largest else "",
+                work_bytes=work_bytes(largest),
+                program=largest.name,
                 planned_bytes=max(planned_peaks.get(name, 0.0) for name in names),
             )
         )
@@ -184,15 +147,10 @@ def describe_fit(
     programs: Sequence[ProgramReport],
     segments: Sequence[SegmentMemory],
 ) -> tuple[bool, str]:
-    """(whether every program compiles and the plan fits, a line that says so or names what
-    fails)."""
-    failed = [p for p in programs if p.error]
-    if failed:
-        more_errors = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        return (
-            False,
-            f"{failed[0].name}{more_errors} cannot be compiled for {chip}: {failed[0].error}",
-        )
+    """(whether every program compiles and the plan fits, a line that says so or what fails)."""
+    if failed := [p for p in programs if p.error]:
+        name = failed[0].name + f" (and {len(failed) - 1} more)" * (len(failed) > 1)
+        return False, f"{name} cannot be compiled for {chip}: {failed[0].error}"
     worst = max(memory, key=lambda m: m.peak_bytes)
     spare_bytes = budget_bytes - worst.peak_bytes
     breakdown = (

@@ -53,8 +53,7 @@ Tree = Any
 @dataclass(frozen=True)
 class Probe:
     """`depth` layers of one kind of a module at a per-rank shape, with the module's ends or
-    without, on one of `tp` tensor-parallel devices. `forward`: whether the forward program is
-    compiled, too."""
+    without, on one of `tp` tensor-parallel devices."""
 
     module: str
     tp: int
@@ -62,7 +61,7 @@ class Probe:
     depth: int
     remat: Remat
     ends: bool = True
-    forward: bool = False
+    forward: bool = False  # whether the forward program is compiled, too
     kind: str = LAYERS
 
 
@@ -77,16 +76,14 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The compiled programs of a probe. `residual_bytes` go from forward to backward, 0 if one
-    program runs both; `error` says in a line why the probe does not compile; `died`: the compiler
-    died."""
+    """The compiled programs of a probe."""
 
     backward: CompiledProgram | None = None
     forward: CompiledProgram | None = None
-    residual_bytes: float = 0.0
+    residual_bytes: float = 0.0  # from forward to backward, 0 if one program runs both
     hidden_bytes: float = 0.0
-    error: str = ""
-    died: bool = False
+    error: str = ""  # why it does not compile, in a line
+    died: bool = False  # the compiler
 
 
 @dataclass(frozen=True)
@@ -134,11 +131,8 @@ class Worker:
         """The `PlanPrograms` of a plan, the report of one of its programs, or a probe's result."""
         try:
             if self._config != request.config:
-                self._workplace, self._config, self._plan = (
-                    make_run_context(request.config),
-                    request.config,
-                    None,
-                )
+                self._workplace = make_run_context(request.config)
+                self._config, self._plan = request.config, None
             if request.probe:
                 devices = self._absent_devices(request.probe.tp)
                 return compile_probe(self._workplace.model, request.probe, devices)
@@ -167,30 +161,25 @@ class Worker:
 def program_header(programs: Programs, key: Any) -> ProgramReport:
     """The report of a program before it is compiled: names and submesh."""
     name, *rest = key
-    segment = lowering_of(programs, key).segment
-    kind, description = _describe_key(rest)
+    keeping = LESS_REMAT in key
+    if isinstance(rest[0], SegmentLink):
+        kind, (link, low, high, backward) = "exchange", rest
+        field = f" {link.edge.name}" if link.edge else ""
+        description = f"to {link.target}{field} {low.name}-{high.name}" + " back" * backward
+    else:
+        kinds = FORWARD, BACKWARD, EVALUATE, REDUCE, UPDATE, "sum"
+        kind = next(k for k in kinds if k in rest)
+        shapes = [k.name for k in rest if isinstance(k, Shape)]
+        sizes = ["x".join(map(str, k.shape)) for k in rest if isinstance(k, jax.ShapeDtypeStruct)]
+        description = " ".join([kind, *shapes, *sizes, *[LESS_REMAT] * keeping])
     return ProgramReport(
         name=f"{name} {description}",
         segment=name,
         submesh=programs.submesh_of[name],
         kind=kind,
-        mesh=tuple(segment.mesh.devices.shape),
-        keeping=LESS_REMAT in key,
+        mesh=tuple(lowering_of(programs, key).segment.mesh.devices.shape),
+        keeping=keeping,
     )
-
-
-def _describe_key(key: list[Any]) -> tuple[str, str]:
-    """(kind, description) of the key of a segment's program."""
-    if isinstance(key[0], SegmentLink):
-        link, low, high, backward = key
-        suffix = " back" * backward
-        field = f" {link.edge.name}" if link.edge else ""
-        return "exchange", f"to {link.target}{field} {low.name}-{high.name}{suffix}"
-    kind = next((k for k in (FORWARD, BACKWARD, EVALUATE, REDUCE, UPDATE, "sum") if k in key), "")
-    shapes = [k.name for k in key if isinstance(k, Shape)]
-    sizes = ["x".join(map(str, k.shape)) for k in key if isinstance(k, jax.ShapeDtypeStruct)]
-    keeping = [LESS_REMAT] * (LESS_REMAT in key)
-    return kind or "other", " ".join([kind or str(key[0]), *shapes, *sizes, *keeping])
 
 
 def compile_program(
@@ -200,8 +189,8 @@ def compile_program(
     lower: Callable[[], jax.stages.Lowered],
     reports_by_text: dict[bytes, dict[str, Any]],
 ) -> ProgramReport:
-    """Compile a program and read what it takes; its figures are added to
-    `reports_by_text` by the digest of its text, and taken from there for an equal program."""
+    """Compile a program and read what it takes; its figures are added to `reports_by_text` by the
+    digest of its text, and taken from there for an equal program."""
     try:
         lowered = lower()
         digest = hashlib.sha256(lowered.as_text().encode()).digest()
@@ -212,27 +201,24 @@ def compile_program(
         compile_s = time.perf_counter() - start_s
     except Exception as e:  # of whatever kind: that it does not compile is the answer
         return replace(header, error=error_line(e))
-    module, task_figures = parse_hlo(executable.as_text() or ""), dict[str, Any]()
+    module, figures = parse_hlo(executable.as_text() or ""), dict[str, Any]()
     needed_flops, visible_share = 0.0, 1.0
     if header.kind in (FORWARD, BACKWARD, EVALUATE):
         lowering, shape = lowering_of(programs, key), next(k for k in key if isinstance(k, Shape))
         if header.kind == FORWARD:
             update_lowering(programs, key, executable)
-            task_figures["handed_bytes"] = lowering.residual_bytes(shape)
+            figures["handed_bytes"] = lowering.residual_bytes(shape)
         runs_forward = FORWARD not in program_kinds(programs, header.segment)
         needed_flops = segment_flops(
             lowering.segment, shape, header.kind, with_forward=runs_forward
         )
-        task_figures |= {
-            "needed_flops": needed_flops,
-            "pair_arrays": pair_arrays(module, shape.tokens),
-        }
+        figures["pair_arrays"] = pair_arrays(module, shape.tokens)
         visible_share = visible_pair_share(lowering.segment.module, shape.tokens)
     cost, stats = program_cost(module, visible_share), executable.memory_analysis()
     assert stats is not None, "XLA tells what its programs take"
     loops = [f"{cost.unknown_loops} loops of unknown length"] * bool(cost.unknown_loops)
-    figures = {
-        **task_figures,
+    figures |= {
+        "needed_flops": needed_flops,
         "argument_bytes": float(stats.argument_size_in_bytes),
         "output_bytes": float(stats.output_size_in_bytes),
         "aliased_bytes": float(stats.alias_size_in_bytes),
@@ -307,8 +293,7 @@ def _read_program(executable: jax.stages.Compiled, *, content: bool) -> Compiled
     assert stats is not None, "XLA tells what its programs take"
     cost = program_cost(parse_hlo(executable.as_text() or ""), content=content)
     own_bytes = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    work_bytes = float(stats.temp_size_in_bytes + own_bytes)
-    return CompiledProgram(cost.kernels, work_bytes)
+    return CompiledProgram(cost.kernels, float(stats.temp_size_in_bytes + own_bytes))
 
 
 def error_line(error: BaseException) -> str:

@@ -200,7 +200,7 @@ def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> 
     import jax
 
     from dflop_jax.distributed.devices import available_host_bytes
-    from dflop_jax.profile.shapes import shapes_within
+    from dflop_jax.profile.measure import shapes_within
     from dflop_jax.profile.traced_parts import probe_bytes
     from dflop_jax.records import Shape
 

@@ -8,6 +8,7 @@ share of products in float32 and bytes of collectives.
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> Any:
     """Compile every program; shows a table and the verdict. Writes nothing but --out."""
     import jax
 
-    from dflop_jax.aot.chips import CHIPS, compiler_environment, find_chip
-    from dflop_jax.aot.compiling import CompileJob, compile_plan
+    from dflop_jax.aot.chips import CHIPS, find_chip
+    from dflop_jax.aot.compiling import Compiler, compile_plan
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import check_answer_file
 
@@ -52,9 +53,9 @@ def run(args: argparse.Namespace) -> Any:
         check_answer_file(args.out)
         if not Path(args.out).resolve().parent.is_dir():
             raise ValueError(f"--out {args.out}: no such folder; make it first")
-    compiler_environment()  # a missing compiler is named before anything is planned
-    plan = _choose_plan(args, derived)
-    report = compile_plan(CompileJob(config, plan), make_ticker("compiling", "programs"))
+    with closing(Compiler()) as compiler:  # a missing one is named before anything is planned
+        plan = _choose_plan(args, derived)
+        report = compile_plan(config, plan, compiler, make_ticker("compiling", "programs"))
     if args.out:
         save(report, args.out)
     if not args.json:

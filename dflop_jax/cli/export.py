@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dflop_jax.train import load_params
     from dflop_jax.train.resume import frozen_parts
     from dflop_jax.train.run_context import build_trained_model
-    from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
+    from dflop_jax.weights import Folder, write_adapter, write_folder
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
@@ -79,12 +79,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     def write(reader: CheckpointReader, folder: Path) -> int:
         if args.adapter:
             load_params.check_only_adapters(config, model, frozen_parts(reader.run_state))
-            train, dtype = config.train, args.dtype or "float32"
-            form = AdapterForm(
-                train.lora_rank, train.lora_alpha, train.lora_dropout, initial_folder, dtype
+            write_adapter(
+                args.out,
+                weight_map,
+                load_params.open_params(reader, model, average=args.ema),
+                rank=config.train.lora_rank,
+                alpha=config.train.lora_alpha,
+                dropout=config.train.lora_dropout,
+                base=initial_folder,
+                dtype=args.dtype or "float32",
             )
-            params = load_params.open_params(reader, model, average=args.ema)
-            write_adapter(args.out, weight_map, params, form)
         else:
             merged = load_params.read_merged_params(reader, model, average=args.ema)
             source = Folder(initial_folder, weight_map) if initial_folder else None

@@ -18,8 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
-    from dflop_jax.profile.cost_model import CostModel
-    from dflop_jax.profile.prices import layout_prices
+    from dflop_jax.profile.cost_model import CostModel, layout_prices
     from dflop_jax.records.files import save
     from dflop_jax.report.panels import panel_of
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED, SIMULATED_PICTURE

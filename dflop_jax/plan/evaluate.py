@@ -14,7 +14,7 @@ from dflop_jax.plan import memory
 from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.one_bucket import buckets_with_shares
 from dflop_jax.plan.options import with_options
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import layout_prices
 from dflop_jax.records import (
     NO_GROUP,
     REDUCE,

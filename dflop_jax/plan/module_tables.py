@@ -81,7 +81,7 @@ class SearchContext:
     def options(self, module: str) -> tuple[MemoryOption, ...]:
         """The options of a module, simplest first; of equal ones the search takes the first."""
         remat, zero = self.spec.remat, self.spec.zero
-        policies = (remat,) if remat != "auto" else self.costs.fits.priced_policies(module)
+        policies = (remat,) if remat != "auto" else self.costs.priced_policies(module)
         degrees: tuple[Zero, ...] = (zero,) if zero != "auto" else get_args(Zero)
         blocks = self._shard_devices
         return tuple(

@@ -283,7 +283,7 @@ def with_second_remat(plan: Plan, evaluator: PlanEvaluator) -> list[Plan]:
 
     def keeps_more(s: SegmentPlan, remat: Remat) -> bool:
         is_weaker = remat in REMAT[: REMAT.index(s.remat)]
-        is_priced = remat in context.costs.fits.priced_policies(s.module)
+        is_priced = remat in context.costs.priced_policies(s.module)
         return is_weaker and is_priced and s.name in backward and context.costs.has_forward(s)
 
     plans = []

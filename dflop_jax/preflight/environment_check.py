@@ -22,14 +22,13 @@ from dflop_jax.hardware import GB, GIB, find_hardware
 from dflop_jax.report.number_format import number
 from dflop_jax.train.load_params import make_initializer
 from dflop_jax.train.planning import min_state_bytes
-from dflop_jax.train.profiling import parameter_bytes
+from dflop_jax.train.profiling import parameter_counts
 from dflop_jax.train.run_context import RunContext, build_trained_model, select_devices
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "safetensors", "tokenizers", "huggingface_hub", "av")
 DRIVER = Path("/proc/driver/nvidia/version")
 LINKS = ("nvidia-smi", "topo", "-m")
 TOOL_TIMEOUT_S = 3.0  # a tool that takes longer says nothing
-MASTER_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,8 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
         need = min_state_bytes(workplace)
     except ValueError as e:
         return None, [Fact("model", str(e), wrong=True)]
-    sizes = {m: sum(parameter_bytes(module).values()) for m, module in model.modules.items()}
-    text = ", ".join(f"{m} {number(n / MASTER_WEIGHT_BYTES / 1e6)} M" for m, n in sizes.items())
+    sizes = {m: sum(parameter_counts(module).values()) for m, module in model.modules.items()}
+    text = ", ".join(f"{m} {number(n / 1e6)} M" for m, n in sizes.items())
     facts = [
         Fact("model", f"{config.model.factory} {config.model.size}: parameters {text}"),
         *_try_fact("weights", lambda: _weights(model, config)),

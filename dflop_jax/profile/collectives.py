@@ -17,28 +17,19 @@ from dflop_jax.records import Collective, Hardware
 
 Array = Any  # a whole number, or an array of them; of results floats
 
-# NCCL's cost model (src/graph/tuning.cc): 235 of an A100's 300 GB/s; 8.4 us to start a ring.
-# Share of a link's bandwidth that a collective reaches, and seconds to start it, from these.
+# NCCL's cost model (src/graph/tuning.cc): share of a link's bandwidth that a collective reaches,
+# 235 of an A100's 300 GB/s, and seconds to start a ring.
 LINK_EFFICIENCY = 0.78
 START_S = 8.4e-6
-# Times that an all-reduce goes around the ring: to scatter the sum, and to gather it.
-ALL_REDUCE_PASSES = 2
 
 
-def group_nodes(n: Array, hardware: Hardware, stride: int = 1) -> tuple[Array, Array]:
-    """(devices of a group in a node, nodes) of n devices that are `stride` apart."""
-    inside = np.minimum(n, max(1, hardware.devices_per_node // stride))
-    return inside, -(-n // inside)
+def ring_passes(collective: Collective) -> int:
+    """Times that a collective goes around a ring: an all-reduce scatters the sum and gathers it."""
+    return 2 if collective == "all_reduce" else 1
 
 
 def ring_s(
-    collective: Collective,
-    n_bytes: float,
-    n: Array,
-    hardware: Hardware,
-    *,
-    stride: int = 1,
-    efficiency: float = LINK_EFFICIENCY,
+    collective: Collective, n_bytes: float, n: Array, hardware: Hardware, *, stride: int = 1
 ) -> Array:
     """Seconds of a collective of n devices that goes around a ring in each node, then around one of
     nodes, on which each device moves its share: a reduction of which each device keeps 1/n of the
@@ -49,20 +40,18 @@ def ring_s(
       n_bytes: of one device's input, of a gather's output.
       n: devices of the group, a number or an array; 1 costs nothing.
       stride: distance of neighbours in the numbering of devices.
-      efficiency: share of the data sheet's bandwidth that a collective reaches.
     """
-    inside, nodes = group_nodes(n, hardware, stride)
+    inside = np.minimum(n, max(1, hardware.devices_per_node // stride))
+    nodes = -(-n // inside)
     rings = (inside, n_bytes, False), (nodes, n_bytes / inside, True)
     seconds = np.zeros(np.shape(n))
     for ring_size, ring_bytes, across in rings:
-        start_s, bandwidth, latency_s = _link_rates(
-            collective, hardware, across=across, efficiency=efficiency
-        )
+        start_s, bandwidth, latency_s = _link_rates(collective, hardware, across=across)
         # Each of its steps passes on a part of the bytes.
         step_s = ring_bytes / ring_size / bandwidth + latency_s
         # A ring that reaches across goes on where the other has started.
         inner_ring_started = across & (inside > 1)
-        steps = (ring_size - 1) * (ALL_REDUCE_PASSES if collective == "all_reduce" else 1)
+        steps = (ring_size - 1) * ring_passes(collective)
         seconds = seconds + (ring_size > 1) * (steps * step_s + start_s * ~inner_ring_started)
     return np.where(n_bytes == 0, 0.0, seconds)[()]
 
@@ -73,27 +62,20 @@ reduce_scatter_s, all_gather_s, all_reduce_s = (
 
 
 def send_s(
-    n_bytes: Array,
-    hardware: Hardware,
-    *,
-    across: bool = False,
-    efficiency: float = LINK_EFFICIENCY,
-    collective: Collective = "send",
+    n_bytes: Array, hardware: Hardware, *, across: bool = False, collective: Collective = "send"
 ) -> Array:
     """Seconds of a copy from one device to another, inside a node or `across` nodes; as the
     collective "ppermute" every device of a ring sends one at once."""
-    _, bandwidth, latency_s = _link_rates(
-        collective, hardware, across=across, efficiency=efficiency
-    )
+    _, bandwidth, latency_s = _link_rates(collective, hardware, across=across)
     return np.where(np.equal(n_bytes, 0), 0.0, latency_s + n_bytes / bandwidth)[()]
 
 
 def _link_rates(
-    collective: Collective, hardware: Hardware, *, across: bool, efficiency: float
+    collective: Collective, hardware: Hardware, *, across: bool
 ) -> tuple[float, float, float]:
     """(seconds to start, bytes/s, seconds of a step)."""
     if link := hardware.link(collective, across=across):
         return 0.0, link.bandwidth, link.latency_s
     if across:
-        return START_S, hardware.network_bandwidth * efficiency, hardware.network_latency_s
-    return START_S, hardware.link_bandwidth * efficiency, hardware.link_latency_s
+        return START_S, hardware.network_bandwidth * LINK_EFFICIENCY, hardware.network_latency_s
+    return START_S, hardware.link_bandwidth * LINK_EFFICIENCY, hardware.link_latency_s

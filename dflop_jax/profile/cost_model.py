@@ -1,55 +1,69 @@
-"""Seconds and bytes of any plan's segments, from a profile.
+"""Seconds and bytes of any plan's segments from a profile, and the prices of a layout.
 
-Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees and the number
-of microbatches in a group.
+Programs are priced by the profile's fits, transfers between devices by its hardware: activations
+between segments, gradients and parameters between data ranks. Devices are numbered node by node;
+the model axis of a submesh is the innermost. Shapes are `rows` rows of `tokens`, arrays or numbers;
+so are data-parallel degrees and the number of microbatches in a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, partial, reduce
+from typing import get_args
 
 import numpy as np
 
 from dflop_jax.profile.collectives import send_s
-from dflop_jax.profile.fit import Fits
+from dflop_jax.profile.fit import LayerFits
 from dflop_jax.profile.state import Array, SegmentBytes, ShardedState
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     LAYERS,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
+    Direction,
+    Hardware,
+    Layout,
     MeshShape,
     ModelProfile,
+    Price,
+    Prices,
+    ProgramId,
     Remat,
     SegmentPlan,
+    SendId,
     Shape,
+    SubmeshPlan,
+    Task,
     add_host_work,
     layer_key,
     shape_features,
     tp_share,
 )
+from dflop_jax.simulate.task_graph import segment_links, tied_segments
 
 
 class Predictions:
-    """Quantities of a module at shapes, each predicted once (see `Fits.predict`). Those of a layer
-    depend on its kind; those of the whole module were measured beside layers of each kind, and the
-    first kind's are taken."""
+    """Quantities of a module at shapes, each predicted once (see `LayerFits.predict`). Those of the
+    whole module were measured beside layers of each kind, and the first kind's are taken."""
 
-    def __init__(self, fits: Fits, module: str, tp: int, rows: Array, tokens: Array):
+    def __init__(self, costs: CostModel, module: str, tp: int, rows: Array, tokens: Array):
         self.has_rows = np.asarray(rows) > 0
         self.rank_share = tp_share(rows, tokens, tp)  # of hidden states, on a tensor rank
         features = shape_features(rows, tokens)
-        self._first_kind = fits.profile.kinds.get(module, (LAYERS,))[0]
+        self._first_kind = costs.profile.kinds.get(module, (LAYERS,))[0]
         self.layer = cache(
-            lambda kind, name: fits.predict(layer_key(module, kind), tp, features, name)
+            lambda kind, name: costs.fits(layer_key(module, kind), tp).predict(features, name)
         )
 
     def __getitem__(self, name: str) -> Array:
         return self.layer(self._first_kind, name)
 
     def max_layer(self, kinds: Iterable[str], name: str) -> Array:
-        """The largest value of a quantity over kinds of layers."""
         return reduce(np.maximum, (self.layer(kind, name) for kind in kinds))
 
 
@@ -57,7 +71,7 @@ class CostModel:
     """Prices segments by a ModelProfile. Methods are pure; some results are cached."""
 
     def __init__(self, profile: ModelProfile):
-        self.profile, self.fits = profile, Fits(profile)
+        self.profile, self.fits = profile, cache(partial(LayerFits, profile))
         self._max_bytes: dict[tuple[object, ...], SegmentBytes] = {}
 
     def price_key(self, segment: SegmentPlan) -> tuple[object, ...]:
@@ -69,19 +83,21 @@ class CostModel:
         )  # fmt: skip
 
     def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
-        """The quantities of a module at shapes and a tensor-parallel degree."""
-        return Predictions(self.fits, module, tp, rows, tokens)
+        return Predictions(self, module, tp, rows, tokens)
 
     def segment(self, segment: SegmentPlan, mesh: MeshShape) -> SegmentCosts:
-        """Seconds and bytes of a segment on a mesh."""
         return SegmentCosts(self, segment, mesh)
 
     def slowdown(self, mesh: MeshShape) -> Array:
-        """How much longer a submesh's devices take together than a rank took when it was timed,
-        because they share cores (`ModelProfile.concurrency`)."""
-        # One rank was timed with its `model` devices computing together already.
+        """How much longer a submesh's devices take together than a rank, of `model` devices, took
+        when it was timed, because they share cores (`ModelProfile.concurrency`)."""
         timed = max(1.0, mesh.model / self.profile.concurrency)
         return np.maximum(1.0, mesh.n_devices / self.profile.concurrency) / timed
+
+    def priced_policies(self, module: str) -> tuple[Remat, ...]:
+        """Recompute policies that the profile has prices of, in the order of `REMAT`."""
+        policies = [t.recompute for t in self.profile.timings if t.module == module]
+        return tuple(r for r in get_args(Remat) if r == "segment" or all(r in k for k in policies))
 
     def has_forward(self, segment: SegmentPlan) -> bool:
         """Whether a segment has a forward task, which hands residuals to its backward task. A last
@@ -89,10 +105,9 @@ class CostModel:
         return not segment.last or any(segment.sends(e) for e in self.profile.edges)
 
     def saved_inputs(self, segment: SegmentPlan) -> tuple[int, int]:
-        """Arrays of the hidden states' size that a segment saves from forward to backward: (those
-        that every tensor rank has whole, those that are split over tensor ranks). The former are
-        what every edge brings (the fields of a first segment that no edge enters), the latter the
-        hidden states of the segment before it."""
+        """Arrays of the hidden states' size that a segment saves from forward to backward: (whole
+        on every tensor rank: what each edge brings, or a first segment's fields; split over tensor
+        ranks: the hidden states of the segment before it)."""
         entering = sum(segment.reads(e) for e in self.profile.edges)
         return (max(1, entering), 0) if segment.first else (entering, 1)
 
@@ -145,25 +160,24 @@ class SegmentCosts:
         task; 0 without rows.
 
         A segment of S stages takes R x M + S - 1 ticks for M microbatches in R rounds. Every stage
-        runs the entry in every tick, while the exit's microbatches are shared by the stages. A
-        backward task that has no forward task before it, or repeats it, runs the layers twice in
-        all.
+        runs the entry in every tick, while the exit's microbatches are shared by the stages.
         """
         segment, profile = self.segment, self.costs.profile
         stages, slowdown = self.mesh.stage, self.costs.slowdown(self.mesh)
-        shards = self.state.shard_seconds
+        layer_gather_s, ends_gather_s = self.state.gather_s
+        layer_scatter_s, ends_scatter_s = self.state.scatter_s
         ticks = segment.ticks(stages, group_size)
         entry_share = profile.entry_share[segment.module]
         n_ends = entry_share * segment.first * ticks
         n_ends = n_ends + (1.0 - entry_share) * segment.last * group_size / stages
-        seconds = profile.task_overhead_s + shards.ends_gather_s
+        seconds = profile.task_overhead_s + ends_gather_s
         stage_send_s = self._stage_send_s(predictions) if stages > 1 else 0.0
         for layer_pass in self._passes(direction):
-            ends_s, transfer_s = predictions[f"ends_{layer_pass}"], shards.layer_gather_s
+            ends_s, transfer_s = predictions[f"ends_{layer_pass}"], layer_gather_s
             if layer_pass == BACKWARD:
                 ends_s = ends_s + predictions[f"{self._policy}.ends_s"]
-                transfer_s = transfer_s + shards.layer_scatter_s
-                seconds = seconds + ticks * shards.ends_scatter_s
+                transfer_s = transfer_s + layer_scatter_s
+                seconds = seconds + ticks * ends_scatter_s
             layers_s: Array = 0.0
             for kind, n in profile.kinds_in(segment).items():
                 layer_s = predictions.layer(kind, f"layer_{layer_pass}")
@@ -178,18 +192,15 @@ class SegmentCosts:
 
     def content_s(self, group_size: Array, direction: str) -> Array:
         """Seconds that a group's task takes more for a unit of each feature of the group's content,
-        [features, *data degrees], these with the group sizes where there are several.
-
-        A stage sees every microbatch in every round, and in S - 1 more ticks one of mean content:
-        what it computes while the pipeline inside the segment fills and drains.
-        """
-        segment, fits = self.segment, self.costs.fits
+        [features, *data degrees]. A stage sees every microbatch in every round, and in S - 1 more
+        ticks, while the pipeline fills and drains, one of mean content."""
+        segment, tp = self.segment, self.mesh.model
         quantities = [*self._passes(direction), *[self._policy] * (direction == BACKWARD)]
         ticks = segment.ticks(self.mesh.stage, group_size)
         unit_s: Array = 0.0
         for kind, n in self.costs.profile.kinds_in(segment).items():
-            layers = layer_key(segment.module, kind)
-            layer_s = sum(fits.content_s(layers, self.mesh.model, name) for name in quantities)
+            fits = self.costs.fits(layer_key(segment.module, kind), tp)
+            layer_s = sum(fits.content_s(name) for name in quantities)
             unit_s = unit_s + layer_s * (n / self._visits)
         return np.multiply.outer(unit_s, self.costs.slowdown(self.mesh) * (ticks / group_size))
 
@@ -201,12 +212,8 @@ class SegmentCosts:
         trained: bool = True,
         backward: bool = True,
     ) -> SegmentBytes:
-        """Bytes per device, by shape.
-
-        Args:
-          trained: whether the segment has trainable parameters.
-          backward: whether it has backward tasks.
-        """
+        """Bytes per device, by shape, of a segment that has trainable parameters (`trained`) and
+        backward tasks (`backward`)."""
         residuals, temporaries = self.task_bytes(
             group_size, predictions, trained=trained, backward=backward
         )
@@ -226,13 +233,12 @@ class SegmentCosts:
         trained: bool = True,
         backward: bool = True,
     ) -> tuple[Array, Array]:
-        """(bytes that a group's forward task hands to its backward task, temporary bytes of the
-        larger of these tasks beside its arguments and those residuals).
+        """(bytes that a group's forward task hands to its backward task: residuals of every
+        microbatch and of all of a stage's layers; temporary bytes of the larger of these tasks).
 
-        Forward hands over the residuals of every microbatch and of all of a stage's layers;
-        backward copies those of its current tick if there are several. A task that runs forward and
-        backward has all of them among its temporaries, with the hidden states after the last layer
-        and their gradients; when its loss is computed, backward has not begun.
+        Backward copies the residuals of its current tick if there are several. A task that runs
+        forward and backward has all residuals among its temporaries, with the hidden states after
+        the last layer and their gradients; when its loss is computed, backward has not begun.
         """
         segment, policy = self.segment, self._policy
         kinds = self.costs.profile.kinds_in(segment)
@@ -266,7 +272,7 @@ class SegmentCosts:
 
     @property
     def _visits(self) -> int:
-        """Ticks in which a microbatch goes through all layers of the segment."""
+        """Ticks in which a microbatch goes through all layers."""
         return self.mesh.stage * self.segment.rounds
 
     @property
@@ -290,9 +296,104 @@ class SegmentCosts:
         if hardware is None:
             return 0.0
         n_bytes = predictions["hidden"] * predictions.rank_share
-        inside, across = (
-            send_s(n_bytes, hardware, across=across, collective="ppermute")
-            for across in (False, True)
-        )
+        send = partial(send_s, n_bytes, hardware, collective="ppermute")
+        inside, across = send(across=False), send(across=True)
         is_across = np.asarray(self.mesh.n_devices) > hardware.devices_per_node
         return np.where(is_across, across, inside)
+
+
+def layout_prices(layout: Layout, costs: CostModel) -> Prices:
+    """Prices of all in a step of a layout; ValueError if the profile lacks a degree of it."""
+    return Prices(
+        programs=_program_prices(layout, costs),
+        step_end=_step_end_seconds(layout, costs),
+        sends=_send_seconds(layout, costs),
+        concurrency=costs.profile.concurrency,
+        host_s=costs.profile.host_s,
+        shares_cores=costs.profile.shares_cores,
+    )
+
+
+def _program_prices(layout: Layout, costs: CostModel) -> dict[ProgramId, Price]:
+    """Price of every segment at every shape of its module, forward and backward, under each of its
+    recompute policies."""
+    programs: dict[ProgramId, Price] = {}
+    priced: dict[object, dict[tuple[Shape, Direction], Price]] = {}
+    for s in layout.segments:
+        mesh = layout.submesh(s.submesh).shape
+        for segment in [s, s.with_less_remat] if s.remat_less is not None else [s]:
+            key = costs.price_key(segment), mesh
+            if key not in priced:
+                priced[key] = _segment_prices(layout, segment, mesh, costs)
+            programs |= {
+                ProgramId(s.name, shape, direction, segment is not s): price
+                for (shape, direction), price in priced[key].items()
+            }
+    return programs
+
+
+def _segment_prices(
+    layout: Layout, s: SegmentPlan, mesh: MeshShape, costs: CostModel
+) -> dict[tuple[Shape, Direction], Price]:
+    shapes, group_size = layout.shapes(s.module), layout.group_size
+    rows, tokens = (np.array([getattr(s, dim) for s in shapes]) for dim in ("rows", "tokens"))
+    segment, predictions = costs.segment(s, mesh), costs.predict(s.module, mesh.model, rows, tokens)
+    prices: dict[tuple[Shape, Direction], Price] = {}
+    for direction in (FORWARD, BACKWARD):
+        static_s = segment.task_s(group_size, predictions, direction).tolist()
+        content_s = tuple(segment.content_s(group_size, direction).tolist())
+        for shape, seconds in zip(shapes, static_s, strict=True):
+            prices[shape, direction] = Price(seconds, content_s)
+    return prices
+
+
+def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:
+    """Seconds of every segment's reduction and update. A segment that reads the parameters of a
+    tied entry sends their gradient to the owner and receives the new parameters from it."""
+    seconds, profile = dict[Task, float](), costs.profile
+    for s in layout.segments:
+        state = costs.segment(s, layout.submesh(s.submesh).shape).state
+        seconds[Task(s.name, NO_GROUP, REDUCE)] = float(state.reduce_s())
+        seconds[Task(s.name, NO_GROUP, UPDATE)] = float(state.update_s())
+    for reader, owner in tied_segments(layout).items() if profile.hardware else ():
+        target, source = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
+        ends_bytes = 4.0 * profile.ends_elements(layout.segment(reader).module) / target.model
+        for direction in (REDUCE, UPDATE):
+            seconds[Task(reader, NO_GROUP, direction)] += _transfer_s(
+                source, target, ends_bytes, profile.hardware
+            )
+    return seconds
+
+
+def _send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
+    """Seconds of the activations that each segment sends to one on other devices, for every shape
+    of the reader, and of their gradients, which are as many bytes.
+
+    Each device of the reader receives its data rank's activations over its own link: its tokens of
+    hidden states, and all of them for every edge between the two modules. If several groups feed
+    one group, each is priced as if it filled the whole group.
+    """
+    seconds, hardware = dict[SendId, float](), costs.profile.hardware
+    for link in segment_links(layout) if hardware else ():
+        reader = layout.segment(link.target)
+        target, source = (
+            layout.submesh(layout.segment(n).submesh) for n in (link.target, link.source)
+        )
+        for shape in layout.shapes(reader.module):
+            predictions = costs.predict(reader.module, target.model, shape.rows, shape.tokens)
+            n_bytes = predictions["hidden"] * (1.0 if link.edge else predictions.rank_share)
+            transfer_s = _transfer_s(source, target, float(n_bytes) * layout.group_size, hardware)
+            for direction in (FORWARD, BACKWARD) if transfer_s else ():
+                key = SendId(link.source, link.target, shape, direction)
+                seconds[key] = seconds.get(key, 0.0) + transfer_s
+    return seconds
+
+
+def _transfer_s(
+    source: SubmeshPlan, target: SubmeshPlan, n_bytes: float, hardware: Hardware | None
+) -> float:
+    """Seconds to send `n_bytes` to each device of another submesh; 0 on the same submesh."""
+    if hardware is None or (source.first, source.shape) == (target.first, target.shape):
+        return 0.0
+    nodes = {d // hardware.devices_per_node for d in (*source.devices, *target.devices)}
+    return float(send_s(n_bytes, hardware, across=len(nodes) > 1))

@@ -1,4 +1,5 @@
-"""Kernels of a traced function: matrix products, attention, lookups and fused elementwise work.
+"""Kernels of a traced function (matrix products, attention, lookups and fused elementwise work),
+and their seconds by the roofline.
 
 Connected operations between two products become one kernel that reads and writes each array once,
 as XLA fuses them. Products of two activations (with a batch dim) count as attention, and so do
@@ -8,11 +9,13 @@ kernels without a jaxpr; a trace gives their bytes, and the module their FLOPs (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
+from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, send_s
 from dflop_jax.profile.sharded_trace import LAYOUT_OPS, RESHARD, Op, Region, Value
+from dflop_jax.records import Hardware
 
 MATMUL, ATTENTION, ATTENTION_BACKWARD, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND, COPY = range(9)
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
@@ -32,26 +35,20 @@ _KERNEL_OPS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_ATTENTION_CAL
 
 @dataclass(frozen=True)
 class Kernel:
-    """`repeats` launches on one device: FLOPs and bytes of each.
-
-    `rows`, `cols` and `depth` are those of a product on this device, 0 of what reaches its rate at
-    any size. `pair_flops` are an attention kernel's FLOPs for one pair of each of its tokens, by
-    which `Efficiency` prices what its pieces cost beside their pairs. Collectives join `group`
-    devices `stride` apart, 0: the tensor-parallel group. The bytes of `REDUCE` are those that each
-    device adds up, those of `GATHER` (which stands for its inverse, too) what all devices have
-    together. `COPY` moves arrays and computes nothing; traces, which know no layouts, have none.
-    """
+    """`repeats` launches on one device: FLOPs and bytes of each. The bytes of `REDUCE` are those
+    that each device adds up, those of `GATHER` (which stands for its inverse, too) what all devices
+    have together. `COPY` moves arrays and computes nothing; traces have none."""
 
     kind: int
     flops: float
     n_bytes: float
-    rows: float = 0.0
+    rows: float = 0.0  # of a product on this device, 0 of what reaches its rate at any size
     cols: float = 0.0
     depth: float = 0.0
     dtype: str = "float32"
     repeats: int = 1
-    pair_flops: float = 0.0
-    group: int = 0
+    pair_flops: float = 0.0  # of attention for one pair of each of its tokens
+    group: int = 0  # devices that a collective joins, `stride` apart; 0: tensor-parallel group
     stride: int = 1
 
 
@@ -130,8 +127,7 @@ def _convolution_kernel(op: Op, repeats: int) -> Kernel:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Elementwise operations that run as one kernel, the values that it reads and those it
-    writes."""
+    """Elementwise operations that run as one kernel, and the values that it reads and writes."""
 
     ops: list[Op]
     read: set[Value]
@@ -184,12 +180,8 @@ def fusions(region: Region) -> list[Fusion]:
             continue
         members, outputs = set(group), {v for op in group for v in op.outputs}
         read = {v for op in group for v in op.inputs if v not in outputs}
-        written = {
-            v
-            for v in outputs
-            if v in region_outputs or any(r not in members for r in readers.get(v, []))
-        }
-        fused.append(Fusion(group, read, written))
+        left = {v for v in outputs if any(r not in members for r in readers.get(v, []))}
+        fused.append(Fusion(group, read, left | (outputs & region_outputs)))
     return fused
 
 
@@ -197,10 +189,7 @@ def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) 
     """Peak bytes of the values that a region computes, without its inputs and outputs.
 
     Elementwise work overwrites an input of the same size that nothing reads later; a scatter writes
-    into an array of the region in place.
-
-    Args:
-      value_bytes: bytes of a value on one device.
+    into an array of the region in place. `value_bytes`: bytes of a value on one device.
     """
     fused = fusions(region)
     position = {op: i for i, op in enumerate(region.ops)}
@@ -230,14 +219,65 @@ def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) 
     for i, op in enumerate(region.ops):
         allocated, freed = allocations.get(i, []), frees.get(i, [])
         live_bytes += sum(allocated)
-        reused = 0.0 if is_kernel(op) else _reusable_bytes(allocated, freed)
+        in_both = Counter[float]() if is_kernel(op) else Counter(allocated) & Counter(freed)
+        reused = sum(n * count for n, count in in_both.items())
         body_bytes = peak_temporary_bytes(op.body, value_bytes) if op.body else 0.0
         peak = max(peak, live_bytes - reused + body_bytes)
         live_bytes -= sum(freed)
     return peak
 
 
-def _reusable_bytes(allocated: Sequence[float], freed: Sequence[float]) -> float:
-    """Sum of the sizes that are in both lists."""
-    reusable = Counter(allocated) & Counter(freed)
-    return sum(n * count for n, count in reusable.items())
+# ---- seconds ----
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What kernels reach of the hardware.
+
+    The defaults are assumptions for GPUs: with them a bfloat16 product of n x n x n reaches 48%,
+    63% and 68% of an A100's peak at n = 1024, 2048 and 4096. Attention is that of `models`' kernels
+    as five rows of docs/gpus.md were timed on an H100, met to 27%.
+    """
+
+    matmul: float = 0.72  # share of the peak that a large matrix product reaches
+    attention: float = 0.26  # the same for the products of attention, batched over heads
+    attention_back: float = 0.42  # for those of its gradient, as many as its kernels compute
+    attention_pairs: float = 700.0  # for each token attention takes so many pairs' time more
+    half_dim: float = 64.0  # with so many rows, columns or depth a product reaches half, for each
+    bandwidth: float = 0.85  # share of the memory bandwidth, elementwise work and products alike
+    lookup: float = 0.3  # the same for gathers and scatters by row
+    launch_s: float = 3e-6  # seconds beside a kernel's work: launch, first loads, last stores
+    task_s: float = 20e-6  # seconds of a program call beside its kernels
+
+
+def program_s(
+    kernels: Iterable[Kernel], tp: int, hardware: Hardware, efficiency: Efficiency = Efficiency()
+) -> float:
+    """Seconds of a program's kernels, one after another, on one of the `tp` devices of a
+    tensor-parallel group."""
+    seconds = 0.0
+    for kernel in kernels:
+        seconds += kernel.repeats * _kernel_s(kernel, tp, hardware, efficiency)
+    return seconds
+
+
+def _kernel_s(kernel: Kernel, tp: int, hardware: Hardware, efficiency: Efficiency) -> float:
+    """Seconds of one run of a kernel."""
+    if kernel.kind == SEND:
+        return float(send_s(kernel.n_bytes, hardware))
+    if kernel.kind in (REDUCE, GATHER):
+        collective_s = all_reduce_s if kernel.kind == REDUCE else all_gather_s
+        group_size = kernel.group or tp
+        return float(collective_s(kernel.n_bytes, group_size, hardware, stride=kernel.stride))
+    peak_share = {
+        ATTENTION: efficiency.attention,
+        ATTENTION_BACKWARD: efficiency.attention_back,
+    }.get(kernel.kind, efficiency.matmul)
+    size_factor = prod(
+        d / (d + efficiency.half_dim) for d in (kernel.rows, kernel.cols, kernel.depth) if d > 0
+    )
+    flops = kernel.flops + efficiency.attention_pairs * kernel.pair_flops
+    compute_s = flops / (hardware.peak_flops(kernel.dtype) * peak_share * size_factor)
+    bandwidth_share = efficiency.lookup if kernel.kind == LOOKUP else efficiency.bandwidth
+    bytes_per_s = bandwidth_share * hardware.memory_bandwidth
+    return max(compute_s, kernel.n_bytes / bytes_per_s) + efficiency.launch_s

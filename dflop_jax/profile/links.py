@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.hardware import hardware_of_kind
-from dflop_jax.profile.collectives import ALL_REDUCE_PASSES
+from dflop_jax.profile.collectives import ring_passes
 from dflop_jax.records import Collective, Hardware, Link
 from dflop_jax.runtime.communicator import is_local, send, zeros
 from dflop_jax.runtime.layout import can_join
@@ -36,13 +36,12 @@ _CPU_BYTES, _GPU_BYTES = (1 << 16, 1 << 21), (1 << 20, 1 << 26)
 # Calls that follow each other without being awaited, as in a step, and how often these are timed;
 # twice as many take twice as long.
 _CALLS_PER_TIMING, _N_TIMINGS = 4, 3
-_ITEM_BYTES = 4  # of float32, as gradients are
 
 
 @dataclass(frozen=True)
 class LinkTiming:
-    """Seconds of a collective over `ranks` devices of one node, or one of each of as many nodes
-    (`across`). `n_bytes` are of a device's input, of a gather's output."""
+    """Seconds of a collective of `n_bytes` (see `collectives.ring_s`) over `ranks` devices of one
+    node, or one of each of as many nodes (`across`)."""
 
     collective: Collective
     across: bool
@@ -53,12 +52,8 @@ class LinkTiming:
 
 def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
     """Devices that the faster kind of link joins: on CPUs those of a process, which share memory,
-    elsewhere those of a host; 1 where hosts have different numbers of them.
-
-    Args:
-      devices: in their order in plans.
-      hosts: the host's name of each process.
-    """
+    elsewhere those of a host; 1 where hosts have different numbers of them. `hosts`: the host's
+    name of each process."""
     cpu = devices[0].platform == "cpu"
     nodes = Counter(d.process_index if cpu else hosts[d.process_index] for d in devices)
     sizes = set(nodes.values())
@@ -67,11 +62,7 @@ def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
 
 def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[LinkTiming]:
     """Timings that this process measures, near 0 s where it takes no part; all processes call this.
-
-    Args:
-      node: devices of a node.
-      sync: waits for the other processes.
-    """
+    `node`: devices of a node; `sync` waits for the other processes."""
     blocks = [list(devices[i : i + node]) for i in range(0, len(devices), node)]
     sizes = _CPU_BYTES if devices[0].platform == "cpu" else _GPU_BYTES
     timings: list[LinkTiming] = []
@@ -104,16 +95,13 @@ def _fit_link(small: LinkTiming, large: LinkTiming) -> Link:
     """A link's bandwidth and the latency of a step of a ring, from a collective of two sizes."""
     steps, chunk = 1, 1
     if small.collective not in ("send", "ppermute"):
-        chunk, passes = small.ranks, ALL_REDUCE_PASSES if small.collective == "all_reduce" else 1
-        steps = (small.ranks - 1) * passes
+        chunk, steps = small.ranks, (small.ranks - 1) * ring_passes(small.collective)
     byte_s = max(0.0, large.seconds - small.seconds) / (large.n_bytes - small.n_bytes)
     latency_s = max(0.0, small.seconds - byte_s * small.n_bytes)
     # All of the larger one's time where the sizes differ by less than what is measured.
     byte_s = byte_s or large.seconds / large.n_bytes
     return Link(small.collective, small.across, steps / chunk / byte_s, latency_s / steps)
 
-
-# ---- one collective ----
 
 Call = Callable[[], jax.Array]
 
@@ -122,30 +110,29 @@ def _collective_calls(
     collective: Collective, across: bool, blocks: Sequence[Sequence[jax.Device]], n_bytes: int
 ) -> list[Call]:
     """The calls of this process, one for each node that runs the collective at once."""
+    n_items = n_bytes // np.dtype(np.float32).itemsize  # of gradients
     if collective == "send":
         pairs = [(blocks[0][0], blocks[1][0])] if across else [(b[0], b[1]) for b in blocks]
-        return [_send_call(*pair, n_bytes) for pair in pairs]
+        shardings = [[SingleDeviceSharding(d) for d in pair] for pair in pairs]
+        return [
+            partial(send, zeros(jax.ShapeDtypeStruct((n_items,), jnp.float32, sharding=a)), b)
+            for a, b in shardings
+        ]
     if not across:
         meshes = [Mesh(np.array([block]), ("node", "rank")) for block in blocks]
     else:
         every = [d for block in blocks for d in block]
         joined = blocks if can_join(every) else [block[:1] for block in blocks]
         meshes = [Mesh(np.array(joined).T, ("node", "rank"))]
-    return [collective_call(collective, m, n_bytes) for m in meshes if is_local(m)]
+    return [collective_call(collective, m, n_items) for m in meshes if is_local(m)]
 
 
-def _send_call(source: jax.Device, target: jax.Device, n_bytes: int) -> Call:
-    struct = jax.ShapeDtypeStruct(
-        (n_bytes // _ITEM_BYTES,), jnp.float32, sharding=SingleDeviceSharding(source)
-    )
-    return partial(send, zeros(struct), SingleDeviceSharding(target))
-
-
-def collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
-    """A compiled collective over the axis "rank" of a mesh ("node", "rank"), on zeros."""
-    ranks, items = mesh.shape["rank"], n_bytes // _ITEM_BYTES
-    items = -(-items // ranks) * ranks
-    n_items = items // ranks if collective == "all_gather" else items
+def collective_call(collective: Collective, mesh: Mesh, n_items: int) -> Call:
+    """A compiled collective over the axis "rank" of a mesh ("node", "rank"), on zeros: at least
+    `n_items` float32 of a device's input, of a gather's output."""
+    ranks = mesh.shape["rank"]
+    items_per_rank = -(-n_items // ranks)
+    n_items = items_per_rank * (1 if collective == "all_gather" else ranks)
 
     def body(x: jax.Array) -> jax.Array:
         x = x.reshape(-1)
@@ -161,10 +148,10 @@ def collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
             y = lax.ppermute(x, "rank", [(i, (i + 1) % ranks) for i in range(ranks)])
         return y.reshape(1, 1, -1)
 
-    struct = jax.ShapeDtypeStruct(
-        (*mesh.devices.shape, n_items), jnp.float32, sharding=NamedSharding(mesh, P("node", "rank"))
-    )
     spec = P("node", "rank")
+    struct = jax.ShapeDtypeStruct(
+        (*mesh.devices.shape, n_items), jnp.float32, sharding=NamedSharding(mesh, spec)
+    )
     mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     program = jax.jit(mapped).lower(struct).compile()
     return partial(program, zeros(struct))

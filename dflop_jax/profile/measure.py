@@ -1,52 +1,35 @@
-"""ModelProfile: times compiled segment programs on the devices at hand, memory from XLA.
-
-Each (module, tensor-parallel degree, per-rank shape) is compiled at two depths; their difference is
-one layer and the rest are the ends (the DFLOP Model Profiler's idea, arXiv 2603.25120, on whole
-programs, so that casts and the loss are counted as they run). What leaves or enters between layers
-is counted with the ends. Programs recompute nothing; what a recompute policy adds follows from
-these times and from traces (`recompute`).
-
-Programs run on random values, parameters included (`runtime.synthetic_batch`), and rows are packed
-with pieces, without padding. Where a module's attention kernel skips what is not in a piece
-(`content_flops_of`), programs are timed with whole rows of one piece and with rows of short ones;
-the difference is the cost of content."""
+"""Measures a ModelProfile: chooses shapes from the data that a run will see, distributes the
+programs to time over processes, and adds what the roofline says of recompute policies."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
+from functools import cache, partial
 from typing import Any
 
 import jax
 import msgspec
 import numpy as np
+from jax.sharding import Mesh
 
-from dflop_jax.contract import (
-    MultimodalModel,
-    chip_of,
-    content_flops_of,
-    content_of,
-    edges_of,
-    layer_kinds_of,
-    on_chip,
-)
-from dflop_jax.hardware import TASK_HOST_S, hardware_of_kind
-from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
-from dflop_jax.profile.optimizer_state import parameter_dims
-from dflop_jax.profile.recompute import Predictor, edge_fields
+from dflop_jax.contract import MultimodalModel, chip_of, content_of, layer_kinds_of, on_chip
+from dflop_jax.data.media.medium import TEXT_MODULE
+from dflop_jax.hardware import GIB, TASK_HOST_S, hardware_of_kind
+from dflop_jax.profile.links import Call, collective_call
+from dflop_jax.profile.roofline import Predictor, build_profile, edge_fields
 from dflop_jax.profile.shallow import shallow_segment, single_kind_module
 from dflop_jax.profile.timed_programs import (
-    MAX_RUNS,
     TimedPrograms,
-    compile_timed_programs,
-    median_seconds,
-    prepare_backward,
+    TimingJob,
+    measure_overhead_s,
+    time_layer,
 )
-from dflop_jax.profile.traced_parts import ENDS, TraceSpec, forward_flops
+from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import (
     BACKWARD,
-    LAYERS,
+    DataProfile,
     LayerTiming,
     MeshShape,
     ModelProfile,
@@ -54,10 +37,154 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.runtime.lowering import Lowering
-from dflop_jax.runtime.synthetic_batch import PIECES_PER_ROW, content_of_rows
+from dflop_jax.runtime.out_of_memory import is_out_of_memory
 
-# Pieces in a row by which what content costs is told from the rest, and features from each other.
-_PIECE_COUNTS = (1, 16, 4, 2, 8)
+Progress = Callable[[int, int], None]
+# Of the largest sample's tokens or pieces, in the largest shape that is timed; prices are believed
+# only up to a multiple of that.
+LARGEST_OVER_SAMPLE = 4
+# Bytes of XLA's CPU programs over those that traces count: of a nano Qwen3-VL with 1,000 to 4,000
+# tokens 1.8 were measured in the tower, 2.9 to 3.7 in the LLM, whose attention masks a square.
+_MIN_OVER_TRACE, _MAX_OVER_TRACE = 1.7, 4.0
+
+# ---- shapes ----
+
+
+def shapes_to_time(
+    data: DataProfile, model: MultimodalModel, token_multiple: int
+) -> dict[str, list[Shape]]:
+    """Per-rank shapes of every module, from a few pieces to several of the largest samples, a large
+    one last. A module that the data do not use gets small shapes, so that its plans have prices."""
+    return {
+        m: _module_shapes(data, m, model.piece_tokens.get(m), token_multiple) for m in model.modules
+    }
+
+
+def _module_shapes(
+    data: DataProfile, module: str, piece_tokens: int | None, token_multiple: int
+) -> list[Shape]:
+    max_pieces = max(len(load.lengths(module)) for load in data.loads)
+    if not max_pieces:
+        tokens = piece_tokens or token_multiple
+        return [Shape(1, tokens), Shape(2, tokens)]
+    if piece_tokens:
+        largest_rows = LARGEST_OVER_SAMPLE * max_pieces
+        counts = max_pieces // 8, max_pieces // 2, max_pieces, largest_rows
+        rows = {max(min_rows, n) for min_rows, n in enumerate(counts, 1)}
+        return [Shape(n, piece_tokens) for n in sorted(rows)]
+
+    def round_up(tokens: float) -> int:
+        return max(token_multiple, -(-int(tokens) // token_multiple) * token_multiple)
+
+    longest_piece = max(n for load in data.loads for n in load.lengths(module))
+    largest_sample = max(load.tokens(module) for load in data.loads)
+    longest = round_up(longest_piece)
+    capacities = sorted({round_up(longest / 4), longest, round_up(longest * 2)})
+    largest = Shape(max(2, -(-LARGEST_OVER_SAMPLE * largest_sample // longest)), longest)
+    return [*(Shape(1, tokens) for tokens in capacities), Shape(4, capacities[0]), largest]
+
+
+def shapes_within(
+    shapes: dict[str, list[Shape]], memory_bytes: float, bytes_of: Callable[[str, Shape], float]
+) -> dict[str, list[Shape]]:
+    """The shapes whose CPU programs need at most `memory_bytes` (a trace counts `bytes_of` them);
+    the smallest shape and a row of the longest piece are always included. ValueError if that row
+    needs more."""
+    max_bytes, fitting = memory_bytes / _MAX_OVER_TRACE, {}
+    for module, module_shapes in shapes.items():
+        longest = Shape(1, module_shapes[-1].tokens)
+        needed_bytes = _MIN_OVER_TRACE * bytes_of(module, longest)
+        if needed_bytes > memory_bytes:
+            flag = "--data.max_tokens or " * (module == TEXT_MODULE) + "--data.max_pixels"
+            raise ValueError(
+                f"the largest sample has {longest.tokens:,} tokens of {module!r} in a row, for "
+                f"which training needs about {needed_bytes / GIB:.1f} GiB; "
+                f"{memory_bytes / GIB:.1f} GiB of host memory are free for a device; lower {flag}"
+            )
+        required = min(module_shapes), longest
+        fitting[module] = [
+            s for s in module_shapes if s in required or bytes_of(module, s) <= max_bytes
+        ]
+    return fitting
+
+
+# ---- programs, over processes ----
+
+
+def timing_jobs(
+    model: MultimodalModel,
+    shapes: Mapping[str, Sequence[Shape]],
+    blocks: Sequence[Sequence[tuple[jax.Device, ...]]],
+) -> list[TimingJob]:
+    """Jobs for every module and kind of layers at its `shapes`, at every tensor-parallel degree
+    that divides its sizes. `blocks`: for every degree, groups of as many devices, which time
+    different jobs at once."""
+    of_degree = {len(groups[0]): groups for groups in blocks}
+    measurements = [
+        (m, kind, degree, shape)
+        for degree in of_degree
+        for m, module in model.modules.items()
+        if divides(module, degree)
+        for kind in dict.fromkeys(layer_kinds_of(module))
+        for shape in shapes[m]
+    ]
+    return [
+        TimingJob(m, shape, of_degree[degree][i % len(of_degree[degree])], kind)
+        for i, (m, kind, degree, shape) in enumerate(measurements)
+    ]
+
+
+def time_layers(
+    model: MultimodalModel,
+    jobs: Sequence[TimingJob],
+    on_progress: Progress | None = None,
+    sync: Callable[[], None] = lambda: None,
+) -> list[LayerTiming]:
+    """Timings of this process's jobs; jobs of several processes come last. All shapes of a module
+    but the smallest are left out if they exceed the device's memory. All processes call this with
+    the same jobs; `sync` waits for them."""
+    min_shape = {j.module: min(k.shape for k in jobs if k.module == j.module) for j in jobs}
+    process = jax.process_index()
+    own_jobs = sorted((j for j in jobs if process in j.processes), key=_is_shared)
+    is_synced = not any(map(_is_shared, jobs))
+    timings: list[LayerTiming] = []
+    for i, job in enumerate(own_jobs):
+        if _is_shared(job) and not is_synced:
+            # gloo connects processes at their first collective, which may not wait for 30 s.
+            is_synced = True
+            sync()
+            _barrier(job)
+        try:
+            timing = time_layer(model, job, partial(_barrier, job))
+            if process == job.processes[0]:
+                timings.append(timing)
+        except jax.errors.JaxRuntimeError as e:
+            if not is_out_of_memory(e) or job.shape == min_shape[job.module]:
+                raise
+        if on_progress:
+            on_progress(i + 1, len(own_jobs))
+    if not is_synced:
+        sync()  # with those that have a part in shared jobs
+    return timings
+
+
+def _is_shared(job: TimingJob) -> bool:
+    return len(job.processes) > 1
+
+
+def _barrier(job: TimingJob) -> None:
+    """Wait for all processes of a job. gloo's scattering reductions fail if a process arrives 30 s
+    late; its all-reduce does not."""
+    if _is_shared(job):
+        jax.block_until_ready(_barrier_call(job.devices)())
+
+
+@cache
+def _barrier_call(devices: tuple[jax.Device, ...]) -> Call:
+    return collective_call("all_reduce", Mesh(np.array([devices]), ("node", "rank")), 1)
+
+
+# ---- the profile ----
 
 
 def profile_key(
@@ -97,133 +224,9 @@ def model_profile(
     *,
     key: str,
 ) -> ModelProfile:
-    """The profile of measured timings. `concurrency` is the number of devices; see
-    `measure_concurrent_rate`."""
-    return build_profile(
-        model,
-        shapes,
-        _add_policies(model, timings, devices[0]),
-        key=key,
-        device=devices[0].device_kind,
-        concurrency=float(len(devices)),
-        task_overhead_s=_overhead_s(devices[0]),
-        priced_by=f"programs timed on {devices[0].device_kind}",
-    )
-
-
-def build_profile(
-    model: MultimodalModel,
-    shapes: Mapping[str, Sequence[Shape]],
-    timings: Sequence[LayerTiming],
-    **facts: Any,
-) -> ModelProfile:
-    """A profile of any timings with the model's sizes; `facts` are fields of `ModelProfile`."""
-    modules = model.modules
-    ends = {m: [forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
-            for m, module in modules.items()}  # fmt: skip
-    of_model: dict[str, Any] = {
-        **parameter_dims(model),
-        "n_layers": {m: module.n_layers for m, module in modules.items()},
-        "entry_share": {m: entry / max(entry + exit_, 1.0) for m, (entry, exit_) in ends.items()},
-        "host_s": TASK_HOST_S,
-        "edges": edges_of(model),
-        "tied": tuple(m for m, module in modules.items() if module.tied),
-        "piece_tokens": dict(model.piece_tokens),
-        "kinds": {m: layer_kinds_of(o) for m, o in modules.items() if hasattr(o, "layer_kinds")},
-        "content": {
-            m: tuple(content_of(o, 1)) for m, o in modules.items() if hasattr(o, "content")
-        },
-    }
-    return ModelProfile(timings=tuple(timings), **{**of_model, **facts})
-
-
-def _split_ends(shallow: float, deep: float) -> tuple[float, float]:
-    """(seconds of one layer, of both ends) from programs of the two depths."""
-    step = DEPTHS[1] - DEPTHS[0]
-    # Noise can make the deeper program look faster; a layer never costs less than nothing.
-    layer = max(deep - shallow, 0.02 * deep) / step
-    return layer, max(shallow - DEPTHS[0] * layer, 0.0)
-
-
-def _split_content(
-    layer_s: Sequence[float], contents: Sequence[Mapping[str, int]], flops: Mapping[str, float]
-) -> tuple[float, dict[str, float]]:
-    """(seconds without content, seconds of a unit of each feature) of a layer that was timed with
-    rows of each content. A feature that no row had is priced by its FLOPs."""
-    if not flops:
-        return layer_s[0], {}
-    names = [name for name in flops if any(c[name] for c in contents)]
-    features = [[1, *(c[name] for name in names)] for c in contents]
-    static_s, *unit_s = fit_nonnegative(np.array(features, float), np.array(layer_s)).tolist()
-    content_s = dict(zip(names, unit_s, strict=True))
-    flop_s = sum(unit_s) / max(sum(flops[name] for name in names), 1.0)
-    return static_s, {name: content_s.get(name, flop_s * f) for name, f in flops.items()}
-
-
-def time_layer(
-    model: MultimodalModel,
-    module: str,
-    shape: Shape,
-    devices: Sequence[jax.Device],
-    *,
-    kind: str = LAYERS,
-    max_runs: int = MAX_RUNS,
-    sync: Callable[[], None] = lambda: None,
-) -> LayerTiming:
-    """Time a module, with layers of one kind, at a per-rank shape with `devices` as its
-    tensor-parallel ranks. `sync` waits for their processes once all is compiled."""
-    tp = len(devices)
-    timed_module = single_kind_module(on_chip(model.modules[module], chip_of(devices[0])), kind)
-    # Rows of one piece each are all alike: their content goes by the shape.
-    flops = {} if module in model.piece_tokens else content_flops_of(timed_module)
-    piece_counts = _PIECE_COUNTS[: len(flops) + 1] if flops else (PIECES_PER_ROW,)
-    row_pieces = [min(n, shape.tokens) for n in piece_counts]
-    contents = [content_of_rows(timed_module, shape, n) for n in row_pieces]
-    segments = [
-        shallow_segment(model, module, d, devices, MeshShape(model=tp), kind=kind) for d in DEPTHS
-    ]
-    low, high = compile_timed_programs(segments, shape, model.vocab_size, row_pieces)
-    by_filling = list(zip(low.runs, high.runs, strict=True))
-    runs = [run for depths in by_filling for both in depths for run in both]
-    sync()
-    seconds = iter(median_seconds(runs, max_runs=max_runs))
-    split = []  # forward's and backward's (layer, ends) of each filling
-    for _ in by_filling:
-        low_f, low_b, high_f, high_b = (next(seconds) for _ in range(4))
-        if not low.saves_residuals:
-            low_b, high_b = max(low_b - low_f, 0.0), max(high_b - high_f, 0.0)
-        split.append((_split_ends(low_f, high_f), _split_ends(low_b, high_b)))
-    (_, ends_f), (_, ends_b) = split[0]
-    layer_f, content_f = _split_content([f for (f, _), _ in split], contents, flops)
-    layer_b, content_b = _split_content([b for _, (b, _) in split], contents, flops)
-    layer_temp = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
-    layer_residuals = (high.residual_bytes - low.residual_bytes) / (DEPTHS[1] - DEPTHS[0])
-    timing = LayerTiming(
-        module=module,
-        model=tp,
-        shape=shape,
-        layer_forward_s=layer_f,
-        layer_backward_s=layer_b,
-        ends_forward_s=ends_f,
-        ends_backward_s=ends_b,
-        hidden_bytes=low.hidden_bytes,
-        content_forward_s=content_f,
-        content_backward_s=content_b,
-        kind=kind,
-    )
-    residuals = Recompute(
-        # A backward that runs forward itself has what it keeps among its temporaries.
-        layer_bytes=layer_residuals if low.saves_residuals else layer_temp,
-        temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_temp, 0.0),
-    )
-    return replace(timing, recompute={"none": residuals})
-
-
-def _add_policies(
-    model: MultimodalModel, timings: Sequence[LayerTiming], device: jax.Device
-) -> list[LayerTiming]:
-    """Timings with the costs of every recompute policy."""
-    timings_with_policies = []
+    """The profile of measured timings, with the costs of every recompute policy. `concurrency` is
+    the number of devices; see `timed_programs.measure_concurrent_rate`."""
+    device, with_policies = devices[0], []
     for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in timings):
         predictor = Predictor(
             single_kind_module(on_chip(model.modules[module], chip_of(device)), kind),
@@ -232,32 +235,16 @@ def _add_policies(
             hardware_of_kind(device.device_kind),
             half_bytes=4 if device.platform == "cpu" else 2,
         )
-        timings_with_policies += predictor.add_policies(
+        with_policies += predictor.add_policies(
             [t for t in timings if (t.module, t.kind, t.model) == (module, kind, tp)]
         )
-    return timings_with_policies
-
-
-def measure_concurrent_rate(
-    model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
-) -> float:
-    """Programs per second of `devices` that all run the same one-layer backward of the last module
-    at once, each at `shape`.
-
-    Against the same of one device alone it tells how many devices really compute concurrently:
-    fewer than there are where pretended CPU devices share cores.
-    """
-    last, n = list(model.modules)[-1], len(devices)
-    lowering = Lowering(shallow_segment(model, last, 1, devices, MeshShape(data=n)))
-    backward = lowering.lower(shape, BACKWARD).compile()
-    *_, ((_, run),) = prepare_backward(
-        lowering, backward, shape, model.vocab_size, [PIECES_PER_ROW]
+    return build_profile(
+        model,
+        shapes,
+        with_policies,
+        key=key,
+        device=device.device_kind,
+        concurrency=float(len(devices)),
+        task_overhead_s=measure_overhead_s(device),
+        priced_by=f"programs timed on {device.device_kind}",
     )
-    return n / median_seconds([run])[0]
-
-
-def _overhead_s(device: jax.Device) -> float:
-    """Seconds of an awaited call that computes nothing."""
-    x = jax.device_put(np.zeros(8, np.float32), jax.sharding.SingleDeviceSharding(device))
-    program = jax.jit(lambda a: a + 1).lower(x).compile()
-    return median_seconds([lambda: program(x)])[0]

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflop_jax.contract import (
     ADAPTER,
@@ -41,22 +42,19 @@ from dflop_jax.runtime.module_parts import segment_layer_kinds
 from dflop_jax.runtime.segment import ProgramKind, Segment
 
 _PRODUCT_OPS = ("dot_general", "conv_general_dilated")
+# FLOPs by what is multiplied, (with parameters, two activations), and direction, (forward, of the
+# gradients that are needed), [2, 2].
+Products = np.ndarray
+_WITH_PARAMETERS, _OF_ACTIVATIONS = range(2)
 
 
 @dataclass(frozen=True)
 class PieceFlops:
-    """FLOPs of one step, forward and backward, for a piece of a module.
+    """FLOPs of one step, forward and backward, for a piece of a module."""
 
-    Attributes:
-      per_token: products with parameters, and what attention needs of a token.
-      per_pair: products of two activations, for each pair of tokens, where the module does not tell
-        its attention.
-      content: what it tells, for a unit of each feature of the module's content.
-    """
-
-    per_token: float
-    per_pair: float = 0.0
-    content: tuple[float, ...] = ()
+    per_token: float  # products with parameters, and what attention needs of a token
+    per_pair: float = 0.0  # products of two activations, if the module does not tell its attention
+    content: tuple[float, ...] = ()  # what it tells, for a unit of each feature of its content
 
     def __call__(self, tokens: int, content: Sequence[int] | None = None) -> float:
         """FLOPs of a piece of so many tokens; `content` as a load has it, None: of a module that
@@ -66,32 +64,11 @@ class PieceFlops:
         return self.per_token * tokens + self.per_pair * n_pairs + float(content_flops)
 
 
-@dataclass(frozen=True)
-class Products:
-    """FLOPs of products with parameters and of products of two activations: forward, and of the
-    gradients that are needed of them."""
-
-    weights: float = 0.0
-    weights_gradient: float = 0.0
-    activations: float = 0.0
-    activations_gradient: float = 0.0
-
-    def plus(self, products: Products, factor: float = 1.0) -> Products:
-        """Return the sum with `factor` times the other."""
-        counts = zip(astuple(self), astuple(products), strict=True)
-        return Products(*(a + factor * b for a, b in counts))
-
-
 def needed_flops(
     model: MultimodalModel, row_tokens: Mapping[str, int], frozen: Collection[str] = ()
 ) -> dict[str, PieceFlops]:
-    """FLOPs of a piece, by module.
-
-    Args:
-      row_tokens: for each module to count, tokens of a row; those of a piece if a row has
-        one.
-      frozen: freeze groups that do not train.
-    """
+    """FLOPs of a piece, by module. `row_tokens`: for each module to count, tokens of a row, or of a
+    piece if a row has one; `frozen`: freeze groups that do not train."""
     has_gradient: dict[tuple[str, str], bool] = {}  # (module, tap): its outputs need a gradient
     by_module = {}
     for name, module in model.modules.items():
@@ -119,10 +96,10 @@ def _piece_flops(
     for kind_module, n, n_gradient in needed.attention:  # once forward and twice backward
         attention = kind_module.attention_flops.items()
         content_flops.update({name: (n + 2 * n_gradient) * f for name, f in attention})
-    products = needed.products
+    with_parameters, of_activations = needed.products.sum(axis=1).tolist()
     flops = PieceFlops(
-        (products.weights + products.weights_gradient) / shape.tokens + content_flops[TOKEN],
-        (products.activations + products.activations_gradient) / token_pairs(shape.tokens),
+        with_parameters / shape.tokens + content_flops[TOKEN],
+        of_activations / token_pairs(shape.tokens),
         tuple(content_flops[name] for name in content_of(module, 1)),
     )
     gradient = needed.gradient
@@ -134,12 +111,8 @@ def _piece_flops(
 def segment_flops(
     segment: Segment, shape: Shape, kind: ProgramKind, *, with_forward: bool
 ) -> float:
-    """FLOPs that a segment's program needs of each device of its submesh.
-
-    Args:
-      shape: per-rank shape of a microbatch.
-      with_forward: whether a backward is also the segment's only forward.
-    """
+    """FLOPs that a segment's program needs of each device of its submesh, at the per-rank shape of
+    a microbatch. `with_forward`: whether a backward is also the segment's only forward."""
     module, plan, with_gradient = segment.module, segment.plan, segment.wants_gradient
     edge_fields = tuple(sorted(with_gradient & set(segment.entry_inputs)))
     enters = {depth for name, depth in segment.inlets if name in with_gradient}
@@ -154,16 +127,12 @@ def segment_flops(
         [(tap, depth) for tap, depth in segment.taps if tap in taps_of(module)],
         ["entry"] * plan.first + ["exit"] * plan.last,
     )
-    total = needed.products
+    forward, gradient = needed.products.sum(axis=0).tolist()
     for kind_module, n, n_gradient in needed.attention:
         attention = attention_flops_of(kind_module)
         row_flops = shape.rows * attention(shape.tokens) if attention else 0.0
-        total = total.plus(Products(0.0, 0.0, n * row_flops, 2.0 * n_gradient * row_flops))
-    flops = 0.0
-    if kind != BACKWARD or with_forward:
-        flops += total.weights + total.activations
-    if kind == BACKWARD:
-        flops += total.weights_gradient + total.activations_gradient
+        forward, gradient = forward + n * row_flops, gradient + 2.0 * n_gradient * row_flops
+    flops = forward if kind != BACKWARD else gradient + forward * with_forward
     return flops * segment.microbatches / (segment.stages * segment.mesh.shape["model"])
 
 
@@ -180,18 +149,14 @@ def visible_pair_share(module: Module, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class _Needed:
-    """What consecutive layers of a module and its ends need.
+    """What consecutive layers of a module and its ends need."""
 
-    Attributes:
-      products: as traced, without the attention of layers whose module gives its FLOPs.
-      attention: of each kind of such layers the module with that kind alone, the number of layers,
-        and of layers whose attention needs a gradient.
-      gradient: whether hidden states need one, before each layer and after the last.
-    """
-
+    # As traced, without the attention of layers whose module gives its FLOPs.
     products: Products
+    # Of each kind of such layers the module with that kind alone, the number of layers, and of
+    # layers whose attention needs a gradient.
     attention: list[tuple[Any, int, int]]
-    gradient: list[bool]
+    gradient: list[bool]  # whether hidden states need one, before each layer and after the last
 
 
 def _needed_products(
@@ -204,14 +169,9 @@ def _needed_products(
     taps: Iterable[tuple[str, int]],
     ends: Sequence[str] = ENDS,
 ) -> _Needed:
-    """What layers of these kinds and the ends that run need.
-
-    Args:
-      edge_fields: fields of the entry that need a gradient.
-      enters: after how many layers inputs enter that need a gradient, -1: before all.
-      taps: that run, and after how many layers each leaves.
-      ends: "entry" and "exit" where they run.
-    """
+    """What layers of these kinds and the `ends` that run need, where these fields of the entry need
+    a gradient. `enters`: after how many layers inputs enter that need one, -1: before all; `taps`:
+    that run, and after how many layers each leaves."""
     needs = -1 in enters or ("entry" in ends and _has_trainable(trains, "entry"))
     gradient = []
     for i in range(len(kinds) + 1):
@@ -219,27 +179,27 @@ def _needed_products(
         gradient.append(needs)
         needs |= i < len(kinds) and _has_trainable(trains, kinds[i])
     inputs_of = {"entry": edge_fields, "exit": _hidden_input(gradient[-1])}
-    part_inputs = [(end, inputs_of[end]) for end in ends]
-    part_inputs += [(tap, _hidden_input(gradient[depth])) for tap, depth in taps]
-    total, attention = Products(), []
-    for part, inputs in part_inputs:
-        total = total.plus(part_products(module, part, shape, trains, inputs))
+    inputs_of |= {tap: _hidden_input(gradient[depth]) for tap, depth in taps}
+    total, attention = np.zeros((2, 2)), []
+    for part in inputs_of:
+        if part in ends or part not in ENDS:
+            total = total + part_products(module, part, shape, trains, inputs_of[part])
     for kind in dict.fromkeys(kinds):
         layer_needs = [g for k, g in zip(kinds, gradient) if k == kind]
         kind_module = single_kind_modules(module)[kind]
         names = {kind: LAYERS, adapter_of(kind): ADAPTER}
         kind_trains = frozenset(names.get(part, part) for part in trains)
-        layers = Products()
-        for needs in (False, True):
-            layer = part_products(kind_module, "layers", shape, kind_trains, _hidden_input(needs))
-            layers = layers.plus(layer, layer_needs.count(needs))
-        if attention_flops_of(kind_module):
+        declared = attention_flops_of(kind_module) is not None
+        for needs in {*layer_needs}:
+            inputs = _hidden_input(needs)
+            layer = part_products(kind_module, "layers", shape, kind_trains, inputs).copy()
+            if declared:
+                layer[_OF_ACTIVATIONS] = 0.0
+            total = total + layer_needs.count(needs) * layer
+        if declared:
             trained = _has_trainable(trains, kind)
-            attention.append(
-                (kind_module, len(layer_needs), sum(g or trained for g in layer_needs))
-            )
-            layers = replace(layers, activations=0.0, activations_gradient=0.0)
-        total = total.plus(layers)
+            n_gradient = sum(g or trained for g in layer_needs)
+            attention.append((kind_module, len(layer_needs), n_gradient))
     return _Needed(total, attention, gradient)
 
 
@@ -254,16 +214,13 @@ def _hidden_input(needs_gradient: bool) -> Names:
 
 @lru_cache(maxsize=1024)
 def part_products(
-    module: Module, part_name: str, shape: Shape, trains: frozenset[str], with_gradient: Names
+    module: Module, part: str, shape: Shape, trains: frozenset[str], with_gradient: Names
 ) -> Products:
-    """Products of a part (of one layer for "layers", its adapter with it) at a shape.
-
-    Args:
-      trains: names of the parts that train.
-      with_gradient: inputs that need a gradient, "hidden" or fields of the entry that edges fill.
-    """
-    edge_fields = with_gradient if part_name == "entry" else ()
-    spec = TraceSpec(module, part_name, shape, edge_fields=edge_fields)
+    """Products of a part (of one layer for "layers", its adapter with it) at a shape. `trains`:
+    parts that train; `with_gradient`: inputs that need a gradient, "hidden" or fields of the entry
+    that edges fill."""
+    edge_fields = with_gradient if part == "entry" else ()
+    spec = TraceSpec(module, part, shape, edge_fields=edge_fields)
     closed, arguments = traced_forward(spec, adapter=True)
     region = trace(closed, [None] * len(closed.jaxpr.invars), 1)
     data, active, values = set[Value](), set[Value](), iter(region.inputs)
@@ -280,21 +237,18 @@ def part_products(
 def _count_products(region: Region, data: set[Value], active: set[Value]) -> Products:
     """Products of a region; `data` are the values that depend on the batch, `active` those that
     need a gradient. Both grow by what the region makes."""
-    total = Products()
+    total = np.zeros((2, 2))
     for op in region.ops:
         is_data, is_active = (any(v in marked for v in op.inputs) for marked in (data, active))
         if op.body is not None:
             data.update(_marked_inputs(op, data, is_data))
             active.update(_marked_inputs(op, active, is_active))
-            total = total.plus(_count_products(op.body, data, active), op.repeats)
-        elif op.name in _PRODUCT_OPS:
+            total += op.repeats * _count_products(op.body, data, active)
+        elif op.name in _PRODUCT_OPS and is_data:
             lhs, rhs = op.inputs[:2]
             flops = sum(k.flops for k in kernels_of(Region(ops=[op])))
-            counts = flops, flops * ((lhs in active) + (rhs in active))
-            if lhs in data and rhs in data:
-                total = total.plus(Products(0.0, 0.0, *counts))
-            elif is_data:
-                total = total.plus(Products(*counts))
+            row = _OF_ACTIVATIONS if lhs in data and rhs in data else _WITH_PARAMETERS
+            total[row] += flops, flops * ((lhs in active) + (rhs in active))
         if is_data:
             data.update(op.outputs)
         if is_active and op.name != "stop_gradient":
@@ -306,7 +260,6 @@ def _marked_inputs(op: Op, marked: Collection[Value], any_marked: bool) -> list[
     """Inputs of a loop's body that are marked: those whose outer value is, and, if any input of the
     loop is marked, those that the loop carries."""
     assert op.body is not None
-    n = len(op.body.inputs)
-    outer = op.inputs[len(op.inputs) - n :]
-    pairs_of_values = zip(op.body.inputs, outer, strict=True)
-    return [v for v, o in pairs_of_values if o in marked or (any_marked and o in op.carry)]
+    outer = op.inputs[len(op.inputs) - len(op.body.inputs) :]
+    pairs = zip(op.body.inputs, outer, strict=True)
+    return [v for v, o in pairs if o in marked or (any_marked and o in op.carry)]

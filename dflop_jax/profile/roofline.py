@@ -1,5 +1,5 @@
-"""Predicted timings of a model on hardware that is not on this machine, in the records of measured
-ones.
+"""Timings by the roofline, in the records of measured ones: of a model on hardware that is not on
+this machine, and of recompute policies beside measured ones.
 
 A kernel takes max(FLOPs / (peak * efficiency), bytes / (bandwidth * efficiency)) plus its launch.
 Kernels come from traces of the module's own functions (`traced_parts`, `kernels`), so any model
@@ -7,36 +7,97 @@ works. Products with few rows, columns or depth on one device reach less of the 
 batches and high tensor-parallel degrees have. Modules are those that the chip runs
 (`contract.on_chip`). Attention whose kernel skips other pieces costs the FLOPs of its content at
 the attention's share of the peak, and a fixed number of pairs for each token.
+
+The trace of a backward under a policy shows what it recomputes. For timed programs only forward and
+the gradient are measured; a policy then takes the share of forward that the roofline predicts.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
 
 from dflop_jax.contract import (
+    Module,
     MultimodalModel,
     content_flops_of,
     content_of,
     edges_of,
+    layer_kinds_of,
     on_chip,
 )
-from dflop_jax.profile.efficiency import Efficiency
-from dflop_jax.profile.kernels import MATMUL
-from dflop_jax.profile.measure import build_profile
-from dflop_jax.profile.recompute import POLICIES, Predictor, edge_fields
+from dflop_jax.hardware import TASK_HOST_S
+from dflop_jax.profile.fit import round_to_float32
+from dflop_jax.profile.kernels import (
+    ATTENTION,
+    ATTENTION_PRODUCTS,
+    MATMUL,
+    Efficiency,
+    program_s,
+)
 from dflop_jax.profile.shallow import single_kind_modules
-from dflop_jax.profile.traced_parts import ENDS, divides, hidden_bytes, trace_kernels
+from dflop_jax.profile.traced_parts import (
+    ENDS,
+    Names,
+    TraceSpec,
+    divides,
+    end_parts,
+    forward_flops,
+    has_loss,
+    hidden_bytes,
+    parameter_dims,
+    program_bytes,
+    trace_kernels,
+)
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    Direction,
     Hardware,
     LayerTiming,
     ModelProfile,
+    Recompute,
+    Remat,
     Shape,
     scale_coefficients,
+    shape_features,
 )
+
+POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
+# What is kept goes into a stack of all layers and out of it. About half of it is copied for that
+# (results and operands of products), the rest is read and written where it is computed.
+_STACK_PASSES = 2
+_UNIT_SHAPE = Shape(1, 1024)  # whose features others are given in units of, to be about one
+
+
+def build_profile(
+    model: MultimodalModel,
+    shapes: Mapping[str, Sequence[Shape]],
+    timings: Sequence[LayerTiming],
+    **facts: Any,
+) -> ModelProfile:
+    """A profile of any timings with the model's sizes; `facts` are fields of `ModelProfile`."""
+    modules = model.modules
+    ends = {m: [forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
+            for m, module in modules.items()}  # fmt: skip
+    of_model: dict[str, Any] = {
+        **parameter_dims(model),
+        "n_layers": {m: module.n_layers for m, module in modules.items()},
+        "entry_share": {m: entry / max(entry + exit_, 1.0) for m, (entry, exit_) in ends.items()},
+        "host_s": TASK_HOST_S,
+        "edges": edges_of(model),
+        "tied": tuple(m for m, module in modules.items() if module.tied),
+        "piece_tokens": dict(model.piece_tokens),
+        "kinds": {m: layer_kinds_of(o) for m, o in modules.items() if hasattr(o, "layer_kinds")},
+        "content": {
+            m: tuple(content_of(o, 1)) for m, o in modules.items() if hasattr(o, "content")
+        },
+    }
+    return ModelProfile(timings=tuple(timings), **{**of_model, **facts})
 
 
 def roofline_profile(
@@ -47,20 +108,15 @@ def roofline_profile(
     *,
     n_devices: int,
 ) -> ModelProfile:
-    """A profile like a measured one, computed: no device, no weights.
+    """A profile like a measured one, computed for `n_devices` that compute at once: no device, no
+    weights.
 
     Args:
       shapes: per-rank shapes of every module to predict at.
-      model_degrees: tensor-parallel degrees; those that a module's sizes do not divide by, or that
-        do not fit into a node, are left out for it.
-      n_devices: devices that plans made from the profile may use; all compute at once.
-
-    Raises:
-      ValueError: no degree is usable for a module.
+      model_degrees: tensor-parallel degrees. Those that do not divide a module's sizes, or do not
+        fit into a node, are left out for it; ValueError if none is left.
     """
-    e = Efficiency()
-    timings: list[LayerTiming] = []
-    entry_share: dict[str, float] = {}
+    efficiency, timings, entry_share = Efficiency(), list[LayerTiming](), {}
     for name, module in model.modules.items():
         module = on_chip(module, hardware.chip)
         degrees = [
@@ -73,26 +129,29 @@ def roofline_profile(
                 f"none of the tensor-parallel degrees {list(model_degrees)} divides the sizes of "
                 f"{name!r} and fits into a node of {hardware.devices_per_node}; add 1"
             )
-        edge_names = edge_fields(model, name)
-        one_piece_rows = name in model.piece_tokens
+        edge_names, one_piece_rows = edge_fields(model, name), name in model.piece_tokens
         for kind, kind_module in single_kind_modules(module).items():
             predictors = [Predictor(kind_module, edge_names, tp, hardware) for tp in degrees]
-            kind_timings = [
-                t
-                for p in predictors
-                for t in _predict_timings(p, name, shapes[name], one_piece_rows=one_piece_rows)
+            timings += [
+                replace(t, module=name, kind=kind)
+                for predictor in predictors
+                for t in predictor.timings(shapes[name], one_piece_rows=one_piece_rows)
             ]
-            timings += [replace(t, kind=kind) for t in kind_timings]
-        entry_share[name] = _entry_share(predictors[0], shapes[name][-1])
-    facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
+        both_ends_s = [
+            sum(predictors[0].part_s(e, d, shapes[name][-1]) for d in (FORWARD, BACKWARD))
+            for e in ENDS
+        ]
+        entry_share[name] = both_ends_s[0] / sum(both_ends_s)
+    facts = model.modules, edges_of(model), asdict(hardware), asdict(efficiency)
+    key_text = repr((*facts, sorted(shapes.items())))
     return build_profile(
         model,
         shapes,
         timings,
-        key="roofline-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16],
+        key="roofline-" + hashlib.sha256(key_text.encode()).hexdigest()[:16],
         device=hardware.name,
         concurrency=float(n_devices),
-        task_overhead_s=e.task_s,
+        task_overhead_s=efficiency.task_s,
         priced_by=f"the data sheet of {hardware.name}",
         entry_share=entry_share,
         computed=True,
@@ -100,64 +159,187 @@ def roofline_profile(
     )
 
 
-# Attention's backward has seven products for its forward's two: each of its two kernels computes
-# what it needs of the scores and of their gradients.
-_CONTENT_BACKWARD = 3.5
+def edge_fields(model: MultimodalModel, module: str) -> Names:
+    """Fields of a module's entry that edges fill."""
+    entering = (e for e in edges_of(model) if e.target == module and e.enters < 0)
+    return tuple(dict.fromkeys(e.name for e in entering))
 
 
-def _predict_timings(
-    predictor: Predictor, name: str, shapes: Sequence[Shape], *, one_piece_rows: bool
-) -> list[LayerTiming]:
-    """Timings as measuring a module at shapes would give them. `one_piece_rows`: each row is one
-    piece, so padding costs as much as content, and attention is part of the layers' seconds."""
-    costs, timings = predictor.policy_costs(shapes), []
-    recomputed = {remat: predictor.recomputed_attention(shapes[-1], remat) for remat in POLICIES}
-    backward_ratio = _CONTENT_BACKWARD * Efficiency().attention / Efficiency().attention_back
-    for shape in shapes:
-        unit_s, full_s = _content_s(predictor, shape), 0.0
-        if one_piece_rows:
-            content = content_of(predictor.module, shape.tokens)
-            unit_s, full_s = {}, shape.rows * sum(s * content[name] for name, s in unit_s.items())
-        recompute = {
-            remat: replace(
-                cost,
-                layer_s=cost.layer_s + recomputed[remat] * full_s,
-                content_s=scale_coefficients(recomputed[remat], unit_s),
+@dataclass(frozen=True)
+class Predictor:
+    """Seconds and bytes of one module at one tensor-parallel degree, by the roofline; edges fill
+    `edge_fields` of its entry. `half_bytes`: see `traced_parts`."""
+
+    module: Module
+    edge_fields: Names
+    tp: int
+    hardware: Hardware
+    half_bytes: int = 2
+
+    def timings(self, shapes: Sequence[Shape], *, one_piece_rows: bool) -> list[LayerTiming]:
+        """Timings as measuring the module at shapes would give them. `one_piece_rows`: each row is
+        one piece, so padding costs as much as content, and attention is part of the layers'
+        seconds."""
+        costs, e = self.policy_costs(shapes), Efficiency()
+        recomputed = {remat: self.recomputed_attention(shapes[-1], remat) for remat in POLICIES}
+        # Each of the gradient's two kernels computes what it needs of the scores.
+        n = {k.removeprefix("packed_attention_"): v for k, v in ATTENTION_PRODUCTS.items()}
+        products_ratio = (n["kv_gradient"] + n["q_gradient"]) / n["forward"]
+        backward_ratio = products_ratio * e.attention / e.attention_back
+        timings = []
+        for shape in shapes:
+            unit_s, full_s = self._content_s(shape), 0.0
+            if one_piece_rows:
+                content = content_of(self.module, shape.tokens)
+                full_s = shape.rows * sum(s * content[name] for name, s in unit_s.items())
+                unit_s = {}
+            recompute = {
+                remat: replace(
+                    cost,
+                    layer_s=cost.layer_s + recomputed[remat] * full_s,
+                    content_s=scale_coefficients(recomputed[remat], unit_s),
+                )
+                for remat, cost in costs[shape].items()
+            }
+            backward_s = self.part_s("layers", BACKWARD, shape) + backward_ratio * full_s
+            timings.append(
+                LayerTiming(
+                    module="",
+                    model=self.tp,
+                    shape=shape,
+                    layer_forward_s=self.part_s("layers", FORWARD, shape) + full_s,
+                    layer_backward_s=backward_s,
+                    ends_forward_s=self.ends_s(FORWARD, shape),
+                    ends_backward_s=self.ends_s(BACKWARD, shape),
+                    hidden_bytes=hidden_bytes(self.module, shape),
+                    content_forward_s=unit_s,
+                    content_backward_s=scale_coefficients(backward_ratio, unit_s),
+                    recompute=recompute,
+                )
             )
-            for remat, cost in costs[shape].items()
-        }
-        timings.append(
-            LayerTiming(
-                module=name,
-                model=predictor.tp,
-                shape=shape,
-                layer_forward_s=predictor.part_s("layers", FORWARD, shape) + full_s,
-                layer_backward_s=predictor.part_s("layers", BACKWARD, shape)
-                + backward_ratio * full_s,
-                ends_forward_s=predictor.ends_s(FORWARD, shape),
-                ends_backward_s=predictor.ends_s(BACKWARD, shape),
-                hidden_bytes=hidden_bytes(predictor.module, shape),
-                content_forward_s=unit_s,
-                content_backward_s=scale_coefficients(backward_ratio, unit_s),
-                recompute=recompute,
-            )
+        return timings
+
+    def _content_s(self, shape: Shape) -> dict[str, float]:
+        """Seconds of forward attention for a unit of each feature of content."""
+        kernels = trace_kernels(self._spec("layers", shape), FORWARD)
+        dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
+        reached = self.hardware.peak_flops(dtype) * Efficiency().attention
+        flops = content_flops_of(self.module)
+        return {name: f / self.tp / reached for name, f in flops.items()}
+
+    def _spec(self, part: str, shape: Shape, remat: Remat = "none") -> TraceSpec:
+        return TraceSpec(self.module, part, shape, self.tp, self.edge_fields, remat)
+
+    def part_s(self, part: str, direction: Direction, shape: Shape, remat: Remat = "none") -> float:
+        """Seconds of one part, a layer for "layers"."""
+        kernels = trace_kernels(self._spec(part, shape, remat), direction)
+        return program_s(kernels, self.tp, self.hardware)
+
+    def ends_s(self, direction: Direction, shape: Shape) -> float:
+        """Seconds of entry, exit and taps."""
+        return sum(self.part_s(p, direction, shape) for p in end_parts(self.module))
+
+    def _policy_cost(self, shape: Shape, remat: Remat) -> Recompute:
+        loss = has_loss(self.module, shape)
+        # A loss has its gradient where it is computed.
+        ends = [p for p in end_parts(self.module) if not (loss and p == "exit")]
+        layer_bytes, ends_bytes, temp_bytes = program_bytes(
+            self._spec("layers", shape, remat), self.half_bytes, loss=loss
         )
-    return timings
+        stack_s = (
+            _STACK_PASSES * layer_bytes / (self.hardware.memory_bandwidth * Efficiency().bandwidth)
+        )
+        return Recompute(
+            layer_s=self._recomputed_s("layers", shape, remat) + stack_s,
+            ends_s=sum(self._recomputed_s(p, shape, remat) for p in ends),
+            layer_bytes=layer_bytes,
+            ends_bytes=ends_bytes,
+            temp_bytes=temp_bytes,
+        )
+
+    def _recomputed_s(self, part: str, shape: Shape, remat: Remat) -> float:
+        """Seconds of a part's forward that backward computes again."""
+        without_s = self.part_s(part, BACKWARD, shape)
+        return max(0.0, self.part_s(part, BACKWARD, shape, remat) - without_s)
+
+    def recomputed_attention(self, shape: Shape, remat: Remat) -> float:
+        """Share of forward's attention that backward computes again."""
+
+        def products(direction: Direction, remat: Remat = "none") -> int:
+            kernels = trace_kernels(self._spec("layers", shape, remat), direction)
+            return sum(k.repeats for k in kernels if k.kind == ATTENTION)
+
+        recomputed = products(BACKWARD, remat) - products(BACKWARD)
+        return min(1.0, max(0.0, recomputed / max(products(FORWARD), 1)))
+
+    def policy_costs(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, Recompute]]:
+        """Costs of every policy at shapes, without the cost of content. At most as many shapes are
+        traced as a shape has features; costs at the others follow, since they are sums of these."""
+        traced_shapes = _shapes_to_trace(shapes)
+        traced = {s: {r: self._policy_cost(s, r) for r in POLICIES} for s in traced_shapes}
+        traced_features = _features(traced_shapes)[:, : len(traced_shapes)]
+        by_shape = {}
+        for s in shapes:
+            features = _features([s])[0, : len(traced_shapes)]
+            weights = np.linalg.lstsq(traced_features.T, features, rcond=None)[0]
+            by_shape[s] = traced.get(s) or {
+                r: _weighted_sum([traced[t][r] for t in traced_shapes], weights) for r in POLICIES
+            }
+        return by_shape
+
+    def add_policies(self, timings: Sequence[LayerTiming]) -> list[LayerTiming]:
+        """Timings of programs that recompute nothing, with costs of every policy added. Recomputed
+        seconds are a predicted share of the forward seconds; residual bytes beyond those of
+        "layers" are a predicted share of the measured ones."""
+        largest = max((t.shape for t in timings), key=lambda s: s.size)
+        layer_s, ends_s = self.part_s("layers", FORWARD, largest), self.ends_s(FORWARD, largest)
+        ends_in_loss = has_loss(self.module, largest)
+        traced = self.policy_costs([t.shape for t in timings])
+        layer_ratio = {r: self._recomputed_s("layers", largest, r) / layer_s for r in POLICIES}
+        ends_ratio = {r: c.ends_s / ends_s if ends_s else 0.0 for r, c in traced[largest].items()}
+        content_ratio = {r: self.recomputed_attention(largest, r) for r in POLICIES}
+        with_policies = []
+        for t in timings:
+            costs, compiled = traced[t.shape], t.recompute["none"]
+            compiled_extra = compiled.temp_bytes - costs["none"].temp_bytes
+            min_bytes, max_bytes = (costs[r].layer_bytes for r in ("layers", "none"))
+            bytes_ratio = 1.0
+            if max_bytes > min_bytes:
+                bytes_ratio = max(0.0, compiled.layer_bytes - min_bytes) / (max_bytes - min_bytes)
+            if ends_in_loss:  # other temporaries may hide what layers keep
+                bytes_ratio = max(bytes_ratio, 1.0)
+            recompute = {
+                r: replace(
+                    cost,
+                    layer_s=min(1.0, layer_ratio[r]) * t.layer_forward_s,
+                    ends_s=min(1.0, ends_ratio[r]) * t.ends_forward_s,
+                    content_s=scale_coefficients(content_ratio[r], t.content_forward_s),
+                    layer_bytes=min_bytes + bytes_ratio * (cost.layer_bytes - min_bytes),
+                    temp_bytes=max(0.0, compiled_extra + cost.temp_bytes),
+                )
+                for r, cost in costs.items()
+            }
+            with_policies.append(replace(t, recompute=recompute))
+        return with_policies
 
 
-def _content_s(predictor: Predictor, shape: Shape) -> dict[str, float]:
-    """Seconds of forward attention for a unit of each feature of content."""
-    kernels = trace_kernels(predictor.trace_spec("layers", shape), FORWARD)
-    dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
-    reached = predictor.hardware.peak_flops(dtype) * Efficiency().attention
-    return {
-        name: flops / predictor.tp / reached
-        for name, flops in content_flops_of(predictor.module).items()
-    }
+def _shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes whose costs determine all others: the largest, the smallest, and, if rows differ
+    in length, a large one whose rows are not as long as the largest's."""
+    by_size = sorted(set(shapes), key=lambda s: (s.size, s))
+    other_lengths = [s for s in by_size[1:-1] if s.tokens != by_size[-1].tokens]
+    return list(dict.fromkeys([by_size[-1], by_size[0], *other_lengths[-1:]]))
 
 
-def _entry_share(predictor: Predictor, shape: Shape) -> float:
-    entry, exit_ = (
-        predictor.part_s(e, FORWARD, shape) + predictor.part_s(e, BACKWARD, shape) for e in ENDS
-    )
-    return entry / (entry + exit_)
+def _features(shapes: Sequence[Shape]) -> np.ndarray:
+    """Features of shapes in units of a usual shape, [n_shapes, n_features]."""
+    rows, tokens = np.array([(s.rows, s.tokens) for s in shapes]).T
+    return shape_features(rows, tokens) / shape_features(_UNIT_SHAPE.rows, _UNIT_SHAPE.tokens)
+
+
+def _weighted_sum(costs: Sequence[Recompute], weights: np.ndarray) -> Recompute:
+    """The weighted sum of costs, at least 0."""
+    names = [f.name for f in fields(Recompute) if f.name != "content_s"]
+    rows = np.array([[getattr(c, name) for name in names] for c in costs])
+    mixed = np.maximum(0.0, round_to_float32(weights @ rows)).tolist()
+    return Recompute(**dict(zip(names, mixed, strict=True)))

@@ -50,26 +50,12 @@ class _SingleKindModule:
         if name == "layer_kinds":
             raise AttributeError(name)
         value = getattr(self.module, name)
+        if name in ("inputs", "freeze_groups"):  # of this kind and of parts that are not stacked
+            stacked = stacked_parts(self.module)
+            own = {self._stacked_part(part): part for part in (LAYERS, ADAPTER)}
+            return {own.get(p, p): v for p, v in value.items() if p in own or p not in stacked}
         by_kind = name == "attention_flops" or (name == "skips" and isinstance(value, Mapping))
         return value.get(self.kind) if by_kind else value
-
-    def _select_parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of this kind's parts and of parts that are not stacked."""
-        stacked = stacked_parts(self.module)
-        kind_parts = {self.kind: LAYERS, adapter_of(self.kind): ADAPTER}
-        return {
-            kind_parts.get(p, p): v
-            for p, v in values.items()
-            if p in kind_parts or p not in stacked
-        }
-
-    @property
-    def inputs(self) -> Mapping[str, tuple[str, ...]]:
-        return self._select_parts(self.module.inputs)
-
-    @property
-    def freeze_groups(self) -> Mapping[str, str]:
-        return self._select_parts(self.module.freeze_groups)
 
     def _stacked_part(self, part: str) -> str:
         return {LAYERS: self.kind, ADAPTER: adapter_of(self.kind)}.get(part, part)
@@ -112,12 +98,9 @@ def shallow_segment(
     ends: bool = True,
     kind: str = "",
 ) -> Segment:
-    """A segment of `depth` layers of a module, all of one kind ("": that of its first layer).
-
-    With `ends` they are the first layers with everything that enters and leaves them; edges and
-    taps of deeper layers move to the first layer, so that every depth runs them once. Without
-    `ends` they are layers between others.
-    """
+    """A segment of `depth` layers of a module, all of one kind ("": that of its first layer). With
+    `ends` everything that enters and leaves the module does so at the first layer, so that every
+    depth runs it once; without they are layers between others."""
     edges = tuple(
         replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1)) for e in edges_of(model)
     )

@@ -22,13 +22,9 @@ LAYOUT_OPS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "copy", "stop_gradient", RESHARD}
 )
 # What lays its result out as its consumers want it: their sharding reaches through.
-_FOLLOWS_CONSUMER = LAYOUT_OPS | {
-    "broadcast_in_dim",
-    "iota",
-    "scatter-add",
-    "convert_element_type",
-    "select_n",
-}
+_FOLLOWS_CONSUMER = (LAYOUT_OPS - {RESHARD}) | frozenset(
+    {"broadcast_in_dim", "iota", "scatter-add", "convert_element_type", "select_n"}
+)
 
 
 @dataclass(eq=False)
@@ -76,11 +72,8 @@ class Region:
 
 
 def trace(closed: core.ClosedJaxpr, dims: Sequence[int | None], tp: int) -> Region:
-    """The operations of a jaxpr on one of `tp` devices.
-
-    Args:
-      dims: for each input the dim that is sharded, if any.
-    """
+    """The operations of a jaxpr on one of `tp` devices; `dims`: for each input the dim that is
+    sharded, if any."""
     if tp == 1:
         dims = [None] * len(dims)
     inputs = [_value(v, tp, d) for v, d in zip(closed.jaxpr.invars, dims, strict=True)]
@@ -234,18 +227,10 @@ def _shard_inputs(region: Region) -> None:
         elif op.name == "dot_general":
             continue
         else:
-            sharded_output = next((v for v in op.outputs if v.dim is not None), None)
-            pairs = [
-                (v, sharded_output)
-                for v in op.inputs
-                if sharded_output and v.shape == sharded_output.shape
-            ]
+            sharded_outputs = [v for v in op.outputs if v.dim is not None][:1]
+            pairs = [(v, out) for out in sharded_outputs for v in op.inputs if v.shape == out.shape]
         for v, sharded in pairs:
-            if (
-                v.dim is None
-                and v in producer
-                and producer[v].name in _FOLLOWS_CONSUMER - {RESHARD}
-            ):
+            if v.dim is None and v in producer and producer[v].name in _FOLLOWS_CONSUMER:
                 v.dim = sharded.dim
 
 
@@ -257,13 +242,11 @@ def _eliminate_dead_ops(region: Region) -> Region:
             live.update(op.inputs)
             reversed_ops.append(op)
     ops = reversed_ops[::-1]
-    return Region(
-        region.inputs,
-        ops,
-        region.outputs,
-        _reduced_values(ops, region.outputs),
-        _gathered_values(ops),
-    )
+    # An array is gathered once, whoever reads it whole.
+    gathered = {op.inputs[0]: op.outputs[0] for op in ops if op.name == RESHARD
+                if op.inputs[0].dim is not None and op.outputs[0].dim is None}  # fmt: skip
+    reduced = _reduced_values(ops, region.outputs)
+    return Region(region.inputs, ops, region.outputs, reduced, [*gathered.values()])
 
 
 def _reduced_values(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Value]:
@@ -279,11 +262,3 @@ def _reduced_values(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Value]:
         else:
             reduced |= dict.fromkeys(terms)
     return list(reduced | {v: None for v in outputs if v in partial_sums})
-
-
-def _gathered_values(ops: Sequence[Op]) -> list[Value]:
-    """Values that are gathered from a sharded array, once for each array."""
-    resharded = (op for op in ops if op.name == RESHARD)
-    whole = {op.inputs[0]: op.outputs[0] for op in resharded
-             if op.inputs[0].dim is not None and op.outputs[0].dim is None}  # fmt: skip
-    return list(whole.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,9 +16,10 @@ from dflop_jax.records import MeshShape, ModelProfile, ParamDims, SegmentPlan, l
 
 Array = Any  # a float array, or one number
 Dims = tuple[ParamDims, ...]
-ElementBytes = Callable[[ParamDims], float]
+# What is in memory for each element of a parameter: an attribute of `ParamDims`.
+Element = Literal["working_bytes", "trained_bytes", "trained_working_bytes", "element_state_bytes"]
 # Float32 arrays of a segment's size that any optimizer reads (parameters, gradients) and writes
-# (parameters); it reads and writes its state beside them.
+# (parameters), beside its state.
 _UPDATE_PASSES = 3
 # What the programs of a step's end take beside their arguments, as compiled for H100, in shards of
 # gradients: copies of a reduction, and of pieces that are made into whole parameters. On one device
@@ -38,19 +39,6 @@ class SegmentBytes:
 
 
 @dataclass(frozen=True)
-class ShardSeconds:
-    """Seconds that programs of a segment gather parameters from other data ranks and scatter
-    gradients to them (ZeRO), for a layer and for the ends. Transfers of a layer overlap the
-    computation of the layer before; the ends' parameters are gathered once a call, their gradients
-    scattered once a tick."""
-
-    layer_gather_s: Array = 0.0
-    layer_scatter_s: Array = 0.0
-    ends_gather_s: Array = 0.0
-    ends_scatter_s: Array = 0.0
-
-
-@dataclass(frozen=True)
 class ShardedState:
     """Parameters, gradients and optimizer state of a segment on one device of a mesh, whose data
     degree may be an array: their bytes, and seconds of their collectives."""
@@ -64,46 +52,36 @@ class ShardedState:
         """Data ranks that share a parameter."""
         return self.segment.shard_ranks(self.mesh.data, self.mesh.model)
 
-    def n_bytes(
-        self, element_bytes: ElementBytes, ranks: Array = 1, *, exact: bool = False
-    ) -> Array:
-        """Bytes on a device of something that takes `element_bytes` for an element of a parameter
-        and that `ranks` data ranks split. `exact`: parameters that tensor parallelism does not
-        split are whole on each tensor rank; otherwise all count as split."""
+    def n_bytes(self, element: Element, ranks: Array = 1, *, exact: bool = False) -> Array:
+        """Bytes on a device of an element quantity that `ranks` data ranks split. `exact`:
+        parameters that tensor parallelism does not split are whole on each tensor rank; otherwise
+        all count as split."""
         layers = sum(
-            n * self._rank_bytes(dims, element_bytes, ranks, exact) for dims, n in self._layer_dims
+            n * self._rank_bytes(dims, element, ranks, exact) for dims, n in self._layer_dims
         )
-        return layers / self.mesh.stage + self.ends_bytes(element_bytes, ranks, exact=exact)
+        return layers / self.mesh.stage + self.ends_bytes(element, ranks, exact=exact)
 
-    def ends_bytes(
-        self, element_bytes: ElementBytes, ranks: Array = 1, *, exact: bool = False
-    ) -> Array:
+    def ends_bytes(self, element: Element, ranks: Array = 1, *, exact: bool = False) -> Array:
         """`n_bytes` of the ends. Each end counts as half of both; if they are tied and in two
         segments, both segments have the shared parameters, so each counts as both."""
         first, last, module = self.segment.first, self.segment.last, self.segment.module
         share = float(first or last) if module in self.profile.tied else (first + last) / 2
-        dims = self.profile.ends_dims[module]
-        return share * self._rank_bytes(dims, element_bytes, ranks, exact)
+        return share * self._rank_bytes(self.profile.ends_dims[module], element, ranks, exact)
 
-    def layer_bytes(self, element_bytes: ElementBytes) -> float:
+    def layer_bytes(self, element: Element) -> float:
         """Bytes of the largest layer."""
-        return max(
-            float(self._rank_bytes(dims, element_bytes, 1, exact=False))
-            for dims, _ in self._layer_dims
-        )
+        return max(float(self._rank_bytes(d, element, 1, False)) for d, _ in self._layer_dims)
 
     def state_bytes(self, *, trained: bool) -> Array:
         """Bytes of parameters, gradients and optimizer state, with masters if the parameters are
         not float32. `trained`: whether the segment has trainable parameters."""
-        ranks = self.ranks if self.segment.zero == 3 else 1
-        n_bytes = self.n_bytes(working_bytes, ranks, exact=True)
+        zero = self.segment.zero
+        n_bytes = self.n_bytes("working_bytes", self.ranks if zero == 3 else 1, exact=True)
         if trained:
-            n_bytes = n_bytes + self.n_bytes(
-                trained_bytes, self.ranks if self.segment.zero >= 2 else 1
-            )
+            n_bytes = n_bytes + self.n_bytes("trained_bytes", self.ranks if zero >= 2 else 1)
             if self.profile.has_bfloat16_params(self.segment.module):
-                n_bytes = n_bytes + self.n_bytes(trained_bytes, self.ranks)
-            n_bytes = n_bytes + self.n_bytes(optimizer_bytes, self.ranks, exact=True)
+                n_bytes = n_bytes + self.n_bytes("trained_bytes", self.ranks)
+            n_bytes = n_bytes + self.n_bytes("element_state_bytes", self.ranks, exact=True)
         return n_bytes + np.zeros(np.shape(self.mesh.data))
 
     def gathered_bytes(self, *, trained: bool, ends_in_loss: bool) -> Array:
@@ -115,11 +93,11 @@ class ShardedState:
         """
         zero, tied, whole = self.segment.zero, self.segment.module in self.profile.tied, 0.0
         if zero == 3:
-            read = self.ends_bytes(working_bytes) / (1 if tied else 2)
-            whole += self.layer_bytes(working_bytes) + ends_in_loss * read
+            read = self.ends_bytes("working_bytes") / (1 if tied else 2)
+            whole += self.layer_bytes("working_bytes") + ends_in_loss * read
         if zero >= 2 and trained:
-            whole += self.layer_bytes(trained_bytes)
-            whole += (not ends_in_loss) * self.ends_bytes(trained_bytes)
+            whole += self.layer_bytes("trained_bytes")
+            whole += (not ends_in_loss) * self.ends_bytes("trained_bytes")
         return np.where(np.asarray(self.mesh.data) > 1, whole, 0.0)
 
     def step_end_bytes(self) -> Array:
@@ -127,32 +105,30 @@ class ShardedState:
         reduced gradients, copies of them, and all new parameters where ranks gather them."""
         data = np.asarray(self.mesh.data)
         one_device = data * self.mesh.stage * self.mesh.model == 1
-        shard = self.n_bytes(trained_bytes, self.ranks)
+        shard = self.n_bytes("trained_bytes", self.ranks)
         gathers = (data > 1) & (self.segment.zero < 3)
-        gathered = np.where(gathers, self.n_bytes(trained_working_bytes), 0.0)
+        gathered = np.where(gathers, self.n_bytes("trained_working_bytes"), 0.0)
         reduced = np.where(one_device, 0.0, _REDUCED_COPIES * shard)
         updated = np.where(gathered, gathered + _GATHERED_COPIES * shard, 0.0)
         return shard + np.maximum(reduced, updated)
 
     @cached_property
-    def shard_seconds(self) -> ShardSeconds:
-        """Seconds of what programs gather from other data ranks and scatter to them."""
-        if self.profile.hardware is None or self.segment.zero == 1:
-            return ShardSeconds()
-        gathers = self.segment.zero == 3
-        layer, ends = self.layer_bytes, self.ends_bytes
-        return ShardSeconds(
-            layer_gather_s=self._collective_s(all_gather_s, layer(working_bytes) * gathers),
-            layer_scatter_s=self._collective_s(reduce_scatter_s, layer(trained_bytes)),
-            ends_gather_s=self._collective_s(all_gather_s, ends(working_bytes) * gathers),
-            ends_scatter_s=self._collective_s(reduce_scatter_s, ends(trained_bytes)),
-        )
+    def gather_s(self) -> tuple[Array, Array]:
+        """Seconds in which a program gathers (a layer's, the ends') parameters from other data
+        ranks; the ends' are gathered once a call."""
+        return self._layer_and_ends_s(all_gather_s, "working_bytes", self.segment.zero == 3)
+
+    @cached_property
+    def scatter_s(self) -> tuple[Array, Array]:
+        """Seconds in which a program scatters gradients to other data ranks, the ends' once a
+        tick."""
+        return self._layer_and_ends_s(reduce_scatter_s, "trained_bytes", self.segment.zero >= 2)
 
     def reduce_s(self) -> Array:
         """Seconds to reduce gradients over data ranks at the step's end, if the programs do not;
         each rank keeps its part of the sum. Between blocks of ranks the sums of the blocks are
         reduced."""
-        size = self.n_bytes(trained_bytes)
+        size = self.n_bytes("trained_bytes")
         seconds = self._collective_s(reduce_scatter_s, size * (self.segment.zero == 1))
         hardware, devices = self.profile.hardware, self.segment.shard_devices
         if hardware is None or not devices:
@@ -168,13 +144,21 @@ class ShardedState:
         """Seconds of the optimizer's memory traffic on each rank's part, and of gathering the new
         parameters if every rank has all of them."""
         hardware = self.profile.hardware
-        working = self.n_bytes(trained_working_bytes) * (self.segment.zero != 3)
+        working = self.n_bytes("trained_working_bytes") * (self.segment.zero != 3)
         gathered = self._collective_s(all_gather_s, working)
         if hardware is None:
             return gathered
-        memory_bytes = _UPDATE_PASSES * self.n_bytes(trained_bytes) / self.ranks
-        memory_bytes = memory_bytes + 2 * self.n_bytes(optimizer_bytes, self.ranks, exact=True)
+        memory_bytes = _UPDATE_PASSES * self.n_bytes("trained_bytes") / self.ranks
+        state_bytes = self.n_bytes("element_state_bytes", self.ranks, exact=True)
+        memory_bytes = memory_bytes + 2 * state_bytes
         return gathered + memory_bytes / hardware.memory_bandwidth
+
+    def _layer_and_ends_s(
+        self, collective: Callable[..., Array], element: Element, is_split: bool
+    ) -> tuple[Array, Array]:
+        both = (self.layer_bytes(element), self.ends_bytes(element)) if is_split else (0.0, 0.0)
+        layer_s, ends_s = (self._collective_s(collective, n_bytes) for n_bytes in both)
+        return layer_s, ends_s
 
     def _collective_s(self, collective: Callable[..., Array], n_bytes: float) -> Array:
         """Seconds of a collective over the data ranks that share a parameter, by degree."""
@@ -189,38 +173,15 @@ class ShardedState:
         kinds, dims = self.profile.kinds_in(self.segment), self.profile.layer_dims
         return [(dims[layer_key(self.segment.module, kind)], n) for kind, n in kinds.items()]
 
-    def _rank_bytes(
-        self, dims: Dims, element_bytes: ElementBytes, ranks: Array, exact: bool
-    ) -> Array:
-        ranks = np.asarray(ranks)
-        degrees = tuple(ranks.ravel().tolist())
-        by_degree = _padded_bytes(dims, degrees, self.mesh.model, element_bytes, exact)
-        return np.reshape(by_degree, ranks.shape)
-
-
-def working_bytes(p: ParamDims) -> float:
-    """Bytes of an element as programs read it."""
-    return p.working_bytes
-
-
-def trained_bytes(p: ParamDims) -> float:
-    """Bytes of an element's gradient, or of its master; 0 if it is frozen."""
-    return 4.0 * p.trains
-
-
-def trained_working_bytes(p: ParamDims) -> float:
-    """Bytes of an element as programs read it; 0 if it is frozen."""
-    return p.working_bytes * float(p.trains)
-
-
-def optimizer_bytes(p: ParamDims) -> float:
-    """Bytes of an element's optimizer state, without its master."""
-    return p.element_state_bytes
+    def _rank_bytes(self, dims: Dims, element: Element, ranks: Array, exact: bool) -> Array:
+        degrees = tuple(np.ravel(ranks).tolist())
+        by_degree = _padded_bytes(dims, degrees, self.mesh.model, element, exact)
+        return np.reshape(by_degree, np.shape(ranks))
 
 
 @lru_cache(maxsize=4096)  # asked again for every option of a module
 def _padded_bytes(
-    dims: Dims, degrees: tuple[int, ...], tp: int, element_bytes: ElementBytes, exact: bool
+    dims: Dims, degrees: tuple[int, ...], tp: int, element: Element, exact: bool
 ) -> np.ndarray:
     """Bytes of the elements on one device, by the number of data ranks that split them. The ranks
     cut what a tensor rank has of each parameter into equal pieces (`runtime.zero_sharding`), the
@@ -228,5 +189,5 @@ def _padded_bytes(
     ranks, total = np.array(degrees), np.zeros(len(degrees))
     for p in dims:
         n_elements = prod(p.sizes) // (tp if p.split >= 0 or not exact else 1)
-        total = total + element_bytes(p) * -(-n_elements // ranks)
+        total = total + getattr(p, element) * -(-n_elements // ranks)
     return total

@@ -1,4 +1,15 @@
-"""Compiles a segment's programs and times them on the devices with random arguments."""
+"""Compiles segments of a few layers and times them on the devices, memory from XLA.
+
+Each (module, tensor-parallel degree, per-rank shape) is compiled at two depths; their difference is
+one layer and the rest are the ends (the DFLOP Model Profiler's idea, arXiv 2603.25120, on whole
+programs, so that casts and the loss are counted as they run). What leaves or enters between layers
+is counted with the ends. Programs recompute nothing; what a recompute policy adds follows from
+these times and from traces (`roofline`).
+
+Programs run on random values, parameters included (`runtime.synthetic_batch`), and rows are packed
+with pieces, without padding. Where a module's attention kernel skips what is not in a piece
+(`content_flops_of`), programs are timed with whole rows of one piece and with rows of short ones;
+the difference is the cost of content."""
 
 from __future__ import annotations
 
@@ -11,68 +22,174 @@ from statistics import median
 from typing import Any
 
 import jax
+import numpy as np
 
+from dflop_jax.contract import MultimodalModel, chip_of, content_flops_of, on_chip
+from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
+from dflop_jax.profile.shallow import shallow_segment, single_kind_module
 from dflop_jax.profile.traced_parts import hidden_bytes
-from dflop_jax.records import BACKWARD, FORWARD, Shape
+from dflop_jax.records import BACKWARD, FORWARD, LAYERS, LayerTiming, MeshShape, Recompute, Shape
 from dflop_jax.runtime.communicator import shard_array, zeros
 from dflop_jax.runtime.compiling import threads_for
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.segment import EVALUATE, Segment
-from dflop_jax.runtime.synthetic_batch import packed_field, random_values
+from dflop_jax.runtime.synthetic_batch import (
+    PIECES_PER_ROW,
+    content_of_rows,
+    packed_field,
+    random_values,
+)
 
 Run = Callable[[], Any]
 # Runs of each program, and seconds of all its runs after which no more than the least are made:
 # twice as many take twice as long, for a median that scatters less by a third.
 MIN_RUNS, MAX_RUNS, MAX_RUNS_S = 3, 25, 0.5
+# Pieces in a row by which what content costs is told from the rest, and features from each other.
+_PIECE_COUNTS = (1, 16, 4, 2, 8)
+
+
+@dataclass(frozen=True)
+class TimingJob:
+    """A module with layers of one kind at a per-rank shape, to time on as many `devices` as its
+    tensor-parallel degree. If the devices belong to several processes, all of them time it, and the
+    first process returns the timing."""
+
+    module: str
+    shape: Shape
+    devices: tuple[jax.Device, ...]
+    kind: str = LAYERS
+
+    @property
+    def processes(self) -> list[int]:
+        return sorted({d.process_index for d in self.devices})
+
+    @property
+    def max_runs(self) -> int:
+        """Several processes, whose clocks differ, have to run programs equally often."""
+        return MAX_RUNS if len(self.processes) == 1 else MIN_RUNS
+
+
+def time_layer(
+    model: MultimodalModel, job: TimingJob, sync: Callable[[], None] = lambda: None
+) -> LayerTiming:
+    """Time a module at a shape. `sync` waits for the job's processes once all is compiled."""
+    shape, devices = job.shape, job.devices
+    module = single_kind_module(on_chip(model.modules[job.module], chip_of(devices[0])), job.kind)
+    # Rows of one piece each are all alike: their content goes by the shape.
+    flops = {} if job.module in model.piece_tokens else content_flops_of(module)
+    piece_counts = _PIECE_COUNTS[: len(flops) + 1] if flops else (PIECES_PER_ROW,)
+    row_pieces = [min(n, shape.tokens) for n in piece_counts]
+    contents = [content_of_rows(module, shape, n) for n in row_pieces]
+    mesh = MeshShape(model=len(devices))
+    segments = [shallow_segment(model, job.module, d, devices, mesh, kind=job.kind) for d in DEPTHS]
+    low, high = compile_timed_programs(segments, shape, model.vocab_size, row_pieces)
+    runs = [run for low_runs, high_runs in zip(low.runs, high.runs, strict=True)
+            for run in (*low_runs, *high_runs)]  # fmt: skip
+    sync()
+    # By filling of the rows, depth and direction.
+    seconds = np.reshape(median_seconds(runs, job.max_runs), (-1, 2, 2))
+    if not low.saves_residuals:
+        seconds[..., 1] = np.maximum(seconds[..., 1] - seconds[..., 0], 0.0)
+    forward, backward = (
+        [_split_ends(*by_depth) for by_depth in seconds[..., i].tolist()] for i in range(2)
+    )
+    forward_s, content_forward_s = _split_content([s for s, _ in forward], contents, flops)
+    backward_s, content_backward_s = _split_content([s for s, _ in backward], contents, flops)
+    layer_temp = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
+    layer_residuals = (high.residual_bytes - low.residual_bytes) / (DEPTHS[1] - DEPTHS[0])
+    residuals = Recompute(
+        # A backward that runs forward itself has what it keeps among its temporaries.
+        layer_bytes=layer_residuals if low.saves_residuals else layer_temp,
+        temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_temp, 0.0),
+    )
+    return LayerTiming(
+        module=job.module,
+        model=len(devices),
+        shape=shape,
+        layer_forward_s=forward_s,
+        layer_backward_s=backward_s,
+        ends_forward_s=forward[0][1],
+        ends_backward_s=backward[0][1],
+        hidden_bytes=low.hidden_bytes,
+        content_forward_s=content_forward_s,
+        content_backward_s=content_backward_s,
+        recompute={"none": residuals},
+        kind=job.kind,
+    )
+
+
+def _split_ends(shallow: float, deep: float) -> tuple[float, float]:
+    """(seconds of one layer, of both ends) from programs of the two depths."""
+    # Noise can make the deeper program look faster; a layer never costs less than nothing.
+    layer = max(deep - shallow, 0.02 * deep) / (DEPTHS[1] - DEPTHS[0])
+    return layer, max(shallow - DEPTHS[0] * layer, 0.0)
+
+
+def _split_content(
+    layer_s: Sequence[float], contents: Sequence[Mapping[str, int]], flops: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """(seconds without content, seconds of a unit of each feature) of a layer that was timed with
+    rows of each content. A feature that no row had is priced by its FLOPs."""
+    if not flops:
+        return layer_s[0], {}
+    names = [name for name in flops if any(c[name] for c in contents)]
+    features = [[1, *(c[name] for name in names)] for c in contents]
+    static_s, *unit_s = fit_nonnegative(np.array(features, float), np.array(layer_s)).tolist()
+    content_s = dict(zip(names, unit_s, strict=True))
+    flop_s = sum(unit_s) / max(sum(flops[name] for name in names), 1.0)
+    return static_s, {name: content_s.get(name, flop_s * f) for name, f in flops.items()}
+
+
+def measure_concurrent_rate(
+    model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
+) -> float:
+    """Programs per second of `devices` that all run the same one-layer backward of the last module
+    at once, each at `shape`; against that of one device it tells how many compute concurrently."""
+    last, n = list(model.modules)[-1], len(devices)
+    lowering = Lowering(shallow_segment(model, last, 1, devices, MeshShape(data=n)))
+    backward = lowering.lower(shape, BACKWARD).compile()
+    *_, ((_, run),) = _prepare_backward(
+        lowering, backward, shape, model.vocab_size, [PIECES_PER_ROW]
+    )
+    return n / median_seconds([run])[0]
+
+
+def measure_overhead_s(device: jax.Device) -> float:
+    """Seconds of an awaited call that computes nothing."""
+    x = jax.device_put(np.zeros(8, np.float32), jax.sharding.SingleDeviceSharding(device))
+    program = jax.jit(lambda a: a + 1).lower(x).compile()
+    return median_seconds([lambda: program(x)])[0]
+
+
+# ---- programs ----
 
 
 @dataclass(frozen=True)
 class TimedPrograms:
-    """A segment's compiled programs with their arguments, and the bytes that they need.
+    """A segment's compiled programs with their arguments, and the bytes that they need."""
 
-    `runs`: for each number of pieces in a row, calls of forward and of backward. Backward starts
-    from the residuals of forward (`residual_bytes`), or runs forward itself.
-    """
-
-    runs: tuple[tuple[Run, Run], ...]
+    runs: tuple[tuple[Run, Run], ...]  # forward and backward, for each number of pieces in a row
     temp_bytes: float
     residual_bytes: float
     hidden_bytes: float
-    saves_residuals: bool
+    saves_residuals: bool  # whether backward starts from forward's, or runs forward itself
 
 
-def median_seconds(
-    runs: Sequence[Run],
-    clock: Callable[[], float] = time.perf_counter,
-    *,
-    max_runs: int = MAX_RUNS,
-) -> list[float]:
+def median_seconds(runs: Sequence[Run], max_runs: int = MAX_RUNS) -> list[float]:
     """Median seconds of each of several awaited calls. After a warm-up they run in turns, so that a
     disturbance of the machine affects all of them alike."""
     for run in runs:
         jax.block_until_ready(run())
     run_seconds: list[list[float]] = [[] for _ in runs]
-    begin_s = clock()
+    begin_s = time.perf_counter()
     for n in range(max_runs):
-        if n >= MIN_RUNS and clock() - begin_s > MAX_RUNS_S * len(runs):
+        if n >= MIN_RUNS and time.perf_counter() - begin_s > MAX_RUNS_S * len(runs):
             break
         for run, seconds in zip(runs, run_seconds, strict=True):
-            start_s = clock()
+            start_s = time.perf_counter()
             jax.block_until_ready(run())
-            seconds.append(clock() - start_s)
+            seconds.append(time.perf_counter() - start_s)
     return [median(seconds) for seconds in run_seconds]
-
-
-def place_random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
-    return shard_array(random_values(struct.shape, struct.dtype, below), struct.sharding)
-
-
-def place_packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], n_pieces: int, below: int) -> Any:
-    """Fields of rows that are filled with about `n_pieces` pieces of equal length each."""
-    return {
-        name: shard_array(packed_field(name, s.shape, s.dtype, n_pieces, below), s.sharding)
-        for name, s in fields.items()
-    }
 
 
 def compile_timed_programs(
@@ -90,19 +207,21 @@ def compile_timed_programs(
             compiling.append((lowering, job, pool.submit(lowering.lower(shape, BACKWARD).compile)))
     timed = []
     for lowering, job, backward_job in compiling:
-        forward, backward = job.result(), backward_job.result()
-        params, x, batch_runs = prepare_backward(lowering, backward, shape, below, piece_counts)
-        runs = tuple((partial(forward, params, x, batch), run) for batch, run in batch_runs)
-        temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-        residual_bytes, segment = lowering.residual_bytes(shape), lowering.segment
-        hidden = hidden_bytes(segment.module, shape)
+        forward, backward, segment = job.result(), backward_job.result(), lowering.segment
+        params, x, batch_runs = _prepare_backward(lowering, backward, shape, below, piece_counts)
         timed.append(
-            TimedPrograms(runs, float(temp), residual_bytes, hidden, segment.saves_residuals)
+            TimedPrograms(
+                tuple((partial(forward, params, x, batch), run) for batch, run in batch_runs),
+                float(getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)),
+                lowering.residual_bytes(shape),
+                hidden_bytes(segment.module, shape),
+                segment.saves_residuals,
+            )
         )
     return timed
 
 
-def prepare_backward(
+def _prepare_backward(
     lowering: Lowering,
     backward: jax.stages.Compiled,
     shape: Shape,
@@ -112,7 +231,8 @@ def prepare_backward(
     """(backward's parameters, its inputs, and for each number of pieces its fields and a call)."""
     params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
     params, x, dy, residual_values = jax.tree.map(
-        partial(place_random, below=below), (params, x, dy, residuals)
+        lambda a: shard_array(random_values(a.shape, a.dtype, below), a.sharding),
+        (params, x, dy, residuals),
     )
     grads_donated = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
 
@@ -122,5 +242,11 @@ def prepare_backward(
         )
         return dx, done
 
-    batches = [place_packed_rows(fields, n, below) for n in piece_counts]
+    batches = [
+        {
+            name: shard_array(packed_field(name, a.shape, a.dtype, n, below), a.sharding)
+            for name, a in fields.items()
+        }
+        for n in piece_counts
+    ]
     return params, x, [(batch, partial(run_backward, batch)) for batch in batches]

@@ -10,6 +10,7 @@ is not counted.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,19 +19,27 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import Module, adapter_of, layer_kinds_of, split_dim, taps_of
+from dflop_jax.contract import (
+    Module,
+    MultimodalModel,
+    adapter_of,
+    layer_kinds_of,
+    split_dim,
+    stacked_parts,
+    taps_of,
+)
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.kernels import Kernel, kernels_of, peak_temporary_bytes
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Region, Value, trace
-from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, token_dim
+from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, layer_key, token_dim
 from dflop_jax.runtime.module_parts import exit_struct, hidden_struct, logical_axes, part_struct
 from dflop_jax.runtime.residuals import REMAT, SplitVjp
 from dflop_jax.runtime.token_split import rows_and_tokens, run_module_part, tensor_dims
+from dflop_jax.runtime.update import Optimizer, map_optimizer_state
 
 Tree = Any
 ENDS = ("entry", "exit")
-
 Names = tuple[str, ...]
 Dims = tuple[int | None, ...]
 
@@ -38,7 +47,7 @@ Dims = tuple[int | None, ...]
 @dataclass(frozen=True)
 class TraceSpec:
     """A part of a module to trace: at a per-rank shape, on one of `tp` tensor-parallel devices,
-    under a recompute policy. `edge_fields` are the fields of the entry that edges fill."""
+    under a recompute policy; edges fill `edge_fields` of the module's entry."""
 
     module: Module
     part: str
@@ -46,12 +55,6 @@ class TraceSpec:
     tp: int = 1
     edge_fields: Names = ()
     remat: Remat = "none"
-
-
-def parameter_parts(module: Module) -> Names:
-    """Parts that have a module's parameters, without adapters."""
-    kinds = dict.fromkeys(layer_kinds_of(module))
-    return ("entry", *kinds, "exit", *(tap for tap in taps_of(module) if tap in module.inputs))
 
 
 def end_parts(module: Module) -> Names:
@@ -136,7 +139,7 @@ def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
 def _param_splits(spec: TraceSpec) -> Dims:
     """The dim of each parameter of a part that is split over devices."""
     leaves = [
-        leaf for p in sorted(_argument_structs(spec)[0]) for leaf in _param_structs(spec.module, p)
+        leaf for p in sorted(_argument_structs(spec)[0]) for leaf in param_structs(spec.module, p)
     ]
     return tuple(split_dim(leaf.shape, axes, spec.tp) for leaf, axes in leaves)
 
@@ -199,88 +202,125 @@ def _forward(spec: TraceSpec, params: Tree, x: Tree, fields: Tree) -> Tree:
 def hidden_bytes(module: Module, shape: Shape) -> float:
     """Bytes of the hidden states between layers, on one data rank."""
     arrays = jax.tree.leaves(hidden_struct(module, shape))
-    return sum(Value(a.shape, a.dtype, 1).n_bytes for a in arrays)
+    return float(sum(a.size * a.dtype.itemsize for a in arrays))
+
+
+def _value_bytes(value: Value, half_bytes: int) -> float:
+    """Bytes on one device if half-precision floats take `half_bytes` each: 2 on accelerators, 4 in
+    programs of XLA's CPU compiler."""
+    is_half = value.dtype in (jnp.bfloat16, jnp.float16)
+    return value.n_bytes * (half_bytes / 2 if is_half else 1)
 
 
 @lru_cache(maxsize=1024)
 def residual_bytes(spec: TraceSpec, half_bytes: int) -> float:
     """Bytes of residuals of a part on one device for one microbatch, as the runtime hands them to
-    backward: nothing that follows from parameters and fields alone.
-
-    Args:
-      half_bytes: bytes of an element of a half-precision activation: 2 on accelerators, 4 in
-        programs of XLA's CPU compiler.
-    """
-    return sum(value_bytes(v, half_bytes) for v in dict.fromkeys(_trace_residuals(spec).outputs))
+    backward: nothing that follows from parameters and fields alone."""
+    return sum(_value_bytes(v, half_bytes) for v in dict.fromkeys(_trace_residuals(spec).outputs))
 
 
 @lru_cache(maxsize=4096)
 def live_bytes(spec: TraceSpec, half_bytes: int) -> float:
     """Peak live bytes of a part's backward on one device, without its arguments."""
-    return peak_temporary_bytes(
-        _trace_device(spec, BACKWARD), partial(value_bytes, half_bytes=half_bytes)
-    )
+    value_bytes = partial(_value_bytes, half_bytes=half_bytes)
+    return peak_temporary_bytes(_trace_device(spec, BACKWARD), value_bytes)
 
 
 def program_bytes(
     whole: TraceSpec, half_bytes: int, *, loss: bool = False
 ) -> tuple[float, float, float]:
     """(residual bytes of a layer, of both ends, live bytes of the largest part in backward) of the
-    module of a spec; see `residual_bytes`. `loss`: the exit gives a loss, whose gradient is
-    computed in forward."""
-
-    def spec_of(part: str) -> TraceSpec:
-        return replace(whole, part=part, edge_fields=whole.edge_fields if part == "entry" else ())
-
-    def live_bytes_of(part: str) -> float:
-        in_forward = loss and part == "exit"
-        return live_bytes(
-            replace(spec_of(part), remat="layers") if in_forward else spec_of(part), half_bytes
-        )
-
+    module of a spec. `loss`: the exit gives a loss, whose gradient is computed in forward."""
     layer, *ends = (
-        residual_bytes(spec_of(name), half_bytes)
+        residual_bytes(replace(whole, part=name), half_bytes)
         for name in ("layers", *end_parts(whole.module))
         if not (loss and name == "exit")
     )
-    return layer, sum(ends), max(map(live_bytes_of, parameter_parts(whole.module)))
+    specs = [replace(whole, part=name) for name in parameter_parts(whole.module)]
+    if loss:
+        specs = [replace(s, remat="layers") if s.part == "exit" else s for s in specs]
+    return layer, sum(ends), max(live_bytes(s, half_bytes) for s in specs)
 
 
 def probe_bytes(module: Module, shape: Shape) -> float:
     """Bytes of activations of the largest program that times a shape on one CPU device, parameters
     aside."""
-
-    def kind_bytes(kind_module: Module) -> float:
+    all_bytes = []
+    for kind_module in single_kind_modules(module).values():
         layer, ends, live = program_bytes(TraceSpec(kind_module, "layers", shape), half_bytes=4)
-        return max(DEPTHS) * layer + ends + live
+        all_bytes.append(max(DEPTHS) * layer + ends + live)
+    return max(all_bytes)
 
-    return max(map(kind_bytes, single_kind_modules(module).values()))
+
+# ---- parameters ----
 
 
-def value_bytes(value: Value, half_bytes: int) -> float:
-    """Bytes on one device if half-precision floats take `half_bytes` each."""
-    is_half = value.dtype in (jnp.bfloat16, jnp.float16)
-    return value.n_bytes * (half_bytes / 2 if is_half else 1)
+def parameter_parts(module: Module) -> tuple[str, ...]:
+    """Parts that have a module's parameters, without adapters."""
+    kinds = dict.fromkeys(layer_kinds_of(module))
+    return ("entry", *kinds, "exit", *(tap for tap in taps_of(module) if tap in module.inputs))
 
 
 @lru_cache(maxsize=256)
-def _param_structs(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
-    """(struct, logical axes) of each parameter."""
+def param_structs(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
+    """(struct, logical axes) of each parameter of a part; for "layers" of one layer."""
     axes = jax.tree.leaves(logical_axes(module, part), is_leaf=lambda a: isinstance(a, tuple))
     return list(zip(jax.tree.leaves(part_struct(module, part)), axes, strict=True))
 
 
-def param_dims(module: Module, part: str) -> list[ParamDims]:
-    """Every parameter of a part; for "layers" those of one layer."""
-    split = (split_dim(leaf.shape, names, 1) for leaf, names in _param_structs(module, part))
-    return [
-        ParamDims(tuple(leaf.shape), -1 if dim is None else dim, working_bytes=leaf.dtype.itemsize)
-        for (leaf, _), dim in zip(_param_structs(module, part), split, strict=True)
-    ]
-
-
 def divides(module: Module, tp: int) -> bool:
     """Whether `tp` divides every dim that tensor parallelism splits."""
-    leaves = [leaf for part in parameter_parts(module) for leaf in _param_structs(module, part)]
+    leaves = [leaf for part in parameter_parts(module) for leaf in param_structs(module, part)]
     split = [(leaf.shape, split_dim(leaf.shape, names, tp)) for leaf, names in leaves]
     return not any(dim is not None and shape[dim] % tp for shape, dim in split)
+
+
+def parameter_dims(
+    model: MultimodalModel, tx: Optimizer | None = None, frozen: Collection[str] = ()
+) -> dict[str, Any]:
+    """`layer_dims` and `ends_dims` of a model's profile: every parameter, whether it trains (it is
+    in no `frozen` group), and the bytes of its state under `tx`; None: under AdamW."""
+    layer_dims, ends_dims = {}, {}
+    for name, module in model.modules.items():
+        stacked = stacked_parts(module)
+        for kind in dict.fromkeys(stacked.values()):
+            parts = [p for p, k in stacked.items() if k == kind]
+            layer_dims[layer_key(name, kind)] = _param_dims(module, parts, tx, frozen)
+        ends = [p for p in module.freeze_groups if p not in stacked]
+        ends_dims[name] = _param_dims(module, ends, tx, frozen)
+    return {"layer_dims": layer_dims, "ends_dims": ends_dims}
+
+
+def _param_dims(
+    module: Module, parts: Sequence[str], tx: Optimizer | None, frozen: Collection[str]
+) -> tuple[ParamDims, ...]:
+    all_dims: list[ParamDims] = []
+    for part in parts:
+        structs = param_structs(module, part)
+        trains = module.freeze_groups[part] not in frozen
+        element_bytes = [ParamDims.element_state_bytes * trains] * len(structs)
+        if tx and trains:
+            element_bytes = _state_element_bytes(tx, module, part)
+        for (leaf, axes), n_bytes in zip(structs, element_bytes, strict=True):
+            dim = split_dim(leaf.shape, axes, 1)
+            split = -1 if dim is None else dim
+            all_dims.append(
+                ParamDims(tuple(leaf.shape), split, n_bytes, trains, leaf.dtype.itemsize)
+            )
+    return tuple(all_dims)
+
+
+def _state_element_bytes(tx: Optimizer, module: Module, part: str) -> list[float]:
+    """Bytes of state for an element of each parameter of a part; state of no parameter, such as a
+    count, is left out."""
+    structs = part_struct(module, part)
+    params = {part: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), structs)}
+    element_bytes = [0.0] * len(jax.tree.leaves(params))
+
+    def add(moments: Tree) -> Tree:
+        for i, leaf in enumerate(jax.tree.leaves(moments)):
+            element_bytes[i] += leaf.dtype.itemsize
+        return moments
+
+    map_optimizer_state(add, lambda leaf: leaf, jax.eval_shape(tx.init, params), params)
+    return element_bytes

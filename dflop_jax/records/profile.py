@@ -107,6 +107,15 @@ class ParamDims:
     trains: bool = True
     working_bytes: int = 4
 
+    @property
+    def trained_bytes(self) -> float:
+        """Bytes of an element's gradient, or of its master; 0 if it is frozen."""
+        return 4.0 * self.trains
+
+    @property
+    def trained_working_bytes(self) -> float:
+        return self.working_bytes * float(self.trains)
+
 
 @dataclass(frozen=True)
 class ModelProfile:

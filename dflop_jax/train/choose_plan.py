@@ -18,7 +18,6 @@ from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.plan.simulate_batches import loads_that_fit
-from dflop_jax.profile.optimizer_state import FLOAT32_BYTES
 from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, with_remat
 from dflop_jax.report.number_format import duration, number
 from dflop_jax.report.progress import Progress
@@ -91,8 +90,8 @@ def describe_context(context: RunContext) -> str:
         devices += f" of {n_processes} processes on {len({*context.hosts})} hosts"
     sizes: Counter[str] = Counter()
     for module in context.model.modules.values():
-        for part_name, n_bytes in profiling.parameter_bytes(module).items():
-            sizes[module.freeze_groups[part_name]] += round(n_bytes / FLOAT32_BYTES)
+        for part_name, n in profiling.parameter_counts(module).items():
+            sizes[module.freeze_groups[part_name]] += n
     groups_by_status = {"trained": context.trained.rates, "frozen": context.trained.frozen}
     parameters = "; ".join(
         f"{status} " + ", ".join(f"{group} {number(sizes[group])}" for group in groups)

@@ -17,9 +17,8 @@ from dflop_jax.plan.explain import Saving, check_placement_exists, savings
 from dflop_jax.plan.placement import SpaceLimits
 from dflop_jax.plan.search import SearchResult, build_evaluator, search_plan
 from dflop_jax.plan.search_spec import SearchSpec, with_limits
-from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, parameter_dims
 from dflop_jax.profile.shallow import single_kind_modules
-from dflop_jax.profile.traced_parts import TraceSpec, divides, residual_bytes
+from dflop_jax.profile.traced_parts import TraceSpec, divides, parameter_dims, residual_bytes
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -125,12 +124,12 @@ def min_state_bytes(context: RunContext) -> float:
     dims_by_layer = parameter_dims(context.model, tx, context.trained.frozen)
     for name, module in context.model.modules.items():
         # Gradients and, where programs read other parameters, masters.
-        copies = 2 if working_dtype_of(module).itemsize < FLOAT32_BYTES else 1
+        copies = 2 if working_dtype_of(module).itemsize < 4 else 1
         kinds = Counter(layer_kinds_of(module)).items()
         layers = [(dims_by_layer["layer_dims"][layer_key(name, kind)], n) for kind, n in kinds]
         for dims, n in [*layers, (dims_by_layer["ends_dims"][name], 1)]:
             for p in dims:
-                trained = p.trains * copies * FLOAT32_BYTES + p.element_state_bytes
+                trained = copies * p.trained_bytes + p.element_state_bytes
                 n_bytes += n * prod(p.sizes) * (p.working_bytes + trained)
     return n_bytes / context.n_devices
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,12 +27,17 @@ from dflop_jax.profile.links import (
     node_size,
     time_links,
 )
-from dflop_jax.profile.measure import measure_concurrent_rate, model_profile, profile_key
-from dflop_jax.profile.optimizer_state import parameter_dims
+from dflop_jax.profile.measure import (
+    model_profile,
+    profile_key,
+    shapes_to_time,
+    shapes_within,
+    time_layers,
+    timing_jobs,
+)
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.profile.shapes import shapes_to_time, shapes_within
-from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
-from dflop_jax.profile.traced_parts import param_dims, probe_bytes
+from dflop_jax.profile.timed_programs import measure_concurrent_rate
+from dflop_jax.profile.traced_parts import param_structs, parameter_dims, probe_bytes
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
 from dflop_jax.records.files import load, save
 from dflop_jax.runtime.layout import can_join
@@ -94,18 +98,17 @@ def with_default_degrees(context: RunContext) -> PlanConfig:
     if config.max_model and config.max_stage:
         return config
     modules = context.model.modules
-    parameters = {m: sum(parameter_bytes(module).values()) for m, module in modules.items()}
+    parameters = {m: 4.0 * sum(parameter_counts(module).values()) for m, module in modules.items()}
     half_precision = [m for m, module in modules.items() if working_dtype_of(module).itemsize == 2]
     max_bytes = largest_module_bytes(parameters, half_precision)
     model, stage = parallel_limits(max_bytes, context.plannable_bytes, context.node)
     return replace(config, max_model=config.max_model or model, max_stage=config.max_stage or stage)
 
 
-def parameter_bytes(module: Module) -> dict[str, float]:
-    """Bytes of the parameters in float32 of each part of a module."""
+def parameter_counts(module: Module) -> dict[str, int]:
+    """Number of parameters of each part of a module."""
     return {
-        part_name: 4.0
-        * sum(prod(p.sizes) for p in param_dims(module, part_name))
+        part_name: sum(leaf.size for leaf, _ in param_structs(module, part_name))
         * (n_stacked_layers(module, part_name) if part_name in stacked_parts(module) else 1)
         for part_name in module.freeze_groups
     }

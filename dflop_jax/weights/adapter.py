@@ -9,18 +9,18 @@ ranks, whose B is 0 outside of their own rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflop_jax.contract import Params, adapter_of
+from dflop_jax.contract import ADAPTER, Params, adapter_of
 from dflop_jax.weights.contract import Tensor, WeightMap, group_by_name, joined_shape
-from dflop_jax.weights.folder import DTYPES
 from dflop_jax.weights.write import (
     WrittenTensor,
     atomic_folder,
+    check_dtype,
     gather_to_host,
     write_file,
     write_json,
@@ -30,41 +30,33 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_PREFIX = "base_model.model."  # how peft calls the model that it wraps
 
 
-@dataclass(frozen=True)
-class AdapterForm:
-    """What the folder says of all its adapters.
+def write_adapter(
+    path: str | Path,
+    map_: WeightMap,
+    params: Mapping[str, Params],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    base: str = "",
+    dtype: str = "float32",
+) -> None:
+    """Write the adapters of a model's parameters. The folder `path`, which may not exist, appears
+    whole or not at all.
 
-    Attributes:
-      rank: of those that have none of their own.
+    Args:
+      map_: which parameter is which tensor of the model that is adapted.
+      params: by module its parts, adapters among them, layers stacked.
+      rank: of adapters that have none of their own.
       alpha: what an adapter adds is scaled by alpha / its rank.
       dropout: share of its input's values that it did not see in training.
       base: name or folder of the model that they adapt; "" where it is not known.
       dtype: "float32", "bfloat16" or "float16".
-    """
-
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    base: str = ""
-    dtype: str = "float32"
-
-
-def write_adapter(
-    path: str | Path, map_: WeightMap, params: Mapping[str, Params], form: AdapterForm
-) -> None:
-    """Write the adapters of a model's parameters; the folder appears whole or not at all.
-
-    Args:
-      path: a folder that does not exist yet.
-      map_: which parameter is which tensor of the model that is adapted.
-      params: by module its parts, adapters among them, layers stacked.
 
     Raises:
       ValueError: the folder exists, there are no adapters, or `peft` has no such adapter.
     """
-    if form.dtype not in DTYPES.values():
-        known_dtypes = ", ".join(DTYPES.values())
-        raise ValueError(f"unknown type of weights {form.dtype!r}; known: {known_dtypes}")
+    check_dtype(dtype)
     tensors, ranks = [], {}
     for tensor, parts, n_rows in adapted_tensors(map_, params):
         name = map_.module_name(tensor).removesuffix(".weight")
@@ -72,33 +64,29 @@ def write_adapter(
         ranks[name] = a.shape[0]
         for side, array in (("A", a), ("B", b)):
             full_name = f"{MODEL_PREFIX}{name}.lora_{side}.weight"
-            tensors.append(WrittenTensor.from_array(full_name, array.astype(form.dtype)))
-    with atomic_folder(path) as folder:
-        write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
-        write_json(folder / CONFIG, _config(form, ranks))
-
-
-def _config(form: AdapterForm, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """What peft's `LoraConfig` reads."""
-    return {
+            values = partial(np.asarray, array)
+            tensors.append(WrittenTensor(full_name, array.shape, np.dtype(dtype), values))
+    config = {  # what peft's `LoraConfig` reads
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": form.base or None,
-        "r": form.rank,
-        "lora_alpha": form.alpha,
-        "lora_dropout": form.dropout,
+        "base_model_name_or_path": base or None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(ranks),
-        "rank_pattern": {name: r for name, r in sorted(ranks.items()) if r != form.rank},
+        "rank_pattern": {name: r for name, r in sorted(ranks.items()) if r != rank},
         "alpha_pattern": {},
     }
+    with atomic_folder(path) as folder:
+        write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
+        write_json(folder / CONFIG, config)
 
 
-_AdaptedPart = tuple[
-    Tensor, Mapping[str, Any]
-]  # what is a tensor, or some rows of it, and its adapter
+# A parameter that is a tensor, or some rows of it, and its adapter.
+_AdaptedPart = tuple[Tensor, Mapping[str, Any]]
 
 
 def adapted_tensors(
@@ -110,17 +98,29 @@ def adapted_tensors(
     Raises:
       ValueError: there are no adapters, or one of a matrix that the folder has not.
     """
-    adapted = []
-    for name, parts in group_by_name(map_.tensors).items():
-        adapted_parts = []
-        for t in parts:
-            adapters = params.get(t.module, {}).get(adapter_of(t.part), {})
-            pair = adapters.get(".".join(t.path[:-1])) if t.path[-1] == "kernel" else None
-            if pair is not None:
-                adapted_parts.append((t, pair))
+    adapters = {
+        (module, part, name): pair
+        for module, parts in params.items()
+        for part, tree in parts.items()
+        if part == ADAPTER or part.endswith(f"_{ADAPTER}")
+        for name, pair in tree.items()
+    }
+    if not adapters:
+        raise ValueError("there are no adapters to write; train with train.lora_rank")
+    adapted, written = [], set()
+    for tensor, parts in group_by_name(map_.tensors).items():
+        keys = [(t.module, adapter_of(t.part), ".".join(t.path[:-1])) for t in parts]
+        adapted_parts = [(t, adapters[k]) for t, k in zip(parts, keys, strict=True)
+                         if k in adapters and t.path[-1] == "kernel"]  # fmt: skip
         if adapted_parts:
-            adapted.append((name, adapted_parts, joined_shape(parts)[0]))
-    _check_all_written(params, [part for _, parts, _ in adapted for part in parts])
+            adapted.append((tensor, adapted_parts, joined_shape(parts)[0]))
+            written.update(keys)
+    if missing := sorted(adapters.keys() - written):
+        names = ", ".join(".".join(keys) for keys in missing)
+        raise ValueError(
+            f"a published checkpoint has no matrix for the adapters {names}; leave out --adapter, "
+            "which folds them in"
+        )
     return adapted
 
 
@@ -140,32 +140,9 @@ def _join_adapters(parts: Sequence[_AdaptedPart], n_rows: int) -> tuple[np.ndarr
     return whole_a, whole_b
 
 
-def _check_all_written(params: Mapping[str, Params], parts: Sequence[_AdaptedPart]) -> None:
-    """ValueError where there are no adapters, or one of a matrix that the folder has not."""
-    written = {(t.module, adapter_of(t.part), ".".join(t.path[:-1])) for t, _ in parts}
-    adapters = {
-        (module, part, name)
-        for module, parts in params.items()
-        for part, tree in parts.items()
-        if part == "adapter" or part.endswith("_adapter")
-        for name in tree
-    }
-    if not adapters:
-        raise ValueError("there are no adapters to write; train with train.lora_rank")
-    if missing := sorted(adapters - written):
-        names = ", ".join(".".join(keys) for keys in missing)
-        raise ValueError(
-            f"a published checkpoint has no matrix for the adapters {names}; leave out --adapter, "
-            "which folds them in"
-        )
-
-
 def as_matrices(t: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, *in] and B [out, rank, ...] as in a file, of a [*in, rank] and b [rank, *out].
-
-    Args:
-      t: the tensor of the kernel [*in, *out] that they adapt, in the file [out, *in].
-    """
+    """A [rank, *in] and B [out, rank, ...] as in a file, of a [*in, rank] and b [rank, *out], which
+    adapt the kernel [*in, *out] of a tensor [out, *in]."""
     layout, rank = t.layout, a.shape[-1]
     n_out = len(layout.splits[0])
     inner = [i for i in layout.order if i >= n_out]  # in the parameter's order

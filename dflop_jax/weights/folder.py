@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,6 @@ from dflop_jax.weights.contract import WeightMap, group_by_name, joined_shape
 
 CONFIG = "config.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# A mapped file counts as memory of the process for as long as it is open.
-MAPPED_BYTES = 128 * 2**20
-COMPARED_SIDE = 256  # rows and columns that are compared of tensors that should be equal
-SHOWN_NAMES = 3  # in a message
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,7 @@ class Folder:
     """
 
     def __init__(self, path: str | Path, map_: WeightMap):
-        self.path = Path(path)
-        self.map = map_
+        self.path, self.map = Path(path), map_
         self.config = read_config(self.path)
         self._index = index_name(map_)
         self.entries: dict[str, TensorEntry] = {}
@@ -60,10 +56,8 @@ class Folder:
                         "same tensor; remove one of them"
                     )
                 self.entries[key] = entry
-        self._open: tuple[Path, Any] | None = None
-        self._mapped_bytes = 0
 
-    def _files(self) -> dict[Path, list[str] | None]:
+    def _files(self) -> Mapping[Path, list[str] | None]:
         """Files of the checkpoint and the tensors to take of each, None for all."""
         whole = self.path / f"{self.map.stem}.safetensors"
         if whole.is_file():  # it goes before an index, as in transformers: that may be of before
@@ -77,35 +71,21 @@ class Folder:
                     f"{self.path / self._index}: weight_map must give the name of a file in the "
                     "same folder for every tensor; download it again"
                 )
-            files: dict[Path, list[str] | None] = {}
+            files = defaultdict(list)
             for name, file in index.items():
-                names = files.setdefault(self.path / file, [])
-                assert names is not None
-                names.append(name)
+                files[self.path / file].append(name)
             return files
-        tensor_files = sorted(self.path.glob("*.safetensors"))
+        tensor_files = [*self.path.glob("*.safetensors")]
         if len(tensor_files) != 1:
-            problem = (
-                f"{len(tensor_files)} safetensors but no {self._index}"
-                if tensor_files
-                else "no safetensors"
-            )
             raise ValueError(
-                f"{self.path}: {problem}; save the model with transformers' save_pretrained, which "
-                "writes safetensors and their index"
+                f"{self.path}: {len(tensor_files)} safetensors but no {self._index}; save the "
+                "model with transformers' save_pretrained, which writes safetensors and their index"
             )
         return {tensor_files[0]: None}
 
-    # ---- checks ----
-
     def check(self) -> None:
-        """Whether the folder holds this model and nothing else.
-
-        Raises:
-          ValueError: a key of the configuration, a missing or unexpected tensor, a shape or a
-            type that does not fit; the message names the file, the key, what is there, what the
-            model needs.
-        """
+        """ValueError unless the folder holds this model and nothing else: it names the file, the
+        key or tensor, what is there and what the model needs."""
         if differing := self.map.mismatches(self.config):
             key, theirs, ours = differing[0]
             more_keys = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
@@ -138,40 +118,30 @@ class Folder:
                     f"{entry.file}: {entry.name!r} is {list(entry.shape)}, the model needs "
                     f"{list(shape)}; choose the size that this folder holds"
                 )
-
         for copy, original in self.map.copies.items():
-            if copy in self.entries and not self._has_equal_corner(copy, original):
+            if copy in self.entries and not self._has_equal_row(copy, original):
                 raise ValueError(
                     f"{self.entries[copy].file}: {self.entries[copy].name!r} is not "
                     f"{self.entries[original].name!r}, though {CONFIG} ties them; set "
                     "tie_word_embeddings to false there and choose a size that is not tied"
                 )
 
-    def _has_equal_corner(self, a: str, b: str) -> bool:
-        if self.entries[a].shape != self.entries[b].shape:
-            return False
-        start = tuple(slice(0, min(n, COMPARED_SIDE)) for n in self.entries[a].shape)
-        return np.array_equal(self.read(a, start), self.read(b, start))
-
-    # ---- reading ----
+    def _has_equal_row(self, a: str, b: str) -> bool:
+        """Whether two matrices have equal shapes and first rows."""
+        first = (slice(0, 1), slice(None))
+        same_shape = self.entries[a].shape == self.entries[b].shape
+        return same_shape and np.array_equal(self.read(a, first), self.read(b, first))
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor by its canonical name, as it is in the file."""
+        """A slice of a tensor by its canonical name, as it is in the file. The file is open only
+        meanwhile, since what is mapped of it counts as the process's memory."""
         entry = self.entries[name]
-        if self._open is None or self._open[0] != entry.file or self._mapped_bytes > MAPPED_BYTES:
-            self.close()
-            self._open = (entry.file, safe_open(entry.file, framework="numpy"))
-        array = self._open[1].get_slice(entry.name)[index]
-        self._mapped_bytes += array.nbytes
-        return array
-
-    def close(self) -> None:
-        """Unmap the file that is open; reading opens it again."""
-        self._open, self._mapped_bytes = None, 0
+        with safe_open(entry.file, framework="numpy") as opened:
+            return opened.get_slice(entry.name)[index]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json; ValueError if there is none."""
+    """A folder's config.json; ValueError if there is none."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give one with {CONFIG} and safetensors")
     return _read_json(folder / CONFIG)
@@ -209,5 +179,4 @@ def _read_header(file: Path, names: Iterable[str] | None, index: str) -> list[Te
 
 
 def _quote_names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(map(repr, names[:SHOWN_NAMES])) + more
+    return f"{names[0]!r}" + f" and {len(names) - 1} more" * (len(names) > 1)

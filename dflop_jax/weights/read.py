@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs
 from dflop_jax.runtime.segment import Segment
@@ -22,7 +21,6 @@ from dflop_jax.weights.folder import Folder
 Tree = Any
 Range = tuple[int, int]
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
-WHOLE = ZeroSpec(P(), P())
 CHUNK_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
 
 
@@ -42,20 +40,15 @@ def read_params(
     initial: Callable[[], Tree] | None = None,
     cuts: Tree = None,
 ) -> Tree:
-    """Parameters of (a part of) a module, each read into the shards that this process holds.
-
-    The host holds one piece of a tensor at a time, beside what lives in the arrays.
+    """Parameters of parts of a module, each read into the shards that this process holds; the host
+    holds one piece of a tensor at a time beside them.
 
     Args:
       folder: a checkpoint; `check` it first.
-      module: name of the module in the model, such as "llm".
-      structs: {"entry", "layers", "exit"} or some of them: shapes, dtypes and shardings; layers
-        are stacked along the first dim.
-      rows: by stacked part, which of its layers `structs` have, in this order; all where it does
-        not say.
+      structs: by part shapes, dtypes and shardings; layers are stacked along the first dim.
+      rows: by stacked part, which of its layers `structs` have, in this order; else all.
+      initial: makes parameters like `structs`, if the folder's map leaves some out.
       cuts: how data ranks share what is in `structs`; None: all as in the folder.
-      initial: makes parameters like `structs`, for those that the folder's map leaves out; called
-        only if there are such.
 
     Raises:
       ValueError: the folder has nothing for a parameter and `initial` is not given.
@@ -66,7 +59,7 @@ def read_params(
             by_path.setdefault((tensor.part, tensor.path), []).append(tensor)
     initial_leaves: dict[Any, jax.Array] = {}
 
-    def one(path: Any, struct: jax.ShapeDtypeStruct, cut: ZeroSpec = WHOLE) -> jax.Array:
+    def one(path: Any, struct: jax.ShapeDtypeStruct, cut: ZeroSpec | None = None) -> jax.Array:
         part, *inner = (key.key for key in path)
         if tensors := by_path.get((part, tuple(inner))):
             stacked = tensors[0].layer is not None
@@ -86,15 +79,12 @@ def read_params(
             )
         return initial_leaves[path]
 
-    params = jax.tree.map_with_path(one, structs, *([cuts] if cuts else []))
-    folder.close()
-    return params
+    return jax.tree.map_with_path(one, structs, *([cuts] if cuts else []))
 
 
 @dataclass(frozen=True)
 class _ParameterReader:
-    """A parameter that is read: the tensors of a folder that have it, one for each layer where it
-    is `stacked`."""
+    """A parameter, and the tensors that have it: one for each layer where it is `stacked`."""
 
     folder: Folder
     tensors: Sequence[Tensor]
@@ -102,15 +92,15 @@ class _ParameterReader:
     stacked: bool
 
     def shards(
-        self, cut: ZeroSpec, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+        self, cut: ZeroSpec | None, shape: tuple[int, ...], sharding: jax.sharding.Sharding
     ) -> list[jax.Array]:
-        """What this process holds of it."""
+        """Its shards of this process."""
         holders: dict[Box, list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             assert index is not None
             ranges = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             holders.setdefault(ranges, []).append(device)
-        read = partial(self._read_cut_box, cut) if cut.local_shape else self._read_box
+        read = partial(self._read_cut_box, cut) if cut and cut.local_shape else self._read_box
         return [shard for ranges, devices in holders.items() for shard in read(ranges, devices)]
 
     def _read_cut_box(
@@ -121,11 +111,8 @@ class _ParameterReader:
         for (_, target), box in cut.boxes(ranges):
             offsets = np.asarray([*[0] * (len(ranges) - 1), target.start], np.int32)
             sizes = (*shards[0].shape[:-1], target.stop - target.start)
-            parts = self._read_box(box, devices)
-            shards = [
-                _update_shard(s, p.reshape(sizes), offsets)
-                for s, p in zip(shards, parts, strict=True)
-            ]
+            parts = zip(shards, self._read_box(box, devices), strict=True)
+            shards = [_update_shard(shard, p.reshape(sizes), offsets) for shard, p in parts]
         return shards
 
     def _read_box(self, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
@@ -141,12 +128,9 @@ class _ParameterReader:
         for among, index in chunks:
             host = self._read_chunk(among, index)
             box = (among, *index) if self.stacked else index
-            offsets = np.asarray(
-                [a - b for (a, _), (b, _) in zip(box, ranges, strict=True)], np.int32
-            )
-            shards = [
-                _update_shard(s, jax.device_put(host, d), offsets) for s, d in zip(shards, devices)
-            ]
+            starts = [a - b for (a, _), (b, _) in zip(box, ranges, strict=True)]
+            parts = zip(shards, jax.device_put([host] * len(devices), [*devices]), strict=True)
+            shards = [_update_shard(shard, p, np.asarray(starts, np.int32)) for shard, p in parts]
             # Otherwise the pieces would pile up on the host faster than they are taken.
             jax.block_until_ready(shards)
         return shards
@@ -156,13 +140,11 @@ class _ParameterReader:
         return [jax.numpy.zeros(shape, self.dtype, device=device) for device in devices]
 
     def _read_chunk(self, layers: Range, index: tuple[Range, ...]) -> np.ndarray:
-        shape = tuple(stop - start for start, stop in index)
-        host = np.empty((layers[1] - layers[0], *shape), self.dtype)
-        for i, tensor in enumerate(self.tensors[slice(*layers)]):
-            host[i] = read_slice(
-                tensor.layout, index, partial(_read_parameter, self.folder, tensor)
-            )
-        return host if self.stacked else host[0]
+        arrays = [
+            read_slice(t.layout, index, partial(_read_parameter, self.folder, t))
+            for t in self.tensors[slice(*layers)]
+        ]
+        return (np.stack(arrays) if self.stacked else arrays[0]).astype(self.dtype, copy=False)
 
 
 def _read_parameter(folder: Folder, t: Tensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -178,17 +160,9 @@ def _update_shard(shard: jax.Array, update: jax.Array, offsets: jax.Array) -> ja
     return jax.lax.dynamic_update_slice(shard, update, tuple(offsets))
 
 
-# ---- which slice of a file a slice of a parameter needs ----
-
-
 def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.ndarray:
-    """The part `index` of a parameter, reading of the file as little as one slice can give.
-
-    Args:
-      layout: how the file's array becomes the parameter.
-      index: (start, stop) for each dim of the parameter.
-      read: gives a slice of the file's array.
-    """
+    """The part `index`, (start, stop) for each dim, of a parameter; `read` gives a slice of the
+    file's array, as small as one slice can be."""
     joined = len(layout.shape) != len(layout.order)
     wanted = [(0, size) for size in layout.split]
     if not joined:
@@ -214,11 +188,8 @@ def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.
 def split_chunks(
     layout: Reshaping, index: tuple[Range, ...], layers: Range, limit_bytes: int, itemsize: int
 ) -> Iterator[tuple[Range, tuple[Range, ...]]]:
-    """(layers, index) of pieces of at most about `limit_bytes` that together give the whole.
-
-    Several layers go together while they are small; a large one is cut along the dim that is the
-    outermost of the file.
-    """
+    """(layers, index) of pieces of at most about `limit_bytes` that together give the whole:
+    several small layers, or rows of a large one along the file's outermost dim."""
     each = math.prod(stop - start for start, stop in index) * itemsize
     step = max(1, limit_bytes // max(each, 1))
     if each <= limit_bytes or len(layout.shape) != len(layout.order):

@@ -6,9 +6,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,12 @@ class ModuleParams:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """One tensor to write: where its values come from."""
+    """One tensor to write."""
 
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: np.dtype
-    values: Any  # () -> array of that shape and dtype
-
-    @classmethod
-    def from_array(cls, name: str, array: np.ndarray) -> WrittenTensor:
-        """A tensor whose values are here."""
-        return cls(name, array.shape, array.dtype, lambda: array)
+    values: Callable[[], np.ndarray]  # cast to `dtype` where it is written
 
     @property
     def n_bytes(self) -> int:
@@ -58,22 +54,19 @@ class WrittenTensor:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to write to, which gets its name `path` when all is written.
-
-    Raises:
-      ValueError: `path` exists or cannot be written.
-    """
+    """A folder to write to, which gets its name `path` when all is written; ValueError if that
+    exists or cannot be written."""
     path = Path(path)
     if path.exists():
         raise ValueError(f"{path}: exists already; choose another folder or remove it")
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    make_folder(partial, "choose another folder")
+    unfinished = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    make_folder(unfinished, "choose another folder")
     try:
-        yield partial
-        os.replace(partial, path)
+        yield unfinished
+        os.replace(unfinished, path)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_folder(
@@ -86,105 +79,93 @@ def write_folder(
     processor_folders: Sequence[Path] = (),
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write the weights as transformers names them, with config.json and, if large, an index.
-
-    The folder appears whole or not at all.
+    """Write the weights as transformers names them, with config.json and, if large, an index. The
+    folder `path`, which may not exist, appears whole or not at all.
 
     Args:
-      path: a folder that does not exist yet.
-      map_: which parameter is which tensor.
       modules: all parameters, in as many pieces as there are segments.
       source: the folder that the weights came from: names, types, tensors without use, the
         configuration and the tokenizer's files are taken from there.
       dtype: "float32", "bfloat16" or "float16" for all tensors but those that stay float32; None:
         as in `source`, else as in the parameters.
-      processor_folders: folders that have a tokenizer and processors, before `source`; see
-        `copy_processor_files`.
+      processor_folders: folders with a tokenizer and processors, which are taken before those of
+        `source`.
       max_file_bytes: size of a file beyond which another one is begun.
 
     Raises:
       ValueError: the folder exists, a parameter is missing, or it is not all on this process.
     """
+    check_dtype(dtype)
+    tensors = sorted(_tensors(map_, modules, source, dtype), key=lambda t: t.name)
+    config = dict(source.config if source else map_.config)
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    with atomic_folder(path) as folder:
+        _write_files(folder, tensors, map_, max_file_bytes)
+        write_json(folder / CONFIG, config)
+        copy_processor_files(folder, [*processor_folders, *([source.path] if source else [])])
+
+
+def check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"unknown type of weights {dtype!r}; known: {', '.join(DTYPES.values())}")
-    tensors = sorted(_tensors(map_, modules, source, dtype), key=lambda t: t.name)
-    with atomic_folder(path) as folder:
-        _write_files(folder, _split_files(tensors, max_file_bytes), map_)
-        _write_config(folder, map_, source, dtype)
-        copy_processor_files(folder, [*processor_folders, *([source.path] if source else [])])
 
 
 def segment_tensors(modules: ModuleParams, source: Folder) -> dict[str, WrittenTensor]:
     """By canonical name the tensors that one piece of the parameters has, as they would be written
     beside those of the folder that they came from."""
-    located = [
-        (t, location) for t in source.map.tensors if (location := _find_parameter(t, (modules,)))
-    ]
-    location_by_id = {id(t): location for t, location in located}
+    own_tensors = [t for t in source.map.tensors if _find_parameter(t, [modules])]
     return {
-        name: _parameter_tensor(parts, [location_by_id[id(t)] for t in parts], source, None)
-        for name, parts in group_by_name([t for t, _ in located]).items()
+        name: _parameter_tensor(parts, [modules], source, None)
+        for name, parts in group_by_name(own_tensors).items()
     }
-
-
-# ---- what is written ----
 
 
 def _tensors(
     map_: WeightMap, modules: Sequence[ModuleParams], source: Folder | None, dtype: str | None
 ) -> Iterator[WrittenTensor]:
-    entries = source.entries if source else {}
-    names = {name: entry.name for name, entry in entries.items()}
-    ignored = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
     for parts in group_by_name(map_.tensors).values():
-        parameters = []
-        for t in parts:
-            parameter = _find_parameter(t, modules)
-            if parameter is None:
-                location = ".".join((t.module, t.part, *t.path))
-                raise ValueError(
-                    f"no parameter {location} for the tensor {t.name!r}; "
-                    "give the parameters of every segment"
-                )
-            parameters.append(parameter)
-        yield _parameter_tensor(parts, parameters, source, dtype)
+        yield _parameter_tensor(parts, modules, source, dtype)
+    entries = source.entries if source else {}
+    ignored = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
     for name in ignored:
         assert source is not None
-        shape = entries[name].shape
-        kind = np.dtype(dtype or DTYPES.get(entries[name].dtype, "float32"))
-        whole = tuple(slice(0, n) for n in shape)
-        yield WrittenTensor(
-            names[name],
-            shape,
-            kind,
-            lambda n=name, index=whole, kind=kind: source.read(n, index).astype(kind),
-        )
+        entry = entries[name]
+        kind = np.dtype(dtype or DTYPES.get(entry.dtype, "float32"))
+        whole = tuple(slice(0, n) for n in entry.shape)
+        values = partial(source.read, name, whole)
+        yield WrittenTensor(entry.name, entry.shape, kind, values)
     for u in map_.unused:
         if u.name not in ignored:
             kind = np.dtype(dtype or "float32")
-            yield WrittenTensor(
-                u.name, u.shape, kind, lambda u=u, kind=kind: np.full(u.shape, u.value, kind)
-            )
+            yield WrittenTensor(u.name, u.shape, kind, partial(np.full, u.shape, u.value))
 
 
 def _parameter_tensor(
     parts: Sequence[Tensor],
-    parameters: Sequence[tuple[Any, int | None]],
+    modules: Sequence[ModuleParams],
     source: Folder | None,
     dtype: str | None,
 ) -> WrittenTensor:
     """Parameters, or a layer of each, that are one tensor, under the name and with the type of the
     source, if any."""
+    parameters = []
+    for t in parts:
+        parameter = _find_parameter(t, modules)
+        if parameter is None:
+            raise ValueError(
+                f"no parameter {'.'.join((t.module, t.part, *t.path))} for the tensor {t.name!r}; "
+                "give the parameters of every segment"
+            )
+        parameters.append(parameter)
     t, (leaf, _) = parts[0], parameters[0]
     entry = source.entries.get(t.name) if source else None
     requested = "float32" if dtype and t.float32 else dtype
     kind = np.dtype(requested or (DTYPES[entry.dtype] if entry else leaf.dtype))
 
     def values() -> np.ndarray:
-        arrays = [
-            to_file_layout(t, *location, kind)
-            for t, location in zip(parts, parameters, strict=True)
-        ]
+        pairs = zip(parts, parameters, strict=True)
+        arrays = [to_file_layout(t, *location, kind) for t, location in pairs]
         return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
     return WrittenTensor(entry.name if entry else t.name, joined_shape(parts), kind, values)
@@ -192,15 +173,15 @@ def _parameter_tensor(
 
 def _find_parameter(t: Tensor, modules: Sequence[ModuleParams]) -> tuple[Any, int | None] | None:
     """The parameter that has a tensor, and which of its layers it is; None if none does."""
-    for h in modules:
-        leaf: Any = h.params.get(t.part) if h.module == t.module else None
+    for m in modules:
+        leaf: Any = m.params.get(t.part) if m.module == t.module else None
         for key in t.path:
             leaf = leaf.get(key) if isinstance(leaf, Mapping) else None
         if leaf is None:
             continue
         if t.layer is None:
             return leaf, None
-        if t.layer in (rows := h.rows.get(t.part) or range(leaf.shape[0])):
+        if t.layer in (rows := m.rows.get(t.part) or range(leaf.shape[0])):
             return leaf, rows.index(t.layer)
     return None
 
@@ -240,12 +221,9 @@ def gather_to_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
     return array
 
 
-# ---- files ----
-
-
-def _split_files(
-    tensors: Sequence[WrittenTensor], max_file_bytes: int
-) -> list[list[WrittenTensor]]:
+def _write_files(
+    folder: Path, tensors: Iterable[WrittenTensor], map_: WeightMap, max_file_bytes: int
+) -> None:
     files: list[list[WrittenTensor]] = [[]]
     size = 0
     for t in tensors:
@@ -254,19 +232,15 @@ def _split_files(
             size = 0
         files[-1].append(t)
         size += t.n_bytes
-    return files
-
-
-def _write_files(folder: Path, files: Sequence[Sequence[WrittenTensor]], map_: WeightMap) -> None:
     if len(files) == 1:
         write_file(folder / f"{map_.stem}.safetensors", files[0])
         return
     index: dict[str, str] = {}
-    for i, tensors in enumerate(files, start=1):
+    for i, file_tensors in enumerate(files, start=1):
         name = f"{map_.stem}-{i:05d}-of-{len(files):05d}.safetensors"
-        write_file(folder / name, tensors)
-        index |= {t.name: name for t in tensors}
-    total = sum(t.n_bytes for tensors in files for t in tensors)
+        write_file(folder / name, file_tensors)
+        index |= {t.name: name for t in file_tensors}
+    total = sum(t.n_bytes for file_tensors in files for t in file_tensors)
     about = {"metadata": {"total_size": total}, "weight_map": index}
     write_json(folder / index_name(map_), about)
 
@@ -276,12 +250,8 @@ def write_file(file: Path, tensors: Sequence[WrittenTensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for t in tensors:
-        offsets = [offset, offset + t.n_bytes]
-        header[t.name] = {
-            "dtype": NAMES[t.dtype],
-            "shape": list(t.shape),
-            "data_offsets": offsets,
-        }
+        facts = {"dtype": NAMES[t.dtype], "shape": list(t.shape)}
+        header[t.name] = facts | {"data_offsets": [offset, offset + t.n_bytes]}
         offset += t.n_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values are aligned
@@ -289,16 +259,10 @@ def write_file(file: Path, tensors: Sequence[WrittenTensor]) -> None:
         array.write(len(text).to_bytes(8, "little"))
         array.write(text)
         for t in tensors:
-            array.write(np.ascontiguousarray(t.values()).view(np.uint8).reshape(-1).data)
+            values = np.ascontiguousarray(t.values(), t.dtype)
+            array.write(values.view(np.uint8).reshape(-1).data)
         array.flush()
         os.fsync(array.fileno())
-
-
-def _write_config(folder: Path, map_: WeightMap, source: Folder | None, dtype: str | None) -> None:
-    config = dict(source.config if source else map_.config)
-    if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    write_json(folder / CONFIG, config)
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

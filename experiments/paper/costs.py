@@ -8,7 +8,7 @@ from functools import cache
 
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.prices import layout_prices as priced
+from dflop_jax.profile.cost_model import layout_prices as priced
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import Hardware, ModelProfile, Plan, Prices, Shape
 from experiments.paper.cases import Case

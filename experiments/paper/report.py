@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.profile.kernels import Efficiency
 from dflop_jax.records import Trace
 from dflop_jax.records.files import save
 from dflop_jax.report.html import write_page

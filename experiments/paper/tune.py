@@ -195,7 +195,7 @@ def _dealt(
 
 def _recomputed(costs: CostModel, plan: Plan) -> list[Plan]:
     """The plan as it is, and under each policy of which there are prices for every module."""
-    known = [costs.fits.priced_policies(m) for m in costs.profile.n_layers]
+    known = [costs.priced_policies(m) for m in costs.profile.n_layers]
     alike = [with_remat(plan, r) for r in REMATS if all(r in policies for policies in known)]
     return alike if plan in alike else [plan, *alike]
 

@@ -8,7 +8,6 @@ import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ import pytest
 
 from dflop_jax import child_processes
 from dflop_jax.aot import chips, compiling
-from dflop_jax.aot.chips import CHIPS, find_chip, target_config
-from dflop_jax.aot.compiling import CompileJob, Compiler, compile_plan
+from dflop_jax.aot.chips import CHIPS, target_config
+from dflop_jax.aot.compiling import Compiler, compile_plan
 from dflop_jax.aot.reports import CompileReport, ProgramReport
 from dflop_jax.aot.worker import compile_program, error_line
 from dflop_jax.cli import main
@@ -48,13 +47,6 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs the extra 
 
 
 @pytest.fixture
-def no_wheels(monkeypatch, tmp_path):
-    """A machine without CUDA."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-
-@pytest.fixture
 def experiment(tmp_path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
     Path("nano.py").write_text(
@@ -80,8 +72,10 @@ def experiment(tmp_path, monkeypatch) -> str:
     ],
 )
 def test_compile_without_a_chip_or_a_compiler_is_refused(
-    experiment, capsys, no_wheels, args, message
+    experiment, capsys, monkeypatch, args, message
 ):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
     assert main(["compile", experiment, *args]) == 2
     text = capsys.readouterr().err.strip()
     assert message in text
@@ -117,14 +111,11 @@ def test_target_config_has_the_chips_of_the_hardware_table():
         text = target_config(chip, find_hardware(name))
         assert text.count("{") == text.count("}")
         assert f"device_memory_size: {find_hardware(name).memory_bytes:.0f}\n" in text
-        assert f"major: {chip.capability[0]} " in text
-    assert find_chip(" H100 ") is CHIPS["h100"]
 
 
 # ---- one program ----
 
 
-PROGRAMS = SimpleNamespace(learn=lambda key, compiled: None)
 HEAD = ProgramReport("text forward", "text", "all", "sum", (1, 1, 1))
 
 
@@ -132,7 +123,7 @@ def test_compile_error_is_reported_in_one_line():
     def lower():
         raise NotImplementedError("sm_80 lacks\n  this kernel" + "!" * 500)
 
-    report = compile_program(PROGRAMS, (), HEAD, lower, {})
+    report = compile_program(None, (), HEAD, lower, {})
     assert report.error.startswith("sm_80 lacks this kernel!!!")
     assert len(report.error) < 420
     assert error_line(KeyError()) == "KeyError"
@@ -143,9 +134,9 @@ def test_equal_programs_are_compiled_once():
         return lambda: jax.jit(lambda x: x @ x).lower(jnp.zeros((n, n)))
 
     known: dict = {}
-    first = compile_program(PROGRAMS, (), HEAD, lower(8), known)
-    other = compile_program(PROGRAMS, (), HEAD, lower(16), known)
-    again = compile_program(PROGRAMS, (), HEAD, lower(8), known)
+    first = compile_program(None, (), HEAD, lower(8), known)
+    other = compile_program(None, (), HEAD, lower(16), known)
+    again = compile_program(None, (), HEAD, lower(8), known)
     assert (first.flops, other.flops, again.flops) == (2 * 8**3, 2 * 16**3, 2 * 8**3)
     assert first.compile_s > 0 == again.compile_s
     assert (other.same_as, again.same_as) == ("", HEAD.name)
@@ -181,10 +172,10 @@ def test_compiler_crash_fails_one_program(monkeypatch):
     monkeypatch.setattr(child_processes, "child_source", running(FAKE))
     seen = []
     with closing(Compiler()) as compiler:
-        report = compile_plan(CompileJob(config(), NANO), lambda *n: seen.append(n), compiler)
+        report = compile_plan(config(), NANO, compiler, lambda *n: seen.append(n))
         other = replace(config(), model=ModelConfig(size="tiny"))
         with pytest.raises(ValueError, match="of another model"):
-            compile_plan(CompileJob(other, NANO), compiler=compiler)
+            compile_plan(other, NANO, compiler)
     assert seen == [(n, 3) for n in (1, 2, 3)]
     assert [p.name for p in report.programs] == ["s 0", "s 1", "s 2"]
     assert [bool(p.error) for p in report.programs] == [False, True, False]
@@ -260,12 +251,11 @@ def test_undivided_heads_compile_and_too_large_heads_are_reported(experiment):
         chosen = PlanConfig(policy="dflop", hardware="a100-40", devices=5)
         # Few programs: nothing of the encoder trains.
         train = TrainConfig(freeze=("vision", "connector"))
-        return CompileJob(Config(model=model, plan=chosen, train=train), plan)
+        return Config(model=model, plan=chosen, train=train), plan
 
     with closing(Compiler()) as compiler:
         good, bad = (
-            compile_plan(job(*heads), compiler=compiler)
-            for heads in (("256", "auto"), ("1024", "pallas"))
+            compile_plan(*job(*heads), compiler) for heads in (("256", "auto"), ("1024", "pallas"))
         )
     assert not [p.error for p in good.programs if p.error]
     (program,) = (p for p in good.programs if p.name == "llm backward 1x256")

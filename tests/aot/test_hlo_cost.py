@@ -1,7 +1,9 @@
-"""The counter of FLOPs and collectives, by hand: on texts, and on compiled programs; and arrays of
-pairs of tokens."""
+"""FLOPs, collectives and kernels of programs, by hand: on texts, and on compiled programs; and
+arrays of pairs of tokens."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,18 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.aot.hlo_cost import ProgramCost, program_cost
 from dflop_jax.aot.hlo_text import ArrayType, pair_arrays, parse_hlo
+from dflop_jax.profile.kernels import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COPY,
+    ELEMENTWISE,
+    GATHER,
+    LOOKUP,
+    MATMUL,
+    REDUCE,
+    SEND,
+    Kernel,
+)
 
 F32 = jnp.float32
 
@@ -57,22 +71,6 @@ def test_a_product_counts_two_flops_a_multiply_add(function, structs, flops):
     assert cost.flops == cost.float32_flops == flops
     assert not cost.unknown_loops
     assert not cost.unknown_kernels
-
-
-def test_loops_count_as_often_as_they_run():
-    def inner(x, w):
-        return jnp.tanh(x @ w), None
-
-    def outer(x, ws):
-        y, _ = jax.lax.scan(inner, x, ws)
-        return y @ ws[0], None
-
-    def program(x, ws):
-        return jax.lax.scan(outer, x, ws)[0]
-
-    cost = cost_of(compiled(program, array(32, 128), array(5, 3, 128, 128)))
-    assert cost.flops == 5 * (3 + 1) * 2 * 32 * 128 * 128
-    assert not cost.unknown_loops
 
 
 def test_cost_is_of_one_device():
@@ -129,11 +127,44 @@ ENTRY %main (arg: bf16[8,16]) -> (s32[], bf16[8,16]) {
 """  # noqa: E501
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_named():
-    text = LOOPS.replace('"known_trip_count":{"n":"7"},', "")
-    cost = cost_of(text)
-    assert cost.flops == 5 * (2 * 8 * 16 * 16 + 2 * 8 * 16 * 4)
-    assert cost.unknown_loops == 1
+def test_loops_branches_and_asynchronous_calls_count_their_runs():
+    fused, product = cost_of(LOOPS).kernels
+    assert product == Kernel(
+        MATMUL, 2.0 * 8 * 16 * 16, 2 * (3 * 128 + 128), 8, 16, 16, "bfloat16", repeats=35
+    )
+    assert fused == Kernel(
+        MATMUL, 2.0 * 8 * 4 * 16, 4 * (128 + 64 + 32), 8, 4, 16, "float32", repeats=5
+    )
+    text = LOOPS.replace('"known_trip_count":{"n":"7"},', "")  # counts once and is named
+    assert cost_of(text).flops == 5 * (2 * 8 * 16 * 16 + 2 * 8 * 16 * 4)
+    assert (cost_of(text).unknown_loops, cost_of(LOOPS).unknown_loops) == (1, 0)
+    flops, called = cost_of(LOOPS).flops, LOOPS.replace("ENTRY %main", "%main")
+    text = (
+        called
+        + """
+ENTRY %all (start: bf16[8,16]) -> (s32[]) {
+  %s = ((bf16[8,16]{1,0}), (s32[]), u32[]) async-start(%start), calls=%main
+  ROOT %d = (s32[]) async-done(%s), calls=%main
+}
+"""
+    )
+    assert cost_of(text).flops == flops
+    text = (
+        called
+        + """
+%cheap (c: bf16[8,16]) -> (s32[], bf16[8,16]) {
+  ROOT %c = bf16[8,16]{1,0} parameter(0)
+}
+
+ENTRY %all (x.1: bf16[8,16]) -> bf16[8,16] {
+  %x.1 = bf16[8,16]{1,0} parameter(0)
+  ROOT %r = (s32[], bf16[8,16]{1,0}) conditional(%x.1), branch_computations={%cheap, %main}
+}
+"""
+    )
+    assert cost_of(text).flops == flops  # of the longest branch
+    with pytest.raises(ValueError, match="ENTRY"):
+        cost_of("nothing")
 
 
 def entry(*lines: str) -> str:
@@ -162,18 +193,11 @@ def test_cudnn_attention_counts_its_products(back, mask, products):
     assert not cost.unknown_kernels
 
 
-ATTENTION_KERNELS = {
-    "packed_attention_forward": 2,
-    "packed_attention_kv_gradient": 4,
-    "packed_attention_q_gradient": 3,
-}
-
-
-@pytest.mark.parametrize("name, products", ATTENTION_KERNELS.items())
+@pytest.mark.parametrize("name, products", [("forward", 2), ("kv_gradient", 4), ("q_gradient", 3)])
 def test_our_attention_kernels_count_visible_pairs(name, products):
     call = (
         "%y = bf16[2,64,8,32]{3,2,1,0} custom-call(%q, %k, %k), custom_call_target="
-        f'"__gpu$xla.gpu.triton", backend_config={{name = "{name}", ir = "(("}}'
+        f'"__gpu$xla.gpu.triton", backend_config={{name = "packed_attention_{name}", ir = "(("}}'
     )
     assert cost_of(entry(*QK, call)).flops == products * PAIRS
     assert cost_of(entry(*QK, call), 0.5).flops == products * PAIRS / 2
@@ -195,34 +219,6 @@ def test_unknown_kernels_are_named():
     assert cost_of(entry(*QK, call)).unknown_kernels == {"mystery"}
     call = '%y = f32[4]{0} custom-call(%q), custom_call_target="__cub$DeviceRadixSort"'
     assert cost_of(entry(*QK, call)).unknown_kernels == set()
-
-
-def test_an_asynchronous_call_counts_once():
-    call = """  %s = ((bf16[8,16]{1,0}), (s32[]), u32[]) async-start(%start), calls=%main
-  ROOT %d = (s32[]) async-done(%s), calls=%main
-}
-"""
-    text = LOOPS.replace("ENTRY %main", "%main")
-    text += f"\nENTRY %all (start: bf16[8,16]) -> (s32[]) {{\n{call}"
-    assert cost_of(text).flops == cost_of(LOOPS).flops
-
-
-def test_conditional_counts_its_longest_branch():
-    text = (
-        LOOPS.replace("ENTRY %main", "%main").replace("ROOT %loop", "%loop")
-        + """
-%cheap (c: bf16[8,16]) -> (s32[], bf16[8,16]) {
-  ROOT %c = bf16[8,16]{1,0} parameter(0)
-}
-
-ENTRY %all (x.1: bf16[8,16]) -> bf16[8,16] {
-  %x.1 = bf16[8,16]{1,0} parameter(0)
-  %which = s32[] constant(1)
-  ROOT %r = (s32[], bf16[8,16]{1,0}) conditional(%which, %x.1, %x.1), branch_computations={%cheap, %main}
-}
-"""  # noqa: E501
-    )
-    assert cost_of(text).flops == cost_of(LOOPS).flops
 
 
 def test_collectives_count_the_larger_side():
@@ -262,6 +258,90 @@ def test_types_are_read():
     assert [a.n_bytes for a in computation["t"].arrays] == [3, 4, 3]
     assert computation["c"].arrays == (ArrayType("f32", (5, 2)),)
     assert computation["c"].operands == [computation["t"]]
+
+
+# ---- kernels ----
+
+TEXT = """
+HloModule text, is_scheduled=true
+
+%fused_slice (p0: bf16[24,8,16], p1: s32[], p2: bf16[8,16]) -> bf16[8,16] {
+  %p0 = bf16[24,8,16]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %cut = bf16[1,8,16]{2,1,0} dynamic-slice(%p0, %p1, %z, %z), dynamic_slice_sizes={1,8,16}
+  %flat = bf16[8,16]{1,0} bitcast(%cut)
+  %p2 = bf16[8,16]{1,0} parameter(2)
+  ROOT %sum = bf16[8,16]{1,0} add(%flat, %p2)
+}
+
+%fused_update (q0: f32[24,8,16], q1: s32[], q2: f32[8,16]) -> f32[24,8,16] {
+  %q0 = f32[24,8,16]{2,1,0} parameter(0)
+  %q1 = s32[] parameter(1)
+  %zz = s32[] constant(0)
+  %old = f32[1,8,16]{2,1,0} dynamic-slice(%q0, %q1, %zz, %zz), dynamic_slice_sizes={1,8,16}
+  %q2 = f32[8,16]{1,0} parameter(2)
+  %more = f32[1,8,16]{2,1,0} bitcast(%q2)
+  %new = f32[1,8,16]{2,1,0} add(%old, %more)
+  ROOT %put = f32[24,8,16]{2,1,0} dynamic-update-slice(%q0, %new, %q1, %zz, %zz)
+}
+
+%fused_lookup (r0: f32[1000,16], r1: s32[8]) -> f32[8,16] {
+  %r0 = f32[1000,16]{1,0} parameter(0)
+  %r1 = s32[8]{0} parameter(1)
+  ROOT %rows = f32[8,16]{1,0} gather(%r0, %r1), offset_dims={1}, collapsed_slice_dims={0}
+}
+
+ENTRY %main (a: bf16[24,8,16], i: s32[], b: bf16[8,16], c: f32[24,8,16], d: f32[8,16]) -> f32[] {
+  %a = bf16[24,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %b = bf16[8,16]{1,0} parameter(2)
+  %c = f32[24,8,16]{2,1,0} parameter(3)
+  %d = f32[8,16]{1,0} parameter(4)
+  %one = bf16[8,16]{1,0} fusion(%a, %i, %b), kind=kLoop, calls=%fused_slice
+  %two = f32[24,8,16]{2,1,0} fusion(%c, %i, %d), kind=kLoop, calls=%fused_update
+  %table = f32[1000,16]{1,0} constant({...})
+  %ids = s32[8]{0} constant({...})
+  %three = f32[8,16]{1,0} fusion(%table, %ids), kind=kLoop, calls=%fused_lookup
+  %copied = bf16[8,16]{1,0} copy(%one)
+  %q = bf16[2,64,4,16]{3,2,1,0} constant({...})
+  %ahead = (bf16[2,64,4,16]{3,2,1,0}, u8[999]{0}) custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="packed_attention_forward"}
+  %back = bf16[2,64,4,16]{3,2,1,0} custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="packed_attention_q_gradient"}
+  %r = f32[100]{0} constant({...})
+  %s0 = f32[100]{0} all-reduce-start(%r), replica_groups=mesh['x'=2,'y'=4,'z'=2] {'y'}, to_apply=%add
+  %s1 = f32[100]{0} all-reduce-done(%s0)
+  %g = f32[400]{0} all-gather(%r), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %h = f32[100]{0} reduce-scatter(%g), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, to_apply=%add
+  %p = f32[100]{0} collective-permute(%r), source_target_pairs={{0,1}}
+  ROOT %end = f32[] all-reduce(%i), replica_groups={{0},{1}}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_each_kernel_by_hand():
+    """A slice of a stack is what is read of it, and an update in place what is written."""
+    small, wide = 8 * 16 * 2, 8 * 16 * 4
+    queries = 2 * 64 * 4 * 16 * 2
+    product = 2.0 * 2 * 64 * 4 * 16  # of one pair of each token
+    attention = 0.5 * 64 * product
+    kernel = Kernel(ATTENTION, 0.0, 2 * queries, dtype="bfloat16")
+    want = [
+        Kernel(ELEMENTWISE, 0.0, 4 + 3 * small),
+        Kernel(ELEMENTWISE, 0.0, 4 + 3 * wide),
+        Kernel(LOOKUP, 0.0, 32 + 2 * wide),
+        Kernel(COPY, 0.0, 2 * small),
+        replace(kernel, kind=ATTENTION, flops=2 * attention, pair_flops=2 * product),
+        replace(kernel, kind=ATTENTION_BACKWARD, flops=3 * attention, pair_flops=3 * product),
+        Kernel(REDUCE, 0.0, 400.0, group=4, stride=2),
+        Kernel(GATHER, 0.0, 1600.0, group=4, stride=2),
+        Kernel(GATHER, 0.0, 1600.0, group=4, stride=1),
+        Kernel(SEND, 0.0, 400.0, group=2),
+    ]
+    assert list(cost_of(TEXT, 0.5).kernels) == want
+    bare = cost_of(TEXT, 0.5, content=False).kernels
+    assert [k for k in bare if k.kind in (ATTENTION, ATTENTION_BACKWARD)] == [
+        replace(k, flops=0.0) for k in want[4:6]
+    ]
 
 
 # ---- arrays of pairs of tokens ----

@@ -10,8 +10,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.plan.space import separate_families as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
-from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Load
 from experiments.paper import cases, costs, true_shapes
 from experiments.paper.cases import Case

@@ -11,7 +11,6 @@ from dflop_jax.verify import compare, reference
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.verify.verify import LOGIT_TOLERANCE, MAX_ROUNDING_RATIO
 from dflop_jax.weights import (
-    AdapterForm,
     Folder,
     ModuleParams,
     read_config,
@@ -94,7 +93,7 @@ def test_peft_reads_the_adapters_of_every_kind(kind, write, build, how, tmp_path
     plain = build(str(folder))
     model = plain.with_lora(RANK, ALPHA, **how)
     params = with_random_adapters(model, base_of(folder, plain), 4)
-    write_adapter(tmp_path / "adapter", model.weights, params, AdapterForm(RANK, ALPHA))
+    write_adapter(tmp_path / "adapter", model.weights, params, rank=RANK, alpha=ALPHA)
 
     samples = mixed_samples(plain)
     row = pack_row([s.sample for s in samples], plain, compare.TOKEN_MULTIPLE)
@@ -130,7 +129,7 @@ def test_every_matrix_of_a_native_tower_can_be_adapted(tmp_path):
     map_ = model.weights
     shapes = {name: {} for name in model.modules}
     params = with_adapters(model, shapes, 1)
-    write_adapter(tmp_path / "adapter", map_, params, AdapterForm(2, ALPHA))
+    write_adapter(tmp_path / "adapter", map_, params, rank=2, alpha=ALPHA)
     adapted = load("peft").PeftModel.from_pretrained(loaded(map_), tmp_path / "adapter")
     held = {n for n, _ in adapted.named_parameters() if ".lora_A." in n}
     assert len(held) == sum(

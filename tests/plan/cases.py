@@ -20,8 +20,7 @@ from dflop_jax.plan.search import SearchResult, build_evaluator, search_plan
 from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.plan.space import FAMILIES_BY_POLICY
 from dflop_jax.plan.volume import GROUPS_PER_BATCH
-from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

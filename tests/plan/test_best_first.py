@@ -54,7 +54,7 @@ def test_ranking_equals_exhaustive_evaluation(monkeypatch, graph, seed):
     # Degrees of ZeRO cost something where links do; both together are many.
     zero = "auto" if tight and seed % 2 else 1
     remat = "auto" if tight and seed in (0, 1, 4, 8, 12) else "none"
-    known = CostModel(profile).fits.priced_policies("llm")
+    known = CostModel(profile).priced_policies("llm")
     more = {
         "tight": tight,
         "remats": known if remat == "auto" else (remat,),

@@ -21,7 +21,7 @@ from dflop_jax.plan.dip import (
     with_sub_microbatches,
 )
 from dflop_jax.plan.search import search_plan
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import layout_prices
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

@@ -14,8 +14,7 @@ from dflop_jax.plan.one_bucket import buckets_with_shares
 from dflop_jax.plan.refine_buckets import with_second_remat
 from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.plan.volume import module_volume
-from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import REMAT, Bucket, Load, Shape
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples

@@ -17,8 +17,7 @@ from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import layout_name
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import BASELINES, baseline_layouts
-from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import quick_schedule, schedule_batch
 from dflop_jax.schedule.sampled_batches import sample_batches

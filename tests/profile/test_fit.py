@@ -1,7 +1,4 @@
-"""The cost model gives back coefficients that made its timings, and a hand formula's seconds.
-
-Long because all its cases share the hand formula.
-"""
+"""The cost model gives back coefficients that made its timings, and a hand formula's seconds."""
 
 import dataclasses
 
@@ -101,24 +98,24 @@ def test_fit_errors_are_interpolated_between_tile_counts():
 )
 def test_exact_coefficients_are_recovered(c):
     model = CostModel(profile(timings("llm", SHAPES, c=c)))
-    np.testing.assert_allclose(model.fits._fit("llm", 1, "layer_forward"), c, rtol=1e-6, atol=1e-13)
+    np.testing.assert_allclose(
+        model.fits("llm", 1).coefficients("layer_forward"), c, rtol=1e-6, atol=1e-13
+    )
     for shape in (*SHAPES, Shape(7, 48), Shape(1, 2048)):
         for kind, k in {"layer_forward": 1, "layer_backward": 2, "dots.layer_s": 0.25}.items():
             assert predict(model, "llm", 1, shape, kind) == pytest.approx(k * cost(c, shape))
 
 
-def test_single_timing_is_reproduced():
-    model = CostModel(profile([LayerTiming("llm", 1, SHAPES[0], 2e-3, 0.0, 0.0, 0.0)]))
-    assert predict(model, "llm", 1, SHAPES[0], "layer_forward") == pytest.approx(2e-3)
-    assert predict(model, "llm", 1, SHAPES[3], "layer_backward") == 0.0
-
-
-def test_unmeasured_degree_or_module_is_an_error():
+def test_unmeasured_degrees_modules_and_policies_are_errors():
     model = CostModel(profile())
-    with pytest.raises(ValueError, match=r"'llm' at tensor-parallel degree 4 \(it has \[1, 2\]\)"):
-        predict(model, "llm", 4, SHAPES[0], "layer_forward")
-    with pytest.raises(ValueError, match="no timing of 'audio'"):
-        predict(model, "audio", 1, SHAPES[0], "layer_forward")
+    assert model.priced_policies("llm") == ("none", "dots", "layers", "segment")
+    for module, tp, quantity, words in (
+        ("llm", 4, "layer_forward", r"'llm' at tensor-parallel degree 4 \(it has \[1, 2\]\)"),
+        ("audio", 1, "layer_forward", "no timing of 'audio'"),
+        ("llm", 1, "named.layer_s", "no price of the recompute policy 'named' for 'llm'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            predict(model, module, tp, SHAPES[0], quantity)
 
 
 def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=(), rounds=1):
@@ -181,12 +178,9 @@ def test_each_tick_sends_hidden_states_to_the_next_stage(node, bandwidth, latenc
 @pytest.mark.parametrize(
     "data, model, concurrency, factor",
     [
-        (1, 1, 1.0, 1.0),
-        (4, 1, 1.0, 4.0),
         (4, 1, 8.0, 1.0),
         (4, 1, 2.0, 2.0),
         (1, 2, 1.0, 1.0),  # the two devices were timed on one core together
-        (2, 2, 1.0, 2.0),
         (2, 2, 2.0, 2.0),
     ],
 )
@@ -201,7 +195,7 @@ def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency,
 
 
 def with_pairs(forward_s):
-    """The timings of `profile()`, and seconds of a pair: a gradient is twice a forward."""
+    """The timings of `profile()`, and seconds of a pair; a gradient takes twice as many."""
     return [
         dataclasses.replace(
             t,
@@ -219,7 +213,7 @@ def with_pairs(forward_s):
 @pytest.mark.parametrize(
     "remat, n_forward", [("none", 0), ("layers", 1), ("dots", 1), ("segment", 0)]
 )
-@pytest.mark.parametrize("stage, group_size, rounds", [*LOOPS[:2], *LOOPS[3:5], LOOPS[6]])
+@pytest.mark.parametrize("stage, group_size, rounds", [LOOPS[1], LOOPS[6]])
 def test_content_costs_every_layer_in_every_tick(stage, group_size, rounds, remat, n_forward):
     """A group of M microbatches holds its pairs over M ticks, and M + S - 1 are run; nobody reads
     the segment, so its task also runs forward."""
@@ -271,14 +265,6 @@ def test_backward_task_costs_its_recomputation(remat, read):
     assert forward == pytest.approx(4e-9)
 
 
-def test_unpriced_policy_is_an_error():
-    model = CostModel(profile())
-    assert model.fits.priced_policies("llm") == ("none", "dots", "layers", "segment")
-    plan = with_remat(plan_of(), "named")
-    with pytest.raises(ValueError, match="no price of the recompute policy 'named' for 'llm'"):
-        group_s(plan, model, "l0", BACKWARD)
-
-
 def state_by_hand(params, data, zero, half):
     """Parameters, gradients, AdamW's moments, and masters where parameters are halved."""
     working = params * (0.5 if half else 1.0) / (data if zero == 3 else 1)
@@ -318,12 +304,9 @@ def test_peak_bytes_by_hand(remat, zero, half):
         work = max(work, end + gathers * (0.5 if half else 1.0) * params)
         return in_flight * (4 * 100 * forward + kept) + work
 
-    vision = state_by_hand(4 * layer + ends, 1, zero, half) + one(
-        tiles, 4, 1, 2, False, 1, 4 * layer + ends
-    )
-    text = state_by_hand(2 * layer + ends, 2, zero, half) + one(
-        llm, 2, 2, 1, True, 2, 2 * layer + ends
-    )
+    n, n_llm = 4 * layer + ends, 2 * layer + ends
+    vision = state_by_hand(n, 1, zero, half) + one(tiles, 4, 1, 2, False, 1, n)
+    text = state_by_hand(n_llm, 2, zero, half) + one(llm, 2, 2, 1, True, 2, n_llm)
     peak = peak_bytes(plan.layout, CostModel(model), {"vision": 2, "l0": 1})
     assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits
 
@@ -376,7 +359,7 @@ def test_fit_of_one_shape_scales_with_tokens():
     for other in (Shape(5, 64), Shape(2, 512)):
         want = cost(LAYER, one) * other.size / one.size
         assert predict(model(one), "llm", 1, other, "layer_forward") == pytest.approx(want)
-        assert model(one, one).fits._fit("llm", 1, "hidden").tolist()[::2] == [0.0, 0.0]
+        assert model(one, one).fits("llm", 1).coefficients("hidden").tolist()[::2] == [0.0, 0.0]
     straight = predict(model(one, two), "llm", 1, Shape(7, 64), "layer_forward")
     assert straight == pytest.approx(cost(LAYER, Shape(7, 64)))
-    assert model(one, two, Shape(8, 64)).fits._fit("llm", 1, "layer_forward")[2] == 0.0
+    assert model(one, two, Shape(8, 64)).fits("llm", 1).coefficients("layer_forward")[2] == 0.0

@@ -11,11 +11,13 @@ from dflop_jax.cli.plan import kind_table
 from dflop_jax.contract import layer_kinds_of
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.explain import kind_costs
+from dflop_jax.profile import timed_programs
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.measure import model_profile, profile_key, time_layer
+from dflop_jax.profile.measure import model_profile, profile_key
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shallow import single_kind_modules
+from dflop_jax.profile.timed_programs import TimingJob, time_layer
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -56,9 +58,8 @@ def one_kind(profile, kind):
     return dataclasses.replace(profile, timings=timings, kinds={}, layer_dims=own)
 
 
-@pytest.mark.parametrize("start, stop, stages", [(0, 6, 1), (1, 4, 1), (0, 5, 1), (1, 5, 2)])
-@pytest.mark.parametrize("remat", ["none", "layers", "segment"])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("start, stop, stages", [(0, 6, 1), (1, 4, 1), (1, 5, 2)])
+@pytest.mark.parametrize("remat, zero", [("none", 1), ("layers", 3), ("segment", 3)])
 def test_segment_of_two_kinds_costs_the_mean_of_both(costs, start, stop, stages, remat, zero):
     """As the mean of modules of one kind, by the number of its layers of each."""
     mixed, mesh = segment(start, stop, remat=remat, zero=zero), MeshShape(stage=stages, data=2)
@@ -102,13 +103,14 @@ def test_needed_flops_by_hand():
     assert frozen(n) == pytest.approx(want)
 
 
-def test_programs_of_every_kind_are_timed():
+def test_programs_of_every_kind_are_timed(monkeypatch):
+    monkeypatch.setattr(timed_programs, "MAX_RUNS", 3)
     devices = jax.devices()[:1]
     shape = Shape(1, 32)
     shapes = {"vision": [Shape(2, 16)], "llm": [shape]}
     handing = dataclasses.replace(MIXED, text=HandingText)
     timings = [
-        time_layer(handing, m, s[0], devices, kind=kind, max_runs=3)
+        time_layer(handing, TimingJob(m, s[0], tuple(devices), kind))
         for m, s in shapes.items()
         for kind in single_kind_modules(MIXED.modules[m])
     ]
@@ -122,27 +124,26 @@ def test_programs_of_every_kind_are_timed():
 
 
 def test_layer_costs_are_reported_by_kind(costs):
-    """Of the largest shape; attention of whole rows is in it, or of samples as they are."""
+    """Of the largest shape; attention of samples as they are is in it."""
     profile, full = costs.profile, DataProfile("full", 1, (Load({"llm": (96,)}),))
-    told = {(c.module, c.kind): c for c in kind_costs(Profile(profile, full))}
-    assert [*told] == [("vision", "layers"), ("llm", "gate"), ("llm", "mean")]
-    assert [c.layers for c in told.values()] == [2, 2, 4]
-    assert sum(c.share for c in told.values() if c.module == "llm") == pytest.approx(1)
-    gate, mean = told["llm", "gate"], told["llm", "mean"]
+    told = kind_costs(Profile(profile, full))
+    assert [(c.module, c.kind) for c in told] == [
+        ("vision", "layers"), ("llm", "gate"), ("llm", "mean")
+    ]  # fmt: skip
+    assert [c.layers for c in told] == [2, 2, 4]
+    _, gate, mean = told
+    assert gate.share + mean.share == pytest.approx(1)
     assert gate.shape == Shape(2, 96)
     alone = CostModel(dataclasses.replace(profile, host_s=0.0, task_overhead_s=0.0))
     one = group_s(alone, segment(1, 2), MeshShape(), 1, 2, 96, FORWARD)  # a mean
     assert mean.forward_s == pytest.approx(one, rel=0.05)  # fitted over shapes
-    ratio = gate.layers * (gate.forward_s + gate.backward_s)
-    ratio /= mean.layers * (mean.forward_s + mean.backward_s)
-    assert gate.share / mean.share == pytest.approx(ratio)
-    last = max(i for i, t in enumerate(profile.timings) if t.kind == "gate" and t.model == 1)
-    seen = dataclasses.replace(
-        profile.timings[last], content_forward_s={"pair": 1.0}, content_backward_s={"pair": 3.0}
-    )
-    timings = (*profile.timings[:last], seen, *profile.timings[last + 1 :])
-    more = kind_costs(Profile(dataclasses.replace(profile, timings=timings), full))
+    seconds = [c.layers * (c.forward_s + c.backward_s) for c in (gate, mean)]
+    assert gate.share / mean.share == pytest.approx(seconds[0] / seconds[1])
+    seen = [
+        dataclasses.replace(t, content_forward_s={"pair": 1.0}, content_backward_s={"pair": 3.0})
+        for t in profile.timings
+    ]
+    more = kind_costs(Profile(dataclasses.replace(profile, timings=tuple(seen)), full))
     assert more[1].forward_s - gate.forward_s == pytest.approx(2 * 96**2)
     assert more[1].backward_s - gate.backward_s == pytest.approx(3 * 2 * 96**2)
-    table = kind_table(more)
-    assert [*table.columns[0].cells] == ["vision", "llm.gate", "llm.mean"]
+    assert [*kind_table(more).columns[0].cells] == ["vision", "llm.gate", "llm.mean"]

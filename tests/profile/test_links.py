@@ -1,13 +1,22 @@
-"""Links that are timed: what two sizes say of them, and that every collective of the real thing
-runs."""
+"""Collectives against a ring that is run step by step, inside a node and across nodes; and links
+that are timed: what two sizes say of them, and that every collective of the real thing runs."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from dflop_jax.hardware import find_hardware
 from dflop_jax.profile import links
-from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
+from dflop_jax.profile.collectives import (
+    LINK_EFFICIENCY,
+    START_S,
+    all_gather_s,
+    all_reduce_s,
+    reduce_scatter_s,
+    send_s,
+)
 from dflop_jax.profile.links import (
     COLLECTIVES,
     LinkTiming,
@@ -16,33 +25,67 @@ from dflop_jax.profile.links import (
     node_size,
     time_links,
 )
+from dflop_jax.records import Link
 
-PRICES = (all_reduce_s, reduce_scatter_s, all_gather_s)
+A100 = find_hardware("a100-80")
 
 
-def timings(ranks, *, across, start_s, byte_s):
-    return [
-        LinkTiming(c, across, ranks, n, start_s + n * byte_s)
-        for c in COLLECTIVES
-        for n in (1_000, 50_000)
-    ]
+def ring_s(n_bytes, n, bandwidth, latency_s):
+    """Every device passes a chunk on until each chunk has met all devices."""
+    chunks = [{i} for i in range(n)]  # whose terms the chunk on its way to device i holds
+    seconds = 0.0
+    while any(len(c) < n for c in chunks):
+        chunks = [c | {max(c) + 1} for c in chunks]
+        seconds += n_bytes / n / bandwidth + latency_s
+    return seconds
+
+
+@pytest.mark.parametrize("n_bytes", [1.0, 3e9])
+def test_a_reduction_is_a_ring_in_each_node_then_of_nodes(n_bytes):
+    inside, across = (LINK_EFFICIENCY * b for b in (A100.link_bandwidth, A100.network_bandwidth))
+    for n in (1, 2, 3, 8):
+        ring = ring_s(n_bytes, n, inside, A100.link_latency_s)
+        want = pytest.approx(START_S + ring if n > 1 else 0.0)
+        assert reduce_scatter_s(n_bytes, n, A100) == all_gather_s(n_bytes, n, A100) == want
+        assert all_reduce_s(n_bytes, n, A100) == pytest.approx((START_S + 2 * ring) * (n > 1))
+    within = 2 * ring_s(n_bytes, 8, inside, A100.link_latency_s)
+    between = 2 * ring_s(n_bytes / 8, 4, across, A100.network_latency_s)
+    assert all_reduce_s(n_bytes, 32, A100) == pytest.approx(START_S + within + between)
+    # Of devices 4 apart a node has two, of those 8 apart one.
+    between = START_S + ring_s(n_bytes, 4, across, A100.network_latency_s)
+    assert all_gather_s(n_bytes, 4, A100, stride=8) == pytest.approx(between)
+    within = START_S + ring_s(n_bytes, 2, inside, A100.link_latency_s)
+    between = ring_s(n_bytes / 2, 2, across, A100.network_latency_s)
+    assert all_gather_s(n_bytes, 4, A100, stride=4) == pytest.approx(within + between)
+
+
+def test_measured_links_replace_the_data_sheet():
+    reduced, sent = Link("all_reduce", True, 1e9, 1e-3), Link("send", False, 2e9, 5e-4)
+    here = dataclasses.replace(A100, measured=(reduced, sent))
+    assert send_s(4e6, here) == pytest.approx(5e-4 + 2e-3)
+    assert send_s(4e6, here, across=True) == send_s(4e6, A100, across=True)
+    ring = 2 * ring_s(8e6, 4, 1e9, 1e-3)
+    assert all_reduce_s(8e6, 4, here, stride=8) == pytest.approx(ring)
+    within = all_reduce_s(8e6, 8, A100)
+    assert all_reduce_s(8e6, 32, here) == pytest.approx(within + ring / 8 + 6 * 1e-3 * 7 / 8)
+    assert all_gather_s(8e6, 32, here) == all_gather_s(8e6, 32, A100)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("across", [False, True])
 def test_collective_prices_match_their_timings(ranks, across):
     """At both sizes, and between them, for as many devices as were timed."""
-    seen = timings(ranks, across=across, start_s=3e-3, byte_s=2e-8)
+    seen = [
+        LinkTiming(c, across, ranks, n, 3e-3 + n * 2e-8)
+        for c in COLLECTIVES
+        for n in (1_000, 50_000)
+    ]
     hardware = hardware_with_links("cpu", 1 if across else ranks, seen)
     for n in (1_000, 7_000, 50_000):
         want = pytest.approx(3e-3 + n * 2e-8)
         assert send_s(n, hardware, across=across) == want
-        for price in PRICES:
+        for price in (all_reduce_s, reduce_scatter_s, all_gather_s):
             assert price(n, ranks, hardware) == want
-
-
-def devices(platform, *processes):
-    return [SimpleNamespace(platform=platform, process_index=p) for p in processes]
 
 
 @pytest.mark.parametrize(
@@ -51,18 +94,16 @@ def devices(platform, *processes):
         ("cpu", [0], ["a"], 1),
         ("cpu", [0, 0, 1, 1], ["a", "a"], 2),  # processes share no memory
         ("gpu", [0, 0, 1, 1], ["a", "a"], 4),
-        ("gpu", [0, 1, 2, 3], ["a", "a", "b", "b"], 2),
         ("gpu", [0, 1, 2], ["a", "a", "b"], 1),  # uneven hosts
     ],
 )
 def test_node_size_of_processes_and_hosts(platform, processes, hosts, size):
-    assert node_size(devices(platform, *processes), hosts) == size
+    devices = [SimpleNamespace(platform=platform, process_index=p) for p in processes]
+    assert node_size(devices, hosts) == size
 
 
 def test_longest_timing_over_processes_is_taken():
-    one, other = (
-        [LinkTiming("send", True, 2, n, seconds) for n in (1, 2)] for seconds in (0.0, 1.0)
-    )
+    one, other = ([LinkTiming("send", True, 2, n, s) for n in (1, 2)] for s in (0.0, 1.0))
     assert max_over_processes([one, other]) == max_over_processes([other, one]) == other
     assert max_over_processes([[], []]) == []
 

@@ -1,22 +1,149 @@
-"""What is measured, by whom, and under which name it is kept; never how long it took."""
+"""Which shapes are timed, by which processes, what is measured, and the name that it is kept by;
+never how long it took."""
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+import time
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from dflop_jax.profile import measure
-from dflop_jax.profile.measure import model_profile, profile_key
-from dflop_jax.profile.timed_programs import TimedPrograms
-from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
-from dflop_jax.records import Edge, Shape
+from dflop_jax.profile import measure, timed_programs
+from dflop_jax.profile.measure import (
+    model_profile,
+    profile_key,
+    shapes_to_time,
+    shapes_within,
+    time_layers,
+    timing_jobs,
+)
+from dflop_jax.profile.shallow import shallow_segment
+from dflop_jax.profile.timed_programs import MAX_RUNS, MIN_RUNS, TimedPrograms
+from dflop_jax.records import DataProfile, Edge, Load, MeshShape, Shape
+from dflop_jax.runtime.parameter_layout import param_specs
 from dflop_jax.runtime.synthetic_batch import content_of_rows
-from tests.small import WIDTH, Small
+from tests.small import WIDTH, Small, Text
 
 MODEL = Small()
-SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32)]}
+SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32), Shape(2, 32), Shape(9, 32)]}
+
+# ---- shapes ----
+
+
+def shapes_of(*loads, piece_tokens=None, multiple=32):
+    model = SimpleNamespace(modules={"m": None}, piece_tokens=piece_tokens or {})
+    data = DataProfile("d", len(loads), tuple(Load({"m": n}) for n in loads))
+    return shapes_to_time(data, model, multiple)["m"]
+
+
+def test_shapes_by_hand():
+    """Of one piece a row from an eighth of the largest sample's pieces to four times as many; of a
+    packed module rows of a quarter, of all and of twice the longest piece, and several rows."""
+    tiles = {"m": 16}
+    got = shapes_of((16,) * 40, (16,), (), piece_tokens=tiles)
+    assert got == [Shape(n, 16) for n in (5, 20, 40, 160)]
+    assert shapes_of((16,), piece_tokens=tiles) == [Shape(n, 16) for n in (1, 2, 3, 4)]
+    got = shapes_of((300,), (100,))
+    assert got == [Shape(1, 96), Shape(1, 320), Shape(1, 640), Shape(4, 96), Shape(4, 320)]
+    assert shapes_of((), ()) == [Shape(1, 32), Shape(2, 32)]  # the data lack the module
+    assert shapes_of((), (), piece_tokens=tiles) == [Shape(1, 16), Shape(2, 16)]
+
+
+@pytest.mark.parametrize("multiple", [1, 32, 128])
+def test_every_piece_fits_and_sizes_spread(multiple):
+    rng = np.random.default_rng(multiple)
+    for _ in range(50):
+        loads = [
+            tuple(rng.integers(1, 2000, int(rng.integers(0, 6))).tolist())
+            for _ in range(int(rng.integers(1, 8)))
+        ]
+        got = shapes_of(*loads, multiple=multiple)
+        assert all(s.tokens % multiple == 0 for s in got)
+        assert max(s.tokens for s in got) >= max((n for load in loads for n in load), default=0)
+        assert max(s.size for s in got) >= max(sum(load) for load in loads)
+        assert len(set(got)) > 1
+
+
+def test_shapes_beyond_memory_are_left_out_and_a_sample_beyond_it_is_refused():
+    """A square of attention of 4 bytes an element, as programs that mask have."""
+    shapes = {"vision": shapes_of((300,), (100,))}
+
+    def bytes_of(module, shape):
+        return 4.0 * shape.rows * shape.tokens**2
+
+    row = bytes_of("vision", Shape(1, 320))
+    assert shapes_within(shapes, 16 * row, bytes_of) == shapes  # 640 tokens are four such rows
+    got = shapes_within(shapes, 15.9 * row, bytes_of)
+    assert got == {"vision": [Shape(1, 96), Shape(1, 320), Shape(4, 96)]}
+    assert shapes_within(shapes, 1.71 * row, bytes_of)["vision"][1] == Shape(1, 320)
+    with pytest.raises(ValueError, match=r"320 tokens of 'vision' in a row.* --data\.max_pixels$"):
+        shapes_within(shapes, 1.69 * row, bytes_of)
+    with pytest.raises(ValueError, match=r"'llm' in a row.*lower --data\.max_tokens or --data\.m"):
+        shapes_within({"llm": shapes["vision"]}, 1.0, bytes_of)
+
+
+# ---- jobs ----
+
+
+def devices(*processes):
+    return [SimpleNamespace(process_index=p) for p in processes]
+
+
+def test_every_job_is_timed_by_one_device_group():
+    a, b, c = devices(0, 1, 2)
+    jobs = timing_jobs(MODEL, SHAPES, [[(a,), (b,), (c,)], [(a, b)]])
+    whole = [(m, s) for m in SHAPES for s in SHAPES[m]]
+    for degree in (1, 2):
+        assert [(j.module, j.shape) for j in jobs if len(j.devices) == degree] == whole
+    assert [j.processes for j in jobs] == [[0], [1], [2], [0], *[[0, 1]] * 4]
+    assert [j.max_runs for j in jobs] == [MAX_RUNS] * 4 + [MIN_RUNS] * 4
+    assert timing_jobs(MODEL, SHAPES, []) == []
+
+
+def test_degrees_that_divide_no_sizes_are_left_out():
+    """Sizes of 8 and 12 split in 2 and not in 5."""
+    every = jax.devices()
+    jobs = timing_jobs(MODEL, SHAPES, [[tuple(every[:d])] for d in (1, 2, 5)])
+    assert {len(j.devices) for j in jobs} == {1, 2}
+    with pytest.raises(ValueError, match="does not divide"):
+        param_specs(shallow_segment(MODEL, "llm", 1, every[:5], MeshShape(model=5)))
+
+
+@pytest.mark.parametrize("process, n_timed, n_returned", [(0, 6, 6), (1, 6, 2), (2, 0, 0)])
+def test_first_process_of_a_job_returns_its_timing(monkeypatch, process, n_timed, n_returned):
+    """Jobs of process 0, of process 1, and of both together."""
+    calls, barriers, syncs = [], [], []
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(measure, "time_layer", lambda *a: calls.append(a) or a)
+    monkeypatch.setattr(measure, "_barrier", lambda job: barriers.append(len(calls)))
+    a, b = devices(0, 1)
+    jobs = timing_jobs(MODEL, SHAPES, [[(a, b)], [(a,), (b,)]])
+    assert len(time_layers(MODEL, jobs, sync=lambda: syncs.append(len(calls)))) == n_returned
+    assert len(calls) == n_timed
+    # All processes wait once, those with shared jobs before the first of them.
+    assert syncs == [2 * (n_timed > 0)]
+    assert barriers == ([2] if n_timed else [])
+    assert time_layers(MODEL, [], sync=lambda: 1 / 0) == []
+
+
+def test_shapes_beyond_the_device_are_left_out(monkeypatch):
+    def fake(model, job, sync):
+        if job.shape.rows > limit:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return job.module, job.shape
+
+    monkeypatch.setattr(measure, "time_layer", fake)
+    jobs = timing_jobs(MODEL, SHAPES, [[tuple(jax.devices()[:1])]])
+    for limit in (2, 9):
+        got = time_layers(MODEL, jobs)
+        assert got == [(m, s) for m in SHAPES for s in SHAPES[m] if s.rows <= limit]
+    limit = 1
+    with pytest.raises(jax.errors.JaxRuntimeError):  # not even the smallest
+        time_layers(MODEL, jobs)
+
+
+# ---- timings ----
 
 
 def timed(model, shapes, devices):
@@ -24,11 +151,10 @@ def timed(model, shapes, devices):
 
 
 def test_timings_and_the_models_facts_make_a_profile():
-    devices = jax.devices()[:1]
-    timings = timed(MODEL, SHAPES, devices)
-    assert [t.module for t in timings] == ["vision", "llm"]
-    profile = model_profile(MODEL, SHAPES, timings, devices, key="k")
-    assert {(t.module, t.shape) for t in profile.timings} == {(m, s[0]) for m, s in SHAPES.items()}
+    devices, shapes = jax.devices()[:1], {m: s[:1] for m, s in SHAPES.items()}
+    timings = timed(MODEL, shapes, devices)
+    profile = model_profile(MODEL, shapes, timings, devices, key="k")
+    assert [(t.module, t.shape) for t in profile.timings] == [(m, s[0]) for m, s in shapes.items()]
     assert all(t.layer_forward_s + t.ends_forward_s > 0 for t in profile.timings)
     # Forward may seem to take as long as both directions of so small a module on a busy machine.
     assert any(t.layer_backward_s + t.ends_backward_s > 0 for t in profile.timings)
@@ -38,19 +164,16 @@ def test_timings_and_the_models_facts_make_a_profile():
         kept = [t.recompute[r].layer_bytes for r in ("layers", "named", "dots", "none")]
         assert kept == sorted(kept)
         assert kept[0] == pytest.approx(t.hidden_bytes)
-    # The model's own facts go with it.
+        assert t.content_forward_s == t.content_backward_s == {}  # attention takes whole rows
     assert profile.edges == (Edge("vision", "llm", "visual"),)
-    assert profile.tied == ("llm",)
-    assert profile.piece_tokens == {"vision": 16}
+    assert (profile.tied, profile.piece_tokens) == (("llm",), {"vision": 16})
     assert profile.n_layers == {"vision": 2, "llm": 4}
-    # Hidden states of a segment, float32, and no pairs where attention takes whole rows.
     hidden = {t.module: t.hidden_bytes for t in profile.timings}
     assert hidden == {"vision": 2 * 16 * WIDTH * 4, "llm": 32 * WIDTH * 4}
-    assert all(t.content_forward_s == t.content_backward_s == {} for t in profile.timings)
 
 
 @pytest.mark.parametrize("took_s, n_runs", [((0.01, 0.02), 25), ((0.04, 0.01), 13), ((3, 2), 3)])
-def test_programs_are_timed_in_turns_for_a_bounded_time(took_s, n_runs):
+def test_programs_are_timed_in_turns_for_a_bounded_time(monkeypatch, took_s, n_runs):
     """A clock played by hand; one run in the middle is disturbed."""
     now, calls = [0.0], []
 
@@ -58,84 +181,24 @@ def test_programs_are_timed_in_turns_for_a_bounded_time(took_s, n_runs):
         calls.append(i)
         now[0] += took_s[i] * (10 if len(calls) == 5 else 1)
 
-    got = measure.median_seconds([lambda: run(0), lambda: run(1)], clock=lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    got = timed_programs.median_seconds([lambda: run(0), lambda: run(1)])
     assert got == pytest.approx(took_s)
-    assert calls == [0, 1] * (len(calls) // 2)
-    assert len(calls) // 2 - 1 == n_runs  # one to warm up
-
-
-class Taps(dict):
-    """Taps by name that a frozen dataclass can hold."""
-
-    def __hash__(self):
-        return hash(tuple(sorted(self.items())))
+    assert calls == [0, 1] * (n_runs + 1)  # one to warm up
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A module of two matrices a layer, whose rows hold pieces; `taps` as the contract has them."""
+class SkippingText(Text):
+    """An LLM whose attention costs by the pairs of its pieces."""
 
-    n_layers: int = 4
-    pair_flops: float = 0.0
-    taps: Taps = field(default_factory=Taps)
-    loss: bool = False
-    width: int = 8
+    skips = True
+    attention_flops = MappingProxyType({"pair": 4.0})
 
-    tied = False
 
+class Skipping(Small):
     @property
-    def skips(self):
-        return self.pair_flops > 0
-
-    @property
-    def attention_flops(self):
-        return {"pair": self.pair_flops}
-
-    @property
-    def inputs(self):
-        taps = dict.fromkeys(self.taps, ())
-        return {"entry": ("ids",), "layers": ("segment_ids", "positions"), "exit": (), **taps}
-
-    @property
-    def freeze_groups(self):
-        return dict.fromkeys(self.inputs, "all")
-
-    def field_spec(self, name, rows, tokens):
-        if name == "deep":
-            return jax.ShapeDtypeStruct((rows, tokens, self.width), jnp.float32)
-        return jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
-
-    def init(self, part, key):
-        w = jax.random.normal(key, (16 if part == "entry" else self.width, self.width))
-        return {"up": w, "down": w.T} if part == "layers" else {"w": w}
-
-    def logical_axes(self, part):
-        layer = {"up": (None, "mlp"), "down": ("mlp", None)}
-        return layer if part == "layers" else {"w": (None, None)}
-
-    def entry(self, params, batch):
-        return jnp.take(params["w"], batch["ids"], axis=0, mode="clip")
-
-    def layer(self, params, x, batch):
-        first = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
-        return x + (x @ params["up"]) @ params["down"] * first[..., None].astype(x.dtype)
-
-    def exit(self, params, x, batch, entry):
-        y = x @ params["w"]
-        return {"loss_sum": jnp.sum(y)} if self.loss else y
-
-    def tap(self, name, params, x, batch):
-        return x @ params["w"]
-
-    def inlet(self, name, x, placed, batch):
-        return x + placed
-
-
-def two(**fields):
-    """Module `a` feeds `b` from a tap after its third layer, between `b`'s layers 2 and 3."""
-    a, b = Plain(taps=Taps(mid=3), **fields), Plain(loss=True, **fields)
-    edges = [{"source": "a", "target": "b", "name": "deep", "tap": "mid", "enters": 3}]
-    return SimpleNamespace(modules={"a": a, "b": b}, edges=edges, piece_tokens={}, vocab_size=16)
+    def modules(self):
+        return super().modules | {"llm": SkippingText(4)}
 
 
 def test_content_seconds_are_split_by_feature():
@@ -148,57 +211,48 @@ def test_content_seconds_are_split_by_feature():
     assert contents[2] == {"none": 0, "piece": 15, "pair": 3 * (4 * 10**2 + 8**2)}
     seconds = [2 + 1e-2 * c["pair"] + 0.5 * c["piece"] for c in contents]
     flops = {"pair": 2.0, "none": 4.0, "piece": 8.0}
-    static_s, content_s = measure._split_content(seconds, contents, flops)
+    static_s, content_s = timed_programs._split_content(seconds, contents, flops)
     assert static_s == pytest.approx(2.0, rel=1e-4)
     want = {"pair": 1e-2, "none": 4 * 0.51 / 10, "piece": 0.5}
     assert content_s == pytest.approx(want, rel=1e-4)
-    alone = measure._split_content([2 + 0.5 * 3 * n for n in (1, 16)], contents[:2], {"piece": 8.0})
-    assert alone == (pytest.approx(2.0), {"piece": pytest.approx(0.5)})
-    assert measure._split_content([2.0], contents[:1], {}) == (2.0, {})
 
 
-def test_pair_seconds_come_from_two_piece_counts(monkeypatch):
-    """A clock played by hand: a layer of 2 s and 3 s, 1e-2 s and 3e-2 s a pair, ends of 7 s."""
+@pytest.mark.parametrize("saves", [True, False])
+def test_pair_seconds_come_from_two_piece_counts(monkeypatch, saves):
+    """A clock played by hand: a layer of 2 s and 3 s, 1e-2 s and 3e-2 s a pair, ends of 7 s. A
+    backward program that does not get forward's residuals runs forward itself."""
     calls = []
 
     def fakes(segments, shape, below, pieces):
+        calls.append(len(pieces))
         return [fake(segment, shape, pieces) for segment in segments]
 
     def fake(segment, shape, pieces):
-        runs = []
-        for n in pieces:
-            pairs = content_of_rows(segment.module, shape, n)["pair"]
-            depth = segment.plan.n_layers
-            runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
-        calls.append(tuple(pieces))
-        n = segment.plan.n_layers
-        return TimedPrograms(tuple(runs), 10.0 * n + 5, 8.0 * n + 1, 64.0, segment.name == "a")
+        runs, n = [], segment.plan.n_layers
+        for count in pieces:
+            pairs = content_of_rows(segment.module, shape, count)["pair"]
+            runs.append((7 + n * (2 + 1e-2 * pairs), 7 + n * (3 + 3e-2 * pairs)))
+        return TimedPrograms(tuple(runs), 10.0 * n + 5, 8.0 * n + 1, 64.0, saves)
 
-    monkeypatch.setattr(measure, "compile_timed_programs", fakes)
-    monkeypatch.setattr(measure, "median_seconds", lambda runs, max_runs: runs)
-    shapes = {m: [Shape(2, 48)] for m in "ab"}
-    for t in timed(two(pair_flops=4.0), shapes, jax.devices()[:1]):
-        # The backward program of "b", which nobody reads, also runs forward.
-        own = (3.0, 3e-2, 7.0) if t.module == "a" else (1.0, 2e-2, 0.0)
-        assert (t.layer_forward_s, t.content_forward_s["pair"], t.ends_forward_s) == pytest.approx(
-            (2.0, 1e-2, 7.0)
-        )
-        got = (t.layer_backward_s, t.content_backward_s["pair"], t.ends_backward_s)
-        assert got == pytest.approx(own, abs=1e-9)
-        assert (t.recompute["none"].temp_bytes, t.hidden_bytes) == (5.0, 64.0)
-        # What forward hands over, or the temporaries of a backward that runs forward.
-        assert t.recompute["none"].layer_bytes == (8.0 if t.module == "a" else 10.0)
-    assert set(calls) == {(1, 16)}
-    calls.clear()
-    timings = timed(two(), shapes, jax.devices()[:1])
-    assert all(t.content_forward_s == t.content_backward_s == {} for t in timings)
-    assert {len(pieces) for pieces in calls} == {1}  # whole rows are timed once
+    monkeypatch.setattr(timed_programs, "compile_timed_programs", fakes)
+    monkeypatch.setattr(timed_programs, "median_seconds", lambda runs, max_runs: runs)
+    shapes = {"vision": [], "llm": [Shape(2, 48)]}
+    (t,) = timed(Skipping(), shapes, jax.devices()[:1])
+    seen = t.layer_forward_s, t.content_forward_s["pair"], t.ends_forward_s
+    assert seen == pytest.approx((2.0, 1e-2, 7.0))
+    seen = t.layer_backward_s, t.content_backward_s["pair"], t.ends_backward_s
+    assert seen == pytest.approx((3.0, 3e-2, 7.0) if saves else (1.0, 2e-2, 0.0), abs=1e-9)
+    assert (t.recompute["none"].temp_bytes, t.hidden_bytes) == (5.0, 64.0)
+    assert t.recompute["none"].layer_bytes == (8.0 if saves else 10.0)
+    (t,) = timed(MODEL, shapes, jax.devices()[:1])
+    assert t.content_forward_s == t.content_backward_s == {}
+    assert calls == [2, 1]  # whole rows are timed once
 
 
 def test_profile_key_depends_on_programs_and_shapes():
-    devices, shapes = jax.devices()[:1], {m: [Shape(1, 32)] for m in "ab"}
-    key = profile_key(two(), devices, shapes, "more")
-    assert key == profile_key(two(), devices, shapes, "more")
-    wider = profile_key(two(width=16), devices, shapes, "more")
-    longer = profile_key(two(), devices, {**shapes, "b": [Shape(1, 64)]}, "more")
-    assert len({key, wider, longer, profile_key(two(), devices, shapes)}) == 4
+    devices, shapes = jax.devices()[:1], {"vision": [Shape(1, 16)], "llm": [Shape(1, 32)]}
+    key = profile_key(MODEL, devices, shapes, "more")
+    assert key == profile_key(MODEL, devices, shapes, "more")
+    untied = profile_key(Small(tied=False), devices, shapes, "more")
+    longer = profile_key(MODEL, devices, {**shapes, "llm": [Shape(1, 64)]}, "more")
+    assert len({key, untied, longer, profile_key(MODEL, devices, shapes)}) == 4

@@ -1,7 +1,7 @@
 """Needed FLOPs of pieces and of segments' programs, against counts by hand."""
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +145,10 @@ class Untold:
         return {"loss_sum": jnp.sum((x @ params["w"]).sum(-1) * batch["weights"])}
 
 
+class Told(Untold):
+    attention_flops = MappingProxyType({"token": 3.0, "pair": 0.1})
+
+
 def test_needed_flops_of_loops_and_undeclared_attention():
     model = SimpleNamespace(modules={"m": Untold()}, edges=())
     flops = {f: needed_flops(model, {"m": 32}, f)["m"](20) for f in ((), ("table",), ("stack",))}
@@ -153,52 +157,29 @@ def test_needed_flops_of_loops_and_undeclared_attention():
     assert flops[()] == 2 * (2 * square + 3 * pairs) + 3 * square
     assert flops[("table",)] == flops[()]
     assert flops[("stack",)] == 2 * (square + 3 * pairs) + 3 * square
-    told = replace_module(model, {"token": 3.0, "pair": 0.1})
+    told = SimpleNamespace(modules={"m": Told()}, edges=())
     assert needed_flops(told, {"m": 32})["m"](20) == 2 * (2 * square + 3 * 100) + 3 * square
-
-
-def replace_module(model, attention):
-    class Told(Untold):
-        attention_flops = attention
-
-    return SimpleNamespace(modules={"m": Told()}, edges=model.edges)
 
 
 # ---- FLOPs of segments' programs ----
 
-DECODER_WIDTH, MLP, DECODER_VOCAB, LAYERS = 64, 160, 512, 4
-HEADS, KV_HEADS, HEAD = 4, 2, 16
+SIZE = DecoderSize(64, 4, 4, 2, 160, 512)
+DECODER = DecoderModule(SIZE, jnp.dtype("float32"))
 N_ROWS, TOKENS = 2, 96
-DECODER = DecoderModule(
-    DecoderSize(DECODER_WIDTH, LAYERS, HEADS, KV_HEADS, MLP, DECODER_VOCAB), jnp.dtype("float32")
-)
-EDGE = Edge("pictures", "text", "visual")
-
-N = N_ROWS * TOKENS
-DENSE = (
-    LAYERS
-    * 2
-    * N
-    * (
-        2 * DECODER_WIDTH * HEADS * HEAD
-        + 2 * DECODER_WIDTH * KV_HEADS * HEAD
-        + 3 * DECODER_WIDTH * MLP
-    )
-)
-ATTENTION = LAYERS * 2 * 2 * N_ROWS * HEADS * HEAD * TOKENS * (TOKENS + 1) / 2
-HEAD_FLOPS = 2 * N * DECODER_WIDTH * DECODER_VOCAB
+DENSE = N_ROWS * TOKENS * SIZE.n_layers * sum(decoder_products(SIZE))
+ATTENTION = N_ROWS * SIZE.n_layers * causal(SIZE, TOKENS)
+HEAD_FLOPS = N_ROWS * TOKENS * 2 * SIZE.width * SIZE.vocab
 
 
-def segment(module=DECODER, mesh=(1, 1, 1), microbatches=1, **changes) -> Segment:
-    plan = SegmentPlan("text", "text", 0, module.n_layers, "all", True, True)
+def segment(mesh=(1, 1, 1), microbatches=1, **changes) -> Segment:
     whole = Segment(
-        plan=plan,
-        module=module,
+        plan=SegmentPlan("text", "text", 0, SIZE.n_layers, "all", True, True),
+        module=DECODER,
         mesh=device_mesh(MeshShape(*mesh), jax.devices()),
         microbatches=microbatches,
         trainable=frozenset(("entry", "layers", "exit")),
         wants_gradient=frozenset(("visual",)),
-        edges=(EDGE,),
+        edges=(Edge("pictures", "text", "visual"),),
     )
     return replace(whole, **changes)
 
@@ -206,18 +187,16 @@ def segment(module=DECODER, mesh=(1, 1, 1), microbatches=1, **changes) -> Segmen
 SHAPE = Shape(N_ROWS, TOKENS)
 
 
-@pytest.mark.parametrize("kind", [FORWARD, EVALUATE])
-def test_forward_needs_every_product_once(kind):
-    flops = segment_flops(segment(), SHAPE, kind, with_forward=False)
-    assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS, rel=1e-12)
-
-
-def test_backward_needs_two_products_and_its_own_forward():
+def test_programs_need_every_product_once_and_twice_backward():
     forward = DENSE + ATTENTION + HEAD_FLOPS
-    flops = segment_flops(segment(), SHAPE, BACKWARD, with_forward=False)
-    assert flops == pytest.approx(2 * forward, rel=1e-12)
-    flops = segment_flops(segment(), SHAPE, BACKWARD, with_forward=True)
-    assert flops == pytest.approx(3 * forward, rel=1e-12)
+    for kind, with_forward, n in (
+        (FORWARD, False, 1), (EVALUATE, False, 1), (BACKWARD, False, 2), (BACKWARD, True, 3)
+    ):  # fmt: skip
+        flops = segment_flops(segment(), SHAPE, kind, with_forward=with_forward)
+        assert flops == pytest.approx(n * forward, rel=1e-12)
+    s = segment(mesh=(2, 2, 2), microbatches=4)  # data ranks have rows of their own
+    flops = segment_flops(s, SHAPE, BACKWARD, with_forward=True)
+    assert flops == pytest.approx(3 * forward * 4 / (2 * 2))
 
 
 @pytest.mark.parametrize(
@@ -234,13 +213,6 @@ def test_frozen_parts_need_no_gradient_of_their_own(trainable, brought, dense, a
     s = segment(trainable=frozenset(trainable), wants_gradient=frozenset(brought))
     wanted = dense * DENSE + attention * ATTENTION + head * HEAD_FLOPS
     assert segment_flops(s, SHAPE, BACKWARD, with_forward=False) == pytest.approx(wanted)
-
-
-def test_needed_flops_are_of_one_device():
-    one = segment_flops(segment(), SHAPE, BACKWARD, with_forward=True)
-    s = segment(mesh=(2, 2, 2), microbatches=4)
-    # Data ranks have rows of their own.
-    assert segment_flops(s, SHAPE, BACKWARD, with_forward=True) == one * 4 / (2 * 2)
 
 
 def test_visible_pair_share():

@@ -6,8 +6,7 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
-from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.prices import layout_prices
+from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -33,7 +32,7 @@ PARAMS = {"a": 24_000, "b": 43_200}  # of all layers and both ends
 LAYERS = {"a": 2, "b": 4}
 
 
-def profile(tied=(), pair_s=0.0):
+def profile(tied=()):
     """Module `a` takes pieces of 16 tokens, `b` packs; a layer's gradient costs two forwards."""
     timings = [
         LayerTiming(m, model, Shape(rows, tokens), f, 2 * f, f, 2 * f, 10.0 * rows * tokens)
@@ -41,14 +40,6 @@ def profile(tied=(), pair_s=0.0):
         for model in (1, 2)
         for rows, tokens in shapes
         for f in [1e-6 * rows * tokens / model]
-    ]
-    timings = [
-        dataclasses.replace(
-            t, content_forward_s={"pair": pair_s}, content_backward_s={"pair": 2 * pair_s}
-        )
-        if t.module == "b"
-        else t
-        for t in timings
     ]
     return profile_of(
         timings, LAYERS, layer_bytes=9_600, ends_bytes=4_800, share=0.3, concurrency=8.0,
@@ -114,14 +105,7 @@ def test_a_task_holds_the_work_of_the_host(device):
         assert after.programs[k].static_s == pytest.approx(took_s)
 
 
-def test_nothing_crosses_in_no_time_without_hardware():
-    prices = prices_of(plan((1, 2, 1), (1, 1, 2), group_size=2), profile())
-    assert prices.sends == {}
-    assert set(prices.step_end.values()) == {0.0}
-
-
-@pytest.mark.parametrize("first, across", [(2, False), (3, True), (4, True)])
-@pytest.mark.parametrize("edges", [1, 2])
+@pytest.mark.parametrize("first, across, edges", [(2, False, 1), (3, True, 1), (4, True, 2)])
 def test_what_a_module_sends_another(first, across, edges):
     """The reader's hidden states of a group, to each of its devices, for every edge."""
     p = plan((1, first, 1), (2, 1, 1), group_size=2, edges=edges)
@@ -142,21 +126,22 @@ def test_what_passes_between_segments_of_one_module():
     assert sends[one] == pytest.approx(send_s(640.0, HARDWARE, across=False))
 
 
-def test_segments_on_the_same_devices_send_nothing():
+def test_no_time_on_the_same_devices_or_without_hardware():
     p = plan()
     p = p.with_layout(submeshes=tuple(dataclasses.replace(m, first=0) for m in p.layout.submeshes))
     assert prices_of(p, linked()).sends == {}
+    prices = prices_of(plan((1, 2, 1), (1, 1, 2), group_size=2), profile())
+    assert prices.sends == {}
+    assert set(prices.step_end.values()) == {0.0}
 
 
-def test_the_step_ends_with_reduction_and_update():
-    p = plan((1, 3, 2), (1, 8, 1))
-    got = prices_of(p, linked()).step_end
-    for name, ways, ranks in (("a", 2, 3), ("b0", 1, 8)):
-        own = PARAMS[name[0]] / ways
-        assert got[Task(name, NO_GROUP, REDUCE)] == pytest.approx(
-            reduce_scatter_s(own, ranks, HARDWARE, stride=ways)
-        )
-        update = all_gather_s(own, ranks, HARDWARE, stride=ways)
+def test_step_ends_with_reduction_and_update():
+    got = prices_of(plan((1, 3, 2), (1, 8, 1)), linked()).step_end
+    for name, tp, ranks in (("a", 2, 3), ("b0", 1, 8)):
+        own = PARAMS[name[0]] / tp
+        reduced = reduce_scatter_s(own, ranks, HARDWARE, stride=tp)
+        assert got[Task(name, NO_GROUP, REDUCE)] == pytest.approx(reduced)
+        update = all_gather_s(own, ranks, HARDWARE, stride=tp)
         update += 7 * own / ranks / HARDWARE.memory_bandwidth
         assert got[Task(name, NO_GROUP, UPDATE)] == pytest.approx(update)
 
@@ -183,23 +168,15 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
         want = update + gathered * gathers
         assert end[Task("a", NO_GROUP, UPDATE)] == pytest.approx(want)
     # Two layers of a millisecond hide what is moved but for the first layer's and the ends'.
-    bring = all_gather_s(layer * share, ranks, HARDWARE) + all_gather_s(
-        ends * share, ranks, HARDWARE
-    )
+    bring = sum(all_gather_s(n * share, ranks, HARDWARE) for n in (layer, ends))
     scatter = sum(reduce_scatter_s(n, ranks, HARDWARE) for n in (layer, ends))
     for direction, more in ((FORWARD, (0.0, bring)), (BACKWARD, (scatter, bring + scatter))):
         key = ProgramId("a", Shape(2, 16), direction)
         took = [by_degree[zero].programs[key].static_s for zero in (1, 2, 3)]
         compute_s = 1e-6 * 32 * (2 if direction == BACKWARD else 1)
         for zero, extra in zip((2, 3), more, strict=True):
-            layer_s = sum(
-                c(n, ranks, HARDWARE)
-                for c, n, there in (
-                    (all_gather_s, layer * share, zero == 3),
-                    (reduce_scatter_s, layer, direction == BACKWARD),
-                )
-                if there
-            )
+            layer_s = (zero == 3) * all_gather_s(layer * share, ranks, HARDWARE)
+            layer_s += (direction == BACKWARD) * reduce_scatter_s(layer, ranks, HARDWARE)
             waits = 2 * max(0.0, layer_s - compute_s)
             assert took[zero - 1] - took[0] == pytest.approx(extra + waits)
 
@@ -244,11 +221,7 @@ def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
     tied = prices_of(plan(segments=2, tied=["b"]), linked(["b"])).step_end
     update = 7 * 2_400 / HARDWARE.memory_bandwidth  # the other half of the ends, on one rank
     send = send_s(4_800, HARDWARE)
-    for name, direction, more in (
-        ("b0", REDUCE, 0.0),
-        ("b1", REDUCE, send),
-        ("b0", UPDATE, update),
-        ("b1", UPDATE, update + send),
-    ):
-        task = Task(name, NO_GROUP, direction)
-        assert tied[task] == pytest.approx(loose[task] + more)
+    for name, more_s in (("b0", 0.0), ("b1", send)):
+        for direction, update_s in ((REDUCE, 0.0), (UPDATE, update)):
+            task = Task(name, NO_GROUP, direction)
+            assert tied[task] == pytest.approx(loose[task] + more_s + update_s)

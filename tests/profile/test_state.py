@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.profile.measure import build_profile
-from dflop_jax.profile.optimizer_state import parameter_dims
-from dflop_jax.profile.state import (
-    ShardedState,
-    optimizer_bytes,
-    trained_bytes,
-    working_bytes,
-)
+from dflop_jax.profile.roofline import build_profile
+from dflop_jax.profile.state import ShardedState
+from dflop_jax.profile.traced_parts import parameter_dims
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.module_parts import segment_parts
@@ -43,11 +38,8 @@ PROFILE = assembled_profile(MODEL)
 
 
 @pytest.mark.parametrize("devices, model, wanted", [
-    (0, 1, [1, 4, 6, 8, 12]),
-    (4, 1, [1, 4, 6, 4, 4]),
-    (4, 2, [1, 2, 2, 2, 2]),
-    (4, 4, [1, 4, 6, 8, 12]),
-    (3, 1, [1, 4, 3, 8, 3]),
+    (0, 1, [1, 4, 6, 8, 12]), (4, 1, [1, 4, 6, 4, 4]), (4, 2, [1, 2, 2, 2, 2]),
+    (4, 4, [1, 4, 6, 8, 12]), (3, 1, [1, 4, 3, 8, 3]),
 ])  # fmt: skip
 def test_ranks_of_a_block(devices, model, wanted):
     """Whole data ranks, several of them, that divide the degree; else there are no blocks."""
@@ -63,11 +55,11 @@ def test_rank_bytes_by_hand():
     profile = profile_of([TIMINGS[0]], {"m": 1}, **dims)
     plan = SegmentPlan("m", "m", 0, 1, "m", True, True)
     ranks = np.array([1, 2, 3, 4, 100])
-    got = ShardedState(plan, MeshShape(), profile).n_bytes(working_bytes, ranks)
+    got = ShardedState(plan, MeshShape(), profile).n_bytes("working_bytes", ranks)
     assert (got / 4).tolist() == [83, 30 + 4 + 8, 20 + 3 + 6, 15 + 2 + 4, 3]
     # Two tensor ranks have 30, 7 and 8 elements.
     split = ShardedState(plan, MeshShape(model=2), profile)
-    assert split.n_bytes(working_bytes, 4, exact=True) / 4 == 8 + 2 + 2
+    assert split.n_bytes("working_bytes", 4, exact=True) / 4 == 8 + 2 + 2
 
 
 def test_step_end_bytes_by_hand():
@@ -76,7 +68,7 @@ def test_step_end_bytes_by_hand():
         {n: ShardedState(of, MeshShape(data=n), PROFILE) for n in (1, 4)}
         for of in (plan, dataclasses.replace(plan, zero=3))
     )
-    own, size = (one[4].n_bytes(trained_bytes, n) for n in (4, 1))
+    own, size = (one[4].n_bytes("trained_bytes", n) for n in (4, 1))
     assert three[4].step_end_bytes() == pytest.approx(1.85 * own)
     assert one[4].step_end_bytes() == pytest.approx(3.2 * own + size)
     assert one[1].step_end_bytes() == three[1].step_end_bytes() == size
@@ -86,25 +78,22 @@ def test_step_end_bytes_by_hand():
 @pytest.mark.parametrize("data", [1, 4])
 @pytest.mark.parametrize("half", [False, True])
 def test_gathered_bytes_by_hand(zero, data, half):
-    """By hand: a layer's parameters (3) and gradients (2 and 3), the ends' gradients or, in a task
-    that ends in the loss, the parameters that the loss reads."""
-    plan = SegmentPlan(
-        "llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True, "none", zero
-    )
+    """A layer's parameters (3) and gradients (2 and 3), the ends' gradients or, in a task that ends
+    in the loss, the parameters that the loss reads."""
+    n_layers = MODEL.modules["llm"].n_layers
+    plan = SegmentPlan("llm", "llm", 0, n_layers, "m", True, True, "none", zero)
     working, mesh = 0.5 if half else 1.0, MeshShape(data=data)
     state = ShardedState(plan, mesh, PROFILE)
-    layer, ends = state.layer_bytes(trained_bytes), state.ends_bytes(trained_bytes)
+    layer, ends = state.layer_bytes("trained_bytes"), state.ends_bytes("trained_bytes")
     loose = dataclasses.replace(halved(PROFILE) if half else PROFILE, tied=())
     moved = (data > 1) * (zero > 1)
     whole = layer * (zero == 3) * working + layer + ends
     state = ShardedState(plan, mesh, loose)
     assert state.gathered_bytes(trained=True, ends_in_loss=False) == moved * whole
     for tied, read in ((), 0.5), (("llm",), 1.0):
-        profile = dataclasses.replace(loose, tied=tied)
+        state = ShardedState(plan, mesh, dataclasses.replace(loose, tied=tied))
         want = layer + (layer + read * ends) * working * (zero == 3)
-        state = ShardedState(plan, mesh, profile)
-        got = state.gathered_bytes(trained=True, ends_in_loss=True)
-        assert got == moved * want
+        assert state.gathered_bytes(trained=True, ends_in_loss=True) == moved * want
     frozen = ShardedState(plan, mesh, loose).gathered_bytes(trained=False, ends_in_loss=False)
     assert frozen == moved * (zero == 3) * working * layer
 
@@ -134,7 +123,7 @@ def test_optimizer_bytes_match_the_shardings(name, dtype):
         plan, segment = segment_on(MODEL.modules[module], module, mesh)
         want = device_bytes(SegmentUpdate(segment, tx, 0.0).state_structs)
         state = ShardedState(plan, mesh, profile)
-        assert float(state.n_bytes(optimizer_bytes, data, exact=True)) == want
+        assert float(state.n_bytes("element_state_bytes", data, exact=True)) == want
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

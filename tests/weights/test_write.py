@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.weights import (
-    AdapterForm,
     Folder,
     ModuleParams,
     read_segment,
@@ -101,14 +100,11 @@ def test_nothing_is_left_of_a_failure(params, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_folder_is_left_alone(folder, params):
+def test_existing_folders_and_unknown_types_are_refused(folder, params, tmp_path):
     before = sorted(f.name for f in folder.iterdir())
     with pytest.raises(ValueError, match="exists already"):
         write_folder(folder, MODEL.weights, held(params))
     assert sorted(f.name for f in folder.iterdir()) == before
-
-
-def test_unknown_type(params, tmp_path):
     with pytest.raises(ValueError, match="'int8'; known: float32, bfloat16, float16"):
         write_folder(tmp_path / "out", MODEL.weights, held(params), dtype="int8")
 
@@ -158,12 +154,12 @@ def test_adapters_are_products_in_the_layout_of_the_file(layout):
 def test_adapters_that_cannot_be_written_are_refused(tmp_path):
     model = MODEL
     with pytest.raises(ValueError, match=r"no adapters to write; train with train\.lora_rank"):
-        write_adapter(tmp_path / "a", model.weights, {"llm": {}}, AdapterForm(2, 1.0))
+        write_adapter(tmp_path / "a", model.weights, {"llm": {}}, rank=2, alpha=1.0)
     odd = {"llm": {"adapter": {"gait": {}}}}
     with pytest.raises(ValueError, match=r"no matrix for the adapters llm\.adapter\.gait"):
-        write_adapter(tmp_path / "a", model.weights, odd, AdapterForm(2, 1.0))
+        write_adapter(tmp_path / "a", model.weights, odd, rank=2, alpha=1.0)
     with pytest.raises(ValueError, match=r"unknown type of weights 'int4'"):
-        write_adapter(tmp_path / "a", model.weights, odd, AdapterForm(2, 1.0, dtype="int4"))
+        write_adapter(tmp_path / "a", model.weights, odd, rank=2, alpha=1.0, dtype="int4")
     assert not list(tmp_path.iterdir())
 
 
@@ -180,38 +176,23 @@ def made(folder, files):
     return folder
 
 
-@pytest.fixture
-def llm(tmp_path):
-    return made(tmp_path / "llm", {**TEXT, "config.json": "x", "model.safetensors": "w",
-                                   "model.safetensors.index.json": "i"})  # fmt: skip
-
-
-@pytest.fixture
-def tower(tmp_path):
-    return made(tmp_path / "tower", {"preprocessor_config.json": "p", "tokenizer.json": "other",
-                                     "spiece.model": "s", "config.json": "y"})  # fmt: skip
-
-
-def copied(tmp_path, *folders):
-    target = tmp_path / "out"
-    target.mkdir()
-    copy_processor_files(target, folders)
-    return {f.name: f.read_text() for f in target.iterdir()}
-
-
-def test_text_is_of_one_folder_and_processors_of_any(tmp_path, llm, tower):
-    texts = {name: f"llm {text}" for name, text in TEXT.items()}
-    assert copied(tmp_path, llm, tower) == {**texts, "preprocessor_config.json": "tower p"}
-
-
-def test_the_first_with_a_tokenizer_counts(tmp_path, llm, tower):
-    assert copied(tmp_path, tmp_path / "gone", tower, llm) == {
-        "tokenizer.json": "tower other", "spiece.model": "tower s",
-        "preprocessor_config.json": "tower p",
-    }  # fmt: skip
-
-
-def test_without_a_tokenizer_what_is_there_is_copied(tmp_path, tower):
+def test_texts_come_from_one_folder_and_processors_from_any(tmp_path):
+    """Texts from the first with a tokenizer, else what is there."""
+    llm = made(tmp_path / "llm", {**TEXT, "config.json": "x", "model.safetensors": "w",
+                                  "model.safetensors.index.json": "i"})  # fmt: skip
+    tower = made(tmp_path / "tower", {"preprocessor_config.json": "p", "tokenizer.json": "other",
+                                      "spiece.model": "s", "config.json": "y"})  # fmt: skip
     plain = made(tmp_path / "plain", {"scheduler_config.json": "d", "config.json": "x"})
-    assert copied(tmp_path, plain) == {"scheduler_config.json": "plain d"}
-    copy_processor_files(tmp_path / "gone", [])
+    texts = {name: f"llm {text}" for name, text in TEXT.items()}
+    tower_texts = {"tokenizer.json": "tower other", "spiece.model": "tower s"}
+    processors = {"preprocessor_config.json": "tower p"}
+    for i, (folders, want) in enumerate((
+        ((llm, tower), texts | processors),
+        ((tmp_path / "gone", tower, llm), tower_texts | processors),
+        ((plain,), {"scheduler_config.json": "plain d"}),
+        ((tmp_path / "gone",), {}),
+    )):  # fmt: skip
+        target = tmp_path / f"out{i}"
+        target.mkdir()
+        copy_processor_files(target, folders)
+        assert {f.name: f.read_text() for f in target.iterdir()} == want

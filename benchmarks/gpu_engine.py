@@ -31,6 +31,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.runtime.calibration import runs_by_key
 from dflop_jax.runtime.compiling import compile_jobs
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.initial_state import zero_gradients
@@ -202,8 +203,8 @@ def whole_steps(
         ex.init(0)
         n = ex.compile()
         yield {"name": "step compile", "programs": n, "compile_s": time.perf_counter() - start}
-        for key, seconds in ex.calibrate(3, ends=True).device_s.items():
-            ms = [1e3 * s for s in seconds]
+        for key, runs in runs_by_key(ex.calibrate(3, ends=True)).items():
+            ms = [1e3 * (r.device_s or 0.0) for r in runs]
             what = f"task {key.segment} {key.direction}"
             yield {"name": what, "ms": median(ms), "ms_p10": min(ms), "ms_p90": max(ms)}
         step = _Step(ex, groups)

@@ -50,12 +50,8 @@ def calibrated(ex: Any, peers: Any) -> tuple[Any, float]:
         rounds.append((others > DISTURBED, own_s, others, one))
     rounds.sort(key=lambda r: r[:2])
     counted = rounds[:CALIBRATIONS]
-    mine = Calibration()
-    for *_, one in counted:
-        for into, runs in ((mine.device_s, one.device_s), (mine.arrival_s, one.arrival_s)):
-            for program, seconds in runs.items():
-                into.setdefault(program, []).extend(seconds)
-    parts = [Calibration.decode(v) for v in peers.gather("calibrated", mine.encode(), bytes)]
+    mine = [run for *_, one in counted for run in one]
+    parts = peers.gather("calibrated", mine, Calibration)
     return parts, sum(others for _, _, others, _ in counted) / len(counted)
 
 

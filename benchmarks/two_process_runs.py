@@ -20,6 +20,7 @@ from dflop_jax.plan.search import search_plan
 from dflop_jax.records import Plan, Profile, ProgramId
 from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import PLAN, read_metrics
+from dflop_jax.runtime.calibration import runs_by_key
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import plan_trials, profiling, run_context, trainer
 from dflop_jax.train.plan_trials import TimedPlan
@@ -179,9 +180,10 @@ class Timings:
 def least_seconds(timed: TimedPlan) -> Seconds:
     """Of every program the least that it took, on the process where that is most."""
     least: dict[ProgramId, float] = {}
-    for program, runs in (row for part in timed.calibrations for row in part.device_s.items()):
-        if isinstance(program, ProgramId):
-            least[program] = max(min(runs), least.get(program, 0.0))
+    for program, runs in (row for part in timed.calibrations for row in runs_by_key(part).items()):
+        seconds = [r.device_s for r in runs if r.device_s is not None]
+        if isinstance(program, ProgramId) and seconds:
+            least[program] = max(min(seconds), least.get(program, 0.0))
     return least
 
 

@@ -39,7 +39,7 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.runtime.exchange import gather_features
-from dflop_jax.runtime.layer_loops import LayerLoop, split_into_loops
+from dflop_jax.runtime.module_parts import LayerLoop, split_into_loops
 from dflop_jax.schedule.batch import first_fit_decreasing
 
 LLM = "llm"  # the module that answers

@@ -7,14 +7,14 @@ Each process measures how long its tasks take, and when the data that tasks send
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 
 from dflop_jax.records import (
     BACKWARD,
@@ -39,80 +39,65 @@ from dflop_jax.runtime.synthetic_batch import synthetic_arrays, synthetic_groups
 from dflop_jax.simulate.task_graph import linked_shapes, segment_links, step_graph
 from dflop_jax.simulate.task_order import order_tasks
 
-Runs = dict[ProgramId | Task, list[float]]
+Sync = Callable[[], None]  # waits for the other processes
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Seconds of one process: a list of runs for each program, and for each task that runs once a
-    step. Run i is the same run on every process.
+class TaskRun:
+    """One run of a task alone, as one process saw it. `key` is the task's program, or the task if
+    it runs once a step.
 
     Attributes:
-      device_s: until the outputs were computed; only tasks on this process's devices.
-      arrival_s: until all pending transfers had arrived here, too; all tasks.
-      host_s: processor seconds of the dispatching thread in that time; all tasks.
-      host_ahead_s: processor seconds for what it sends before the task runs; all tasks.
+      device_s: seconds until the outputs were computed; None: on other processes' devices.
+      arrival_s: seconds until all pending transfers had arrived here, too.
+      host_s: processor seconds of the dispatching thread in that time.
+      host_ahead_s: processor seconds for what it sends before the task runs.
     """
 
-    device_s: Runs = field(default_factory=dict)
-    arrival_s: Runs = field(default_factory=dict)
-    host_s: Runs = field(default_factory=dict)
-    host_ahead_s: Runs = field(default_factory=dict)
+    key: ProgramId | Task
+    device_s: float | None
+    arrival_s: float
+    host_s: float = 0.0
+    host_ahead_s: float = 0.0
 
-    def encode(self) -> bytes:
-        """Bytes that `decode` reads."""
-        tables: list[list[Any]] = []
-        for f in fields(self):
-            runs: Runs = getattr(self, f.name)
-            programs = [(k, v) for k, v in runs.items() if isinstance(k, ProgramId)]
-            tables.append([programs, [(k, v) for k, v in runs.items() if isinstance(k, Task)]])
-        return msgspec.json.encode(tables)
 
-    @staticmethod
-    def decode(data: bytes) -> Calibration:
-        programs = list[tuple[ProgramId, list[float]]]
-        tasks = list[tuple[Task, list[float]]]
-        tables = msgspec.json.decode(data, type=list[tuple[programs, tasks]])
-        return Calibration(*({**dict(p), **dict(t)} for p, t in tables))
+Seconds = dict[ProgramId | Task, float]
+Calibration = list[TaskRun]  # one process's runs; run i is the same run on every process
 
 
 def calibrate(
-    programs: Programs, state: TrainState, *, repeats: int, ends: bool, sync: Callable[[], None]
+    programs: Programs, state: TrainState, *, repeats: int, ends: bool, sync: Sync
 ) -> Calibration:
     """Run every task alone on synthetic microbatches: once to warm up, then `repeats` times. It
     also warms up every transfer, and leaves zero gradients.
 
-    `ends`: also run reductions and updates, which change parameters and optimizer state. `sync`
-    waits for the other processes, before every task.
+    `ends`: also run reductions and updates, which change parameters and optimizer state. `sync` is
+    called before every task.
     """
-    calibration = Calibration()
+    runs: Calibration = []
     plan = Plan("", programs.layout)  # any order: tasks are timed alone
     for groups, arrays, evaluate in _calibration_steps(programs, ends=ends):
         graph = step_graph(plan.layout, groups, tuple(programs.updates), evaluate=evaluate)
         order = order_tasks(plan, graph, groups)
         for repeat in range(repeats + 1):
-            recorded = calibration if repeat else Calibration()
             call = _trial_call(programs, state, groups, arrays, evaluate=evaluate)
             for task in order:
-                if task.group != NO_GROUP:
-                    _time_task(
-                        call, task, ProgramId.for_task(task, groups[task.group]), recorded, sync
-                    )
-                elif not groups:
-                    _time_task(call, task, task, recorded, sync)
+                if task.group == NO_GROUP and groups:
+                    continue
+                run = _time_task(call, task, sync)
+                runs += [run] if repeat else []
     if not ends:
         _send_norms(programs)
     for name in state.grads.keys() & programs.local_segments:
         del state.grads[name]  # first: memory may not hold two
         state.grads[name] = zero_gradients(programs.segments[name])
-    return calibration
+    return runs
 
 
 def _calibration_steps(
     programs: Programs, *, ends: bool
 ) -> Iterator[tuple[Sequence[Group], Sequence[GroupArrays], bool]]:
-    """Steps that together have every task: (groups, arrays, whether it is an evaluation). The step
-    for reductions and updates has no groups."""
+    """Steps that have every task: (groups, arrays, whether to evaluate); the last has no groups."""
     for b in range(len(programs.layout.buckets)):
         groups, arrays = synthetic_groups(programs, b)
         yield groups, arrays, False
@@ -129,14 +114,13 @@ def rehearse(
     state: TrainState,
     groups: Sequence[Group],
     order: Sequence[Task],
-    sync: Callable[[], None],
+    sync: Sync,
 ) -> None:
     """Run a whole step in its order on synthetic arrays, each task awaited, so that it reaches the
-    step's peak memory. `sync` as for `calibrate`. It changes parameters and optimizer state."""
-    arrays = synthetic_arrays(programs, groups)
-    call = _trial_call(programs, state, groups, arrays)
+    step's peak memory. It changes parameters and optimizer state."""
+    call = _trial_call(programs, state, groups, synthetic_arrays(programs, groups))
     for task in order:
-        _time_task(call, task, task, Calibration(), sync)
+        _time_task(call, task, sync)
 
 
 def _trial_call(
@@ -153,13 +137,7 @@ def _trial_call(
     return StepCall(trial_programs, state, groups, arrays, scales, evaluate=evaluate)
 
 
-def _time_task(
-    call: StepCall,
-    task: Task,
-    key: ProgramId | Task,
-    recorded: Calibration,
-    sync: Callable[[], None],
-) -> None:
+def _time_task(call: StepCall, task: Task, sync: Sync) -> TaskRun:
     trial_programs: Any = call.programs
     trial_programs.check_free_memory(call.key(task))
     host_ahead_s = 0.0
@@ -168,29 +146,31 @@ def _time_task(
         cpu_start_s = time.thread_time()
         call.send_indices(task.segment, task.group)  # as in a step, where dispatch runs ahead
         host_ahead_s = time.thread_time() - cpu_start_s
-    recorded.host_ahead_s.setdefault(key, []).append(host_ahead_s)
     call.wait_for_pending()
     sync()
     start, cpu_start_s = time.perf_counter(), time.thread_time()
     outputs = call.run(task)
     if trial_programs.failed:
         raise trial_programs.failed
-    recorded.host_s.setdefault(key, []).append(time.thread_time() - cpu_start_s)
+    host_s = time.thread_time() - cpu_start_s
     jax.block_until_ready(outputs)
     device_s = time.perf_counter() - start
     call.wait_for_pending()
-    recorded.arrival_s.setdefault(key, []).append(time.perf_counter() - start)
-    if task.segment in call.programs.local_segments:
-        recorded.device_s.setdefault(key, []).append(device_s)
+    return TaskRun(
+        task if task.group == NO_GROUP else ProgramId.for_task(task, call.groups[task.group]),
+        device_s if task.segment in call.programs.local_segments else None,
+        time.perf_counter() - start,
+        host_s,
+        host_ahead_s,
+    )
 
 
 def _send_norms(programs: Programs) -> None:
     """Warm up the norms' transfers, which only a whole step makes."""
-    for name in programs.updates:
-        source = programs.segments[name].sharding()
+    shardings = [programs.segments[name].sharding() for name in programs.updates]
+    for source in shardings:
         norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=source))
-        for target_name in programs.updates:
-            target = programs.segments[target_name].sharding()
+        for target in shardings:
             jax.block_until_ready(send(norm, target))
 
 
@@ -208,19 +188,12 @@ def merge_calibrations(
       shares_cores: as for `Prices`.
     """
     host_s = _mean_host_seconds(calibrations)
-    sends = {} if one_at_a_time else _send_seconds(layout, calibrations)
+    device_s, arrival_s = _median_of_slowest(calibrations)
+    sends = {} if one_at_a_time else _send_seconds(layout, device_s, arrival_s)
     if shares_cores:  # the mean over programs replaces each program's own host seconds
-        calibrations = [
-            replace(
-                p,
-                device_s=_subtract_host(p.device_s, p.host_s),
-                arrival_s=_subtract_host(p.arrival_s, p.host_s),
-            )
-            for p in calibrations
-        ]
-    device_s = _median_of_slowest([p.device_s for p in calibrations])
+        without_host = [list(map(_subtract_host, runs)) for runs in calibrations]
+        device_s, arrival_s = _median_of_slowest(without_host)
     if one_at_a_time:
-        arrival_s = _median_of_slowest([p.arrival_s for p in calibrations])
         device_s = {k: max(arrival_s[k], s) for k, s in device_s.items()}
     return Prices(
         {
@@ -235,31 +208,35 @@ def merge_calibrations(
     )
 
 
-def _subtract_host(runs: Runs, host: Runs) -> Runs:
-    """Programs' runs minus the host seconds of the dispatching thread."""
-    return {
-        k: [max(s - h, 0.0) for s, h in zip(v, host[k], strict=True)]
-        if isinstance(k, ProgramId) and k in host
-        else v
-        for k, v in runs.items()
-    }
+def _subtract_host(run: TaskRun) -> TaskRun:
+    """A program's run without the host seconds of the dispatching thread."""
+    if isinstance(run.key, Task):
+        return run
+    device_s = None if run.device_s is None else max(run.device_s - run.host_s, 0.0)
+    return replace(run, device_s=device_s, arrival_s=max(run.arrival_s - run.host_s, 0.0))
 
 
 def _mean_host_seconds(calibrations: Sequence[Calibration]) -> float:
-    """Processor seconds of the dispatching thread per program on the process's devices, including
-    its work for other processes' programs; the mean over processes."""
+    """Mean processor seconds of dispatching a program, other processes' programs included."""
     total_s, n_own = 0.0, 0
     for calibration in calibrations:
-        for runs in (calibration.host_s, calibration.host_ahead_s):
-            total_s += sum(median(s) for k, s in runs.items() if isinstance(k, ProgramId) and s)
-        n_own += sum(isinstance(k, ProgramId) for k in calibration.device_s)
+        for key, runs in runs_by_key(calibration).items():
+            if isinstance(key, ProgramId):
+                total_s += median(r.host_s for r in runs) + median(r.host_ahead_s for r in runs)
+                n_own += runs[0].device_s is not None
     return total_s / n_own if n_own else 0.0
 
 
-def _send_seconds(layout: Layout, calibrations: Sequence[Calibration]) -> dict[SendId, float]:
+def runs_by_key(calibration: Calibration) -> dict[ProgramId | Task, list[TaskRun]]:
+    """The runs of each program, or of a task that runs once a step."""
+    runs: defaultdict[ProgramId | Task, list[TaskRun]] = defaultdict(list)
+    for run in calibration:
+        runs[run.key].append(run)
+    return runs
+
+
+def _send_seconds(layout: Layout, device_s: Seconds, arrival_s: Seconds) -> dict[SendId, float]:
     """Seconds from the end of a task to the arrival of its outputs, by link and direction."""
-    device_s = _median_of_slowest([p.device_s for p in calibrations])
-    arrival_s = _median_of_slowest([p.arrival_s for p in calibrations])
     sends: dict[SendId, float] = {}
     for link in segment_links(layout):
         low, high = layout.segment(link.source), layout.segment(link.target)
@@ -275,9 +252,11 @@ def _send_seconds(layout: Layout, calibrations: Sequence[Calibration]) -> dict[S
     return sends
 
 
-def _median_of_slowest(runs_by_process: Sequence[Runs]) -> dict[ProgramId | Task, float]:
-    runs: dict[ProgramId | Task, list[list[float]]] = {}
-    for process_runs in runs_by_process:
-        for key, seconds in process_runs.items():
-            runs.setdefault(key, []).append(seconds)
-    return {k: median(map(max, zip(*seconds, strict=True))) for k, seconds in runs.items()}
+def _median_of_slowest(calibrations: Sequence[Calibration]) -> tuple[Seconds, Seconds]:
+    """(`device_s`, `arrival_s`): the median over runs of the slowest process."""
+    device_s: defaultdict[Any, list[float]] = defaultdict(list)
+    arrival_s: defaultdict[Any, list[float]] = defaultdict(list)
+    for runs in zip(*calibrations, strict=True):
+        device_s[runs[0].key].append(max(r.device_s for r in runs if r.device_s is not None))
+        arrival_s[runs[0].key].append(max(r.arrival_s for r in runs))
+    return {k: median(s) for k, s in device_s.items()}, {k: median(s) for k, s in arrival_s.items()}

@@ -7,6 +7,7 @@ same order as all other processes: JAX matches the two ends of a transfer by cou
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,15 +59,12 @@ def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
 
 @dataclass(frozen=True)
 class Route:
-    """Copies (from, to) that bring each of `targets` its shard.
-
-    Attributes:
-      sent: from devices that hold it; a target that holds it itself is among them.
-      forwarded: from targets that have received it.
-    """
+    """Copies (from, to) that bring each of `targets` its shard."""
 
     targets: tuple[jax.Device, ...]
+    # From devices that hold it; a target that holds it itself is among them.
     sent: tuple[tuple[jax.Device, jax.Device], ...]
+    # From targets that have received it.
     forwarded: tuple[tuple[jax.Device, jax.Device], ...]
 
 
@@ -81,8 +79,9 @@ def find_route(
     """
     sent: list[tuple[jax.Device, jax.Device]] = []
     forwarded: list[tuple[jax.Device, jax.Device]] = []
-    delivered = {key: [t for t, k in wanted.items() if k == key and t in holders[key]]
-            for key in dict.fromkeys(wanted.values())}  # fmt: skip
+    delivered: defaultdict[Any, list[jax.Device]] = defaultdict(list)
+    for target, key in wanted.items():
+        delivered[key] += [target] if target in holders[key] else []
     for i, (target, key) in enumerate(wanted.items()):
         local_holders = [d for d in holders[key] if d.process_index == target.process_index]
         nearest_targets = [d for d in delivered[key] if d.process_index == target.process_index]
@@ -113,20 +112,17 @@ def _copy_shards(
     shards: ShardsByDevice, pairs: Sequence[tuple[jax.Device, jax.Device]], shard_struct: Any
 ) -> dict[jax.Device, jax.Array]:
     process_index = jax.process_index()
-    cross = [(s, t) for s, t in pairs if s.process_index != t.process_index]
     arrived = {t: shards[s] for s, t in pairs if s == t and t in shards}
-    local = [
-        (s, t) for s, t in pairs if s != t and s.process_index == t.process_index == process_index
-    ]
+    local = {t: s for s, t in pairs if s != t and s.process_index == t.process_index}
+    local = {t: s for t, s in local.items() if t.process_index == process_index}
     if local:
-        targets = [t for _, t in local]
-        copies = jax.device_put([shards[s] for s, _ in local], targets)
-        arrived |= zip(targets, copies, strict=True)
+        copies = jax.device_put([shards[s] for s in local.values()], [*local])
+        arrived |= zip(local, copies, strict=True)
     # One call each: of several in one call JAX (0.10.2, CPU) may swap the destinations.
-    for s, t in cross:
-        struct = jax.ShapeDtypeStruct(
-            shard_struct.shape, shard_struct.dtype, sharding=SingleDeviceSharding(s)
-        )
+    for s, t in pairs:
+        if s.process_index == t.process_index:
+            continue
+        struct = shard_struct.update(sharding=SingleDeviceSharding(s))
         sent = shards[s] if s in shards else remote_array(struct)
         copy = jax.device_put(sent, SingleDeviceSharding(t))
         if t.process_index == process_index:
@@ -142,31 +138,31 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
     array. JAX (0.10.2, CPU) may then delete it before it has left for another process, so a copy is
     sent.
     """
-    shape = array.shape
-    route = _route(shape, array.sharding, sharding)
+    route = _route(array.shape, array.sharding, sharding)
     if route is None:
         whole = array.is_fully_addressable and sharding.is_fully_addressable
         assert whole, f"pieces differ: {array.sharding} and {sharding}"
         return jax.device_put(array, sharding)
-    shard_struct = jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype)
+    shard_struct = jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
+    struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     shards = local_shards(array)
     if donated and any(s.process_index != t.process_index for s, t in route.sent):
         shards = {device: shard.copy() for device, shard in shards.items()}
-    moved_shards = move_shards(shards, route, shard_struct)
-    return assemble_array(jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding), moved_shards)
+    return assemble_array(struct, move_shards(shards, route, shard_struct))
 
 
 @cache
 def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route | None:
-    """The route; None if the shards of the two shardings differ."""
+    """None if the shards of the two shardings differ."""
     holders: dict[Any, list[jax.Device]] = {}
     for device, index in source.devices_indices_map(shape).items():
-        holders.setdefault(_index_key(index), []).append(device)
-    wanted = {d: _index_key(index) for d, index in target.devices_indices_map(shape).items()}
+        holders.setdefault(index_key(index), []).append(device)
+    wanted = {d: index_key(index) for d, index in target.devices_indices_map(shape).items()}
     if not set(wanted.values()) <= set(holders):
         return None
     return find_route(holders, wanted)
 
 
-def _index_key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
+def index_key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
+    """A key of slices, which Python 3.11 does not hash."""
     return tuple((s.start, s.stop) for s in index)

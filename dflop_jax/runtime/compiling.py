@@ -17,13 +17,9 @@ from dflop_jax.runtime.programs import LESS_REMAT, Key, Programs, autotunes, pro
 from dflop_jax.runtime.segment import Segment, output_struct
 from dflop_jax.simulate.task_graph import linked_shapes
 
-CompileJob = Callable[[], jax.stages.Lowered]
-
 
 def compile_programs(
-    programs: Programs,
-    on_progress: Callable[[int, int], None] = lambda done, of: None,
-    sync: Callable[[], None] = lambda: None,
+    programs: Programs, on_progress: Callable[[int, int], None], sync: Callable[[], None]
 ) -> int:
     """Compile every program of this process, in the order of the plan's segments, which is the same
     on every process; returns the number of programs. Equal segments on the same devices share them.
@@ -38,54 +34,47 @@ def compile_programs(
     jobs, process = compile_jobs(programs), jax.process_index()
     local_keys = [k for k in jobs if k[0] in programs.local_segments]
     representative_of = representatives(programs)
-    unique_keys = [k for k in local_keys if representative_of[k[0]] == k[0]]
-    own_keys = {
-        k for i, k in enumerate(unique_keys) if _compiling_process(programs, k, i) == process
-    }
-    own_keys = {k for k in unique_keys if (_required_forward(programs, k) or k) in own_keys}
-    for keys in (own_keys, {*unique_keys} - own_keys):
+    keys = [k for k in local_keys if representative_of[k[0]] == k[0]]
+    own_keys = {k for i, k in enumerate(keys) if _compiling_process(programs, k, i) == process}
+    own_keys = {k for k in keys if (_required_forward(programs, k) or k) in own_keys}
+    for is_own in (True, False):
         with ThreadPoolExecutor(threads_for(programs.segments.values())) as pool:
             running: dict[Key, Future[jax.stages.Compiled]] = {}
             try:
-                for k in (k for k in unique_keys if k in keys):
-                    on_progress(len(programs.compiled), len(unique_keys))
+                for k in (k for k in keys if (k in own_keys) == is_own):
+                    on_progress(len(programs.compiled), len(keys))
                     if forward := _required_forward(programs, k):
                         update_lowering(programs, forward, running[forward].result())
                     running[k] = pool.submit(jobs[k]().compile)
                 for key, job in running.items():
                     programs.compiled[key] = job.result()
-                    on_progress(len(programs.compiled), len(unique_keys))
+                    on_progress(len(programs.compiled), len(keys))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         sync()
     for key in local_keys:
         programs.compiled[key] = programs.compiled[representative_of[key[0]], *key[1:]]
-    return len(unique_keys)
+    return len(keys)
 
 
 def threads_for(segments: Iterable[Segment]) -> int:
-    """Number of threads that compile programs of these segments. Tracing is serial (it holds the
-    GIL); XLA compiles in parallel. Kernels that are tuned at the same time would disturb each
-    other."""
+    """Threads that compile programs of these segments. Tracing holds the GIL, XLA compiles in
+    parallel; kernels that are tuned at the same time would disturb each other."""
     return 1 if autotunes(segments) else 4
 
 
 def representatives(programs: Programs) -> dict[str, str]:
-    """For every segment, the first one with the same programs. Segments share programs if they are
-    inside a module, no edge touches them, and their layers have the same kinds on the same
-    devices."""
+    """For every segment, the first one with the same programs: both inside a module, touched by no
+    edge, with layers of the same kinds on the same devices."""
     first: dict[Segment, str] = {}
     names = {}
     for name, s in programs.segments.items():
         inside = {*s.stacked} >= {*s.owned_parts} and not s.outgoing and not s.inlets
         kinds, first_layer, n = layer_kinds_of(s.module), s.plan.start, s.plan.n_layers
         # The same segment without a name, on the first layers of its module with these kinds.
-        start = next(
-            i
-            for i in range(first_layer + 1)
-            if kinds[i : i + n] == kinds[first_layer : first_layer + n]
-        )
+        own_kinds = kinds[first_layer : first_layer + n]
+        start = next(i for i in range(first_layer + 1) if kinds[i : i + n] == own_kinds)
         canonical = replace(s, plan=replace(s.plan, name="", start=start, stop=start + n))
         names[name] = first.setdefault(canonical, name) if inside else name
     return names
@@ -103,16 +92,16 @@ def update_lowering(programs: Programs, key: Key, compiled: jax.stages.Compiled)
         lowering.set_residual_shardings(key[1], compiled)
 
 
-def compile_jobs(programs: Programs) -> dict[Key, CompileJob]:
+def compile_jobs(programs: Programs) -> dict[Key, Callable[[], jax.stages.Lowered]]:
     """By key, a function that lowers each program of the layout, also those of other processes."""
-    found: dict[Key, CompileJob] = {}
+    found: dict[Key, Callable[[], jax.stages.Lowered]] = {}
     for name, segment in programs.segments.items():
         for shape in programs.layout.shapes(segment.plan.module):
             for kind in program_kinds(programs, name):
                 found[name, shape, kind] = partial(programs.lowerings[name].lower, shape, kind)
-            if keeping := programs.less_remat.get(name):
+            if lowering := programs.less_remat.get(name):
                 for kind in (FORWARD, BACKWARD):
-                    found[name, shape, LESS_REMAT, kind] = partial(keeping.lower, shape, kind)
+                    found[name, shape, LESS_REMAT, kind] = partial(lowering.lower, shape, kind)
             for struct in _summed_structs(programs, name, shape):
                 # Nothing is donated: an array that arrived may share its buffer with the sender's.
                 add = jax.jit(jnp.add, out_shardings=struct.sharding)
@@ -143,19 +132,18 @@ def _compiling_process(programs: Programs, key: Key, i: int) -> int:
 
 
 def _summed_structs(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
-    """Structs that a segment sums over several arrays: an input from several modules, groups or
-    rounds, and the gradient of an output that several edges, groups or rounds read."""
+    """Inputs and gradients of outputs that a segment sums over modules, groups or rounds."""
     layout, segment = programs.layout, programs.segments[name]
     structs = []
-    brought = [k.edge for k in programs.incoming_links[name] if k.edge]
-    for field in dict.fromkeys(e.name for e in brought):
-        sources = {e.source for e in brought if e.name == field}
+    incoming = [k.edge for k in programs.incoming_links[name] if k.edge]
+    for field in dict.fromkeys(e.name for e in incoming):
+        sources = {e.source for e in incoming if e.name == field}
         in_rounds = any(layout.data_ranks(m) > 1 for m in sources)
         if len(sources) > 1 or layout.fan_in > 1 or in_rounds:
             structs.append(programs.signature(name, shape).x[field])
-    carried = [k.edge for k in programs.outgoing_links[name] if k.edge]
-    taps = [e.tap for e in carried]
-    for e in carried:
+    outgoing = [k.edge for k in programs.outgoing_links[name] if k.edge]
+    taps = [e.tap for e in outgoing]
+    for e in outgoing:
         if segment.data_ranks > 1 or e.target in layout.divided or taps.count(e.tap) > 1:
             structs.append(output_struct(segment, e, shape))
     return list(dict.fromkeys(structs))

@@ -15,6 +15,7 @@ size would go through the host and stop the dispatch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -29,18 +30,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, chip_of
-from dflop_jax.runtime.communicator import (
-    Route,
-    assemble_array,
-    find_route,
-    local_shards,
-    move_shards,
-)
+from dflop_jax.runtime import communicator
+from dflop_jax.runtime.communicator import Route, find_route
 from dflop_jax.runtime.exchange_index import ExchangeIndex, IndexArrays
 
-# Capacity of a round over an even share of a rank's features, where the plan gives none: twice as
-# much sends twice the padding, and fewer groups need a second round.
-_CAPACITY_FACTOR = 1.5
 # Rows that are added in one pass over all: passes are the logarithm to this base of the longest
 # run, and each reads as many rows.
 _ROWS_PER_PASS = 8
@@ -52,7 +45,7 @@ class Exchange:
 
     `sources`: number of features that an input position sums, weighted if there are several.
     `capacity_fraction`: share of a data rank's features that one round can send to one other rank;
-    None: an even share times `_CAPACITY_FACTOR`.
+    None: an even share.
     """
 
     features: jax.ShapeDtypeStruct
@@ -60,7 +53,7 @@ class Exchange:
     sources: int = 1
     capacity_fraction: float | None = None
 
-    @property
+    @cached_property
     def _source(self) -> Mesh:
         return self.features.sharding.mesh
 
@@ -70,7 +63,7 @@ class Exchange:
         stages, low = self._source.shape["stage"], self._source.shape["data"]
         per_microbatch = rows // low * tokens
         per_rank = m // stages * per_microbatch
-        share = _CAPACITY_FACTOR / low if self.capacity_fraction is None else self.capacity_fraction
+        share = 1 / low if self.capacity_fraction is None else self.capacity_fraction
         capacity = max(1, min(ceil(share * per_rank - 1e-6), per_rank))
         high = self.inputs.sharding.mesh.shape["data"]
         return ExchangeIndex(low, high, stages, m, per_microbatch, capacity)
@@ -85,8 +78,7 @@ class Exchange:
 
     @cached_property
     def block_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The rows on the source's submesh: blocks [M, V * rows of a target's rank, length,
-        width]."""
+        """The rows on the source's submesh, [M, V * rows of a target's rank, length, width]."""
         return (self._source_struct(self.inputs),) * self.index.blocks
 
     @cached_property
@@ -98,16 +90,18 @@ class Exchange:
 
     @cached_property
     def source_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """One round's arrays on the target's submesh, each data rank its own rows."""
+        """One round's `IndexArrays` on the target's submesh, each data rank its own rows."""
         r, sharding = self.index, self.inputs.sharding
         shape = (*self.inputs.shape[:3], self.sources)
-        requests = (r.stages, r.target_ranks, r.source_ranks * r.capacity), jnp.int32
-        arrays: list[tuple[tuple[int, ...], Any]] = [requests] if r.received_rows else []
-        arrays += [(shape, jnp.int32), (shape, jnp.float32)][: 1 + (self.sources > 1)]
+        arrays: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.int32)]
+        if r.received_rows:
+            arrays.insert(0, ((r.stages, r.target_ranks, r.source_ranks * r.capacity), jnp.int32))
+        if self.sources > 1:
+            arrays.append((shape, jnp.float32))
         return tuple(jax.ShapeDtypeStruct(*array, sharding=sharding) for array in arrays)
 
     def synthetic_indices(self) -> IndexArrays:
-        """Index arrays in which every position reads, within one round."""
+        """`source_indices` in which every position reads, within one round."""
         shape = (*self.inputs.shape[:3], self.sources)
         index = self.index.synthetic_index(shape)
         if self.sources == 1:
@@ -140,7 +134,7 @@ class Exchange:
         table = features.reshape(-1, features.shape[-1])
         requests, *indices = self._local_requests(sources)
         if requests is not None:
-            requested = _all_to_all(requests)
+            requested = lax.all_to_all(requests, "data", 0, 0, tiled=True)
             rows = gather_features(table, requested.reshape(-1, 1))
             table = jnp.concatenate([self._exchange_rows(rows, requested, requests), table])
         inputs = gather_features(table, *indices)
@@ -154,13 +148,13 @@ class Exchange:
         r, width, dtype = self.index, self.features.shape[-1], self.features.dtype
         requests, slots, *weights = self._local_requests(sources)
         if requests is not None:  # of the ranks that got the same rows one gives the gradient
-            slots = jnp.where(self._is_receiving_rank(), slots, -1)
+            slots = jnp.where(self._is_home_rank(), slots, -1)
         rows = jnp.concatenate([b.reshape(-1, *b.shape[2:]) for b in blocks])
         struct = jax.ShapeDtypeStruct((r.table_rows, width), dtype)
         dtable = scatter_gradient(struct, rows, slots, *weights)
         total = dtable[r.received_rows :]
         if requests is not None:
-            requested = _all_to_all(requests)
+            requested = lax.all_to_all(requests, "data", 0, 0, tiled=True)
             received = self._exchange_rows(dtable[: r.received_rows], requests, requested)
             struct = jax.ShapeDtypeStruct((r.own_features, width), dtype)
             index = requested.reshape(-1, 1)
@@ -171,25 +165,23 @@ class Exchange:
         return total.reshape(m // r.stages, n // r.source_ranks, tokens, width), done
 
     def _local_requests(self, sources: tuple[tuple[Array, ...], ...]) -> tuple[Any, ...]:
-        """This device's requests to each rank [V, blocks, capacity] or None, and its slots and
-        weights [rows of all blocks, tokens, sources]."""
+        """This device's requests [V, blocks, capacity] or None, and its slots and weights."""
         r, requests, indices = self.index, None, sources
         if r.received_rows:
             lists = [a.reshape(r.source_ranks, r.capacity) for a in sources[0]]
-            requests = jnp.where(self._is_receiving_rank(), jnp.stack(lists, axis=1), -1)
+            requests = jnp.where(self._is_home_rank(), jnp.stack(lists, axis=1), -1)
             indices = sources[1:]
         joined = [jnp.concatenate([a.reshape(-1, *a.shape[2:]) for a in kind]) for kind in indices]
         return requests, *joined
 
-    def _is_receiving_rank(self) -> Array:
-        """Whether this device's rank is a home rank; other ranks request nothing."""
+    def _is_home_rank(self) -> Array:
+        """Other ranks request nothing."""
         return lax.axis_index("data") % self.index.home_spacing == 0
 
     def _exchange_rows(self, rows: Array, sent: Array, received: Array) -> Array:
-        """Rows [V * blocks * capacity, width], those for rank 0 first, with the other ranks: those
-        that came from rank 0 first. `sent` and `received`, [V, blocks, capacity], say where there
-        is a row: they are at the start of each list. GPUs send only the requested rows, other
-        devices the whole capacity."""
+        """Exchange rows [V * blocks * capacity, width] with the other ranks, those for rank 0
+        first. `sent` and `received`, [V, blocks, capacity], say which rows are real, at the start
+        of each list. GPUs send only these, other devices the whole capacity."""
         if not chip_of(self._source.devices.flat[0]).startswith("sm_"):
             return lax.all_to_all(rows, "data", 0, 0, tiled=True)
         r = self.index
@@ -205,11 +197,9 @@ class Exchange:
 
     # ---- moving the blocks ----
 
-    # Routes never change and are used for every group of a step, so they are cached.
-
     @cached_property
     def _deliveries(self) -> list[Route]:
-        """How each block goes from the source's side to the target's."""
+        """The route of each block to the target's side; cached, as every group uses them."""
         r, holders = self.index, _devices_by_rank(self._source)
         ranks = _data_ranks(self.inputs.sharding.mesh)
         return [
@@ -219,7 +209,7 @@ class Exchange:
 
     @cached_property
     def _collections(self) -> list[Route]:
-        """How each block goes from the target's side to the source's."""
+        """The route of each block back to the source's side."""
         r, ranks = self.index, _data_ranks(self._source)
         holders = _devices_by_rank(self.inputs.sharding.mesh)
         return [
@@ -233,16 +223,20 @@ class Exchange:
         shard_struct = jax.ShapeDtypeStruct(shape, self.inputs.dtype)
         shards: list[Array] = []
         for block, route in zip(blocks, self._deliveries, strict=True):
-            shards += move_shards(local_shards(block), route, shard_struct)
-        return assemble_array(self.inputs, shards)
+            held = communicator.local_shards(block)
+            shards += communicator.move_shards(held, route, shard_struct)
+        return communicator.assemble_array(self.inputs, shards)
 
     def collect(self, array: Array) -> tuple[Array, ...]:
-        """The gradient of `inputs`, or an array of the packer's, which only the target's side
-        knows, -> blocks on the source's side; does not wait."""
-        struct, shards = self._source_struct(array), local_shards(array)
+        """A gradient or the packer's array of the target's side -> blocks on the source's."""
+        struct, shards = self._source_struct(array), communicator.local_shards(array)
         shard_struct = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
-        moved = (move_shards(shards, route, shard_struct) for route in self._collections)
-        return tuple(assemble_array(struct, block) for block in moved)
+        return tuple(
+            communicator.assemble_array(
+                struct, communicator.move_shards(shards, route, shard_struct)
+            )
+            for route in self._collections
+        )
 
 
 def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
@@ -252,16 +246,10 @@ def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
 
 
 def _devices_by_rank(mesh: Mesh) -> dict[int, list[jax.Device]]:
-    """Devices of each data rank."""
-    by_rank: dict[int, list[jax.Device]] = {}
+    by_rank: defaultdict[int, list[jax.Device]] = defaultdict(list)
     for device, rank in _data_ranks(mesh):
-        by_rank.setdefault(rank, []).append(device)
+        by_rank[rank].append(device)
     return by_rank
-
-
-def _all_to_all(lists: Array) -> Array:
-    """Exchange [V, ...]: entry i of each rank goes to rank i."""
-    return lax.all_to_all(lists, "data", 0, 0, tiled=True)
 
 
 # ---- features at the positions that read them, on one device ----
@@ -295,8 +283,8 @@ def scatter_gradient(
     """Transpose of `gather_features` for features of shape `struct`, summed in float32.
 
     The same to the bit in every run: a scatter would add in the order in which a GPU's threads
-    come. What a place reads with weight 0 gets nothing from it. `max_readers`: places that may
-    read a feature, None: all.
+    come. A source of weight 0 gets nothing. `max_readers`: places that may read a feature, None:
+    all.
     """
     *rows, width = struct.shape
     n, sources = prod(rows), index.shape[-1]
@@ -321,23 +309,22 @@ def scatter_gradient(
 
 
 def _run_sums(keys: Array, rows: Array, longest: int) -> Array:
-    """Rows [n, width] where the first of each run of equal keys, sorted [n], is the run's sum; a
-    run has up to `longest`."""
+    """Rows [n, width]: at the first of up to `longest` equal keys, sorted [n], their sum."""
     n, zero_rows = keys.shape[0], jnp.zeros_like(rows)
     keys_behind = jnp.concatenate([keys, jnp.full_like(keys, -1)])
 
     # In terms of lax, which is traced several times as fast as numpy's terms.
     def widen(rows: Array, step: Array) -> tuple[Array, None]:
-        """Turn sums over up to `step` rows of a run into sums over _ROWS_A_PASS times as many."""
+        """Turn sums over up to `step` rows of a run into sums over _ROWS_PER_PASS times as many."""
         total, rows_behind = rows, lax.concatenate([rows, zero_rows], 0)
         for distance in range(1, _ROWS_PER_PASS):
             start = lax.min(lax.mul(step, distance), n)
             key = lax.dynamic_slice(keys_behind, (start,), keys.shape, allow_negative_indices=False)
-            next_rows = lax.dynamic_slice(
+            more = lax.dynamic_slice(
                 rows_behind, (start, 0), rows.shape, allow_negative_indices=False
             )
             same_key = lax.broadcast_in_dim(lax.eq(key, keys), rows.shape, (0,))
-            total = lax.add(total, lax.select(same_key, next_rows, zero_rows))
+            total = lax.add(total, lax.select(same_key, more, zero_rows))
         return total, None
 
     n_steps = ceil(round(log(max(longest, 2), _ROWS_PER_PASS), 9))

@@ -53,8 +53,8 @@ class ExchangeIndex:
     @cached_property
     def home_ranks(self) -> list[int]:
         """The home rank of each target rank."""
-        low, high = self.source_ranks, self.target_ranks
-        return [home_rank(rank, low, high) for rank in range(high)]
+        n = self.target_ranks
+        return [home_rank(rank, self.source_ranks, n) for rank in range(n)]
 
     @property
     def own_features(self) -> int:
@@ -115,18 +115,14 @@ class ExchangeIndex:
         n_lists = self.stages * self.target_ranks * self.source_ranks
         for number in range(max(1, -(-max_requested // self.capacity))):
             slots = _scatter_slots(index, reads, np.where(round_n == number, slot_n, -1))
-            n_lists, in_round = (
-                self.stages * self.target_ranks * self.source_ranks,
-                round_f == number,
-            )
+            in_round = round_f == number
             requests = np.full((n_lists, self.capacity), -1, np.int32)
             requests[list_f[in_round], rest_f[in_round]] = feature_f[in_round]
             rounds.append((requests.reshape(self.stages, self.target_ranks, -1), slots, *weight))
         return rounds
 
     def synthetic_index(self, shape: tuple[int, ...]) -> np.ndarray:
-        """An index in which every position reads: as many features of other ranks as one round
-        brings, and those of the home rank, one after the other."""
+        """An index in which every position reads, and that fills one round."""
         _, rows, length, sources = shape
         per_rank = rows // self.target_ranks
         remote_features = min(self.capacity // self.microbatches, self.per_microbatch)

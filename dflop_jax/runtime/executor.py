@@ -19,7 +19,7 @@ import jax
 
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.records import UPDATE, Plan, Schedule, Task
-from dflop_jax.runtime.calibration import Calibration, calibrate, rehearse
+from dflop_jax.runtime.calibration import Calibration, Sync, calibrate, rehearse
 from dflop_jax.runtime.communicator import remote_array
 from dflop_jax.runtime.compiling import compile_programs
 from dflop_jax.runtime.initial_state import draw_parameters, zero_gradients
@@ -28,11 +28,14 @@ from dflop_jax.runtime.parameter_layout import grad_structs, owned_param_structs
 from dflop_jax.runtime.programs import GroupArrays, make_programs
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.step import StepCall, TrainState
-from dflop_jax.runtime.step_result import StepHandle
+from dflop_jax.runtime.step_result import Observation, PendingTasks, StepHandle, Watcher
 from dflop_jax.runtime.update import Optimizer
-from dflop_jax.runtime.watcher import Observation, PendingTasks, Watcher
 from dflop_jax.simulate.task_graph import StepGraph, feeding_groups, step_graph
 from dflop_jax.simulate.task_order import schedule_order
+
+
+def _no_sync() -> None:
+    """`sync` of one process."""
 
 
 class Executor:
@@ -68,9 +71,7 @@ class Executor:
         self._watcher = Watcher(set(self.programs.resource_of.values()))
         self._free_s: dict[int, float] = {}
         # Resources of several CPU devices run one task at a time; accelerators queue tasks.
-        self._throttled = {
-            self.programs.resource_of[name] for name in self.programs.serial_segments
-        }
+        self._throttled = {self.programs.resource_of[n] for n in self.programs.serial_segments}
         # Await every task on every process: on CPU, a collective between processes blocks a thread
         # until all have arrived, and pending transfers could need that thread.
         self.one_at_a_time = any(
@@ -88,47 +89,50 @@ class Executor:
     @property
     def awaited(self) -> frozenset[str]:
         """Submeshes whose tasks are dispatched one at a time."""
-        resource = self.programs.resource_of
         return frozenset(
             self.programs.submesh_of[name]
-            for name in self.programs.segments
-            if self.one_at_a_time or resource[name] in self._throttled
+            for name, resource in self.programs.resource_of.items()
+            if self.one_at_a_time or resource in self._throttled
         )
 
     def init(
         self,
         seed: int,
         make_params: Callable[[Segment, Callable[[], Params]], Params] | None = None,
-        sync: Callable[[], None] = lambda: None,
+        sync: Sync = _no_sync,
     ) -> None:
         """Fresh parameters, optimizer state and zero gradients; the same for any plan.
         `make_params(segment, draw)`, if given, makes a segment's parameters; `draw()` gives the
         fresh ones. `sync` waits for the other processes, before anything is sent to them."""
-        modules = list(self.model.modules)
+        self.init_for_restore()
+        modules, state = list(self.model.modules), self.state
         for name, s in self.programs.segments.items():
             if name not in self.programs.local_segments:
-                self._init_absent(name)
                 continue
             root = jax.random.key(seed, impl=KEY_IMPL)
             key = jax.random.fold_in(root, modules.index(s.plan.module))
             draw = partial(draw_parameters, s, key)
-            initial = make_params(s, draw) if make_params else draw()
-            if name not in self.trainable:
-                self.state.params[name] = initial
-                continue
-            state = self.programs.updates[name].init_state(initial)
-            self.state.params[name], self.state.masters[name], self.state.opt_state[name] = state
-            self.state.grads[name] = zero_gradients(s)
+            params = make_params(s, draw) if make_params else draw()
+            if name in self.trainable:
+                made = self.programs.updates[name].init_state(params)
+                params, state.masters[name], state.opt_state[name] = made
+            state.params[name] = params
         sync()
         self.share_tied()
 
     def init_for_restore(self) -> None:
-        """Zero gradients only; a checkpoint brings the rest."""
+        """Zero gradients, and empty state of other processes; a checkpoint brings the rest."""
         for name, s in self.programs.segments.items():
-            if name not in self.programs.local_segments:
-                self._init_absent(name)
-            elif name in self.trainable:
-                self.state.grads[name] = zero_gradients(s)
+            update = self.programs.updates.get(name)
+            if name in self.programs.local_segments:
+                if update:
+                    self.state.grads[name] = zero_gradients(s)
+                continue
+            self.state.params[name] = jax.tree.map(remote_array, owned_param_structs(s))
+            if update:
+                self.state.masters[name] = jax.tree.map(remote_array, update.master_structs)
+                self.state.opt_state[name] = jax.tree.map(remote_array, update.state_structs)
+                self.state.grads[name] = jax.tree.map(remote_array, grad_structs(s))
 
     def share_tied(self) -> None:
         """Send tied parameters to the segments that read them; after `init` or a restore."""
@@ -137,8 +141,7 @@ class Executor:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have programs read the moving average of the parameters, if the optimizer has one. Memory
-        must hold both, and no step may run."""
+        """Have programs read the moving average, if any. Memory must hold both; no step may run."""
         params = dict(self.state.params)
         for name, update in self.programs.updates.items():
             average = update.averaged(self.state.opt_state[name])
@@ -150,23 +153,10 @@ class Executor:
             self.state.params.update(params)
             self.share_tied()
 
-    def _init_absent(self, name: str) -> None:
-        """A segment of other processes: its state without a piece of it."""
-        s = self.programs.segments[name]
-        self.state.params[name] = jax.tree.map(remote_array, owned_param_structs(s))
-        if name in self.trainable:
-            update = self.programs.updates[name]
-            self.state.masters[name] = jax.tree.map(remote_array, update.master_structs)
-            self.state.opt_state[name] = jax.tree.map(remote_array, update.state_structs)
-            self.state.grads[name] = jax.tree.map(remote_array, grad_structs(s))
-
     def compile(
-        self,
-        on_progress: Callable[[int, int], None] = lambda done, of: None,
-        sync: Callable[[], None] = lambda: None,
+        self, on_progress: Callable[[int, int], None] = lambda *_: None, sync: Sync = _no_sync
     ) -> int:
-        """Compile every program of this process; returns their number. `sync` waits for the other
-        processes."""
+        """Compile every program of this process; returns their number."""
         return compile_programs(self.programs, on_progress, sync)
 
     def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
@@ -192,18 +182,13 @@ class Executor:
         """
         graph, order = self._ordered(schedule, evaluate=evaluate)
         call = StepCall(
-            self.programs,
-            self.state,
-            schedule.groups,
-            arrays,
-            scales,
-            norm_limit=norm_limit,
-            evaluate=evaluate,
-        )
+            self.programs, self.state, schedule.groups, arrays, scales,
+            norm_limit=norm_limit, evaluate=evaluate,
+        )  # fmt: skip
         observations: dict[int, Observation] = {}
         self.pending_tasks.dispatch(order, observations)
         for i, task in enumerate(order):
-            self.pending_tasks.start_task(i)
+            self.pending_tasks.n_started = i + 1
             if task.direction == UPDATE:
                 self.before_update()
             if task.segment not in self.programs.local_segments:
@@ -223,8 +208,7 @@ class Executor:
     def _ordered(
         self, schedule: Schedule, *, evaluate: bool = False
     ) -> tuple[StepGraph, tuple[Task, ...]]:
-        layout = self.plan.layout
-        groups = schedule.groups
+        layout, groups = self.plan.layout, schedule.groups
         reading = Counter((i, groups[f].module) for i, g in enumerate(groups) for f in g.feeds)
         max_fan_in = max([*map(len, feeding_groups(groups).values()), *reading.values()], default=0)
         if max_fan_in > layout.fan_in:
@@ -235,15 +219,12 @@ class Executor:
         graph = step_graph(layout, groups, self.trainable, evaluate=evaluate)
         return graph, schedule_order(self.plan, schedule, graph)
 
-    def calibrate(
-        self, repeats: int, sync: Callable[[], None] = lambda: None, *, ends: bool = False
-    ) -> Calibration:
+    def calibrate(self, repeats: int, sync: Sync = _no_sync, *, ends: bool = False) -> Calibration:
         """Time every program on this process, alone; see `runtime.calibration`."""
         return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
 
-    def rehearse(self, schedule: Schedule, sync: Callable[[], None] = lambda: None) -> None:
-        """Run a step on synthetic arrays, each task awaited, to see whether memory holds it. It
-        leaves an unusable state; see `runtime.calibration`."""
+    def rehearse(self, schedule: Schedule, sync: Sync = _no_sync) -> None:
+        """Run a step on synthetic arrays to see whether memory holds it; it ruins the state."""
         _, order = self._ordered(schedule)
         rehearse(self.programs, self.state, schedule.groups, order, sync)
 

@@ -17,7 +17,7 @@ from dflop_jax.simulate.task_graph import segment_links, segments_with_backward,
 
 
 def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
-    """The named submesh over its devices; ValueError when there are too few."""
+    """The named submesh; ValueError when there are too few devices."""
     m = layout.submesh(name)
     if m.devices.stop > len(devices):
         raise ValueError(
@@ -45,14 +45,9 @@ def can_join(devices: Sequence[jax.Device]) -> bool:
 
 
 def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, ...]:
-    """Freeze groups that train, in the order of the model.
-
-    Raises:
-      ValueError: unknown name in `freeze`, or everything frozen.
-    """
-    freeze_groups = dict.fromkeys(
-        g for m in model.modules.values() for g in m.freeze_groups.values()
-    )
+    """Freeze groups that train; ValueError for an unknown name in `freeze` or all of them."""
+    modules = model.modules.values()
+    freeze_groups = dict.fromkeys(g for m in modules for g in m.freeze_groups.values())
     if unknown := set(freeze) - set(freeze_groups):
         raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(freeze_groups)}")
     if set(freeze) >= set(freeze_groups):
@@ -78,24 +73,20 @@ def make_segments(
     """
     trained_groups(model, freeze)
     check_model(layout, model)
-    trains = {
-        s.name: frozenset(
-            part
-            for part in segment_parts(s, model.modules[s.module])
-            if model.modules[s.module].freeze_groups[part] not in freeze
-        )
-        for s in layout.segments
-    }
+    trains: dict[str, frozenset[str]] = {}
+    for s in layout.segments:
+        module = model.modules[s.module]
+        parts = segment_parts(s, module)
+        trains[s.name] = frozenset(p for p in parts if module.freeze_groups[p] not in freeze)
     shared = tied_segments(layout)
     for reader, owner in shared.items():
         trains[reader] |= trains[owner] & {"entry"}
-    backward = segments_with_backward(
-        layout, {n for n, trained_parts in trains.items() if trained_parts}
-    )
+    backward = segments_with_backward(layout, [name for name, parts in trains.items() if parts])
     segments: dict[str, Segment] = {}
     for s in layout.segments:
         mesh = make_mesh(layout, s.submesh, devices)
         receives = [k for k in segment_links(layout) if k.target == s.name and k.source in backward]
+        degrees = {layout.submesh(o.submesh).model for o in layout.segments_of(s.module)}
         segments[s.name] = Segment(
             plan=s,
             module=on_chip(model.modules[s.module], chip_of(mesh.devices.flat[0])),
@@ -106,10 +97,7 @@ def make_segments(
             # Also edges from modules that the plan leaves out.
             edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
             shares_entry=s.name in shared,
-            passes_sharded=len(
-                {layout.submesh(o.submesh).model for o in layout.segments_of(s.module)}
-            )
-            == 1,
+            passes_sharded=len(degrees) == 1,
         )
         _check_stages(segments[s.name])
         param_specs(segments[s.name])  # raises for a degree that does not divide a dim

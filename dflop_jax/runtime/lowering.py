@@ -9,18 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import chip_of
 from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
+from dflop_jax.runtime import segment as structs
 from dflop_jax.runtime import spmd_loop
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
-from dflop_jax.runtime.segment import (
-    ProgramKind,
-    Segment,
-    device_bytes,
-    field_structs,
-    x_structs,
-    y_structs,
-)
+from dflop_jax.runtime.segment import ProgramKind, Segment, x_structs, y_structs
 from dflop_jax.runtime.zero_sharding import axes_of
 
 Tree = Any
@@ -44,10 +37,9 @@ class Lowering:
         self._residuals: dict[Shape, Tree] = {}
 
     def argument_structs(self, shape: Shape, kind: ProgramKind) -> tuple[Tree, ...]:
-        """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads,
-        residuals)."""
+        """(params, x, fields), and for backward (dy, grads, residuals) after them."""
         s = self.segment
-        args = (program_structs(s), x_structs(s, shape), field_structs(s, shape))
+        args = (program_structs(s), x_structs(s, shape), structs.field_structs(s, shape))
         if kind != BACKWARD:
             return args
         dy = y_structs(s, shape)
@@ -78,15 +70,13 @@ class Lowering:
 
     def residual_bytes(self, shape: Shape) -> float:
         """Bytes of the residuals on one device."""
-        return device_bytes(self.residual_structs(shape))
+        return structs.device_bytes(self.residual_structs(shape))
 
     def set_residual_shardings(self, shape: Shape, forward: jax.stages.Compiled) -> None:
         """Set the residuals' shardings from the compiled forward, which was lowered here."""
-        self._residuals[shape] = jax.tree.map(
-            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            self._unsharded_residuals[shape],
-            forward.output_shardings["residuals"],
-        )
+        shardings = forward.output_shardings["residuals"]
+        residuals = self._unsharded_residuals[shape]
+        self._residuals[shape] = jax.tree.map(_with_sharding, residuals, shardings)
 
     def lower(self, shape: Shape, kind: ProgramKind) -> jax.stages.Lowered:
         """Program of a kind at a per-rank shape, ready to be compiled, of `argument_structs`;
@@ -94,54 +84,49 @@ class Lowering:
         `backward_structs` and donates the gradients."""
         if kind == BACKWARD:
             return self._lower_backward(shape)
-        s = self.segment
-        sums = kind != FORWARD
+        s, sums = self.segment, kind != FORWARD
         args = self.argument_structs(shape, kind)
         shardings = jax.tree.map(lambda a: a.sharding, y_structs(s, shape, sums=sums))
         saves_residuals = s.saves_residuals and not sums
         if saves_residuals:
             shardings["residuals"] = None if s.tp > 1 else s.sharding(*_PER_RANK)
         body = partial(spmd_loop.forward_program, s, sums=sums)
-        lowered = self._jit(body, jax.tree.map(manual_spec, args), _PER_RANK, shardings).lower(
-            *args
-        )
+        jitted = self._jit(body, jax.tree.map(manual_spec, args), _PER_RANK, shardings)
+        lowered = jitted.lower(*args)
         if saves_residuals:
-            self._unsharded_residuals[shape] = residuals = lowered.out_info["residuals"]
+            residuals = lowered.out_info["residuals"]
+            self._unsharded_residuals[shape] = residuals
             if s.tp == 1:
-                sharding = s.sharding(*_PER_RANK)
-                self._residuals[shape] = jax.tree.map(
-                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), residuals
-                )
+                on_ranks = partial(_with_sharding, sharding=s.sharding(*_PER_RANK))
+                self._residuals[shape] = jax.tree.map(on_ranks, residuals)
         return lowered
 
     def _lower_backward(self, shape: Shape) -> jax.stages.Lowered:
-        s = self.segment
-        args = self.argument_structs(shape, BACKWARD)
-        outs = self.backward_structs(shape)
+        args, outs = self.argument_structs(shape, BACKWARD), self.backward_structs(shape)
         params, x, fields, _, grads = jax.tree.map(manual_spec, args[:5])
-        dy = {k: P() if k == "sums" else jax.tree.map(lambda _: _PER_RANK, v)
-              for k, v in args[3].items()}  # fmt: skip
+        dy = {k: P() if k == "sums" else _PER_RANK for k in args[3]}
         in_specs = (params, x, fields, dy, grads, _PER_RANK)
         shardings = jax.tree.map(lambda a: a.sharding, outs)
-        body = partial(spmd_loop.backward_program, s)
+        body = partial(spmd_loop.backward_program, self.segment)
         jitted = self._jit(body, in_specs, jax.tree.map(manual_spec, outs), shardings, donate=(4,))
         return jitted.lower(*args)
 
     def _jit(
         self, body: Any, in_specs: Tree, out_specs: Tree, shardings: Tree, donate: Any = ()
     ) -> Any:
-        mesh = self.segment.mesh
+        s = self.segment
         mapped: Any = jax.shard_map(
-            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL_AXES)
+            body, mesh=s.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*MANUAL_AXES}
         )
-        on_gpu = chip_of(mesh.devices.flat[0]).startswith("sm_")
-        exact = on_gpu and not getattr(self.segment.module, "any_order", False)
+        exact = s.chip.startswith("sm_") and not getattr(s.module, "any_order", False)
+        options = _SAME_BITS if exact else None
         return jax.jit(
-            mapped,
-            out_shardings=shardings,
-            donate_argnums=donate,
-            compiler_options=_SAME_BITS if exact else None,
+            mapped, out_shardings=shardings, donate_argnums=donate, compiler_options=options
         )
+
+
+def _with_sharding(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
 def manual_spec(struct: jax.ShapeDtypeStruct) -> P:

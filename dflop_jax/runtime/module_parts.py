@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -33,18 +34,14 @@ KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times fast
 def segment_parts(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """The parts of its module that a segment owns."""
     kinds = segment_layer_kinds(s, module)
-    stacked = {part: kind in kinds for part, kind in stacked_parts(module).items()}
-    layer_parts = {part: is_read for part, is_read in stacked.items() if part in kinds}
-    read_by_segment = {"entry": s.first, **layer_parts, "exit": s.last}
+    stacked = [part for part, kind in stacked_parts(module).items() if kind in kinds]
+    ends = ["entry"] if s.first else []
+    exits = ["exit"] if s.last else []
     for name, layers in taps_of(module).items():
-        read_by_segment[name] = name in module.inputs and s.runs_through(layers)
-    adapters = {
-        adapter_of(part): is_read for part, is_read in read_by_segment.items() if part not in kinds
-    }
-    adapters = {part: is_read for part, is_read in adapters.items() if part in module.freeze_groups}
-    return tuple(
-        part for part, is_read in {**read_by_segment, **stacked, **adapters}.items() if is_read
-    )
+        exits += [name] if name in module.inputs and s.runs_through(layers) else []
+    adapters = [a for a in map(adapter_of, ends + exits) if a in module.freeze_groups]
+    layers_first = [part for part in stacked if part in kinds]
+    return tuple(dict.fromkeys([*ends, *layers_first, *exits, *stacked, *adapters]))
 
 
 def segment_layer_kinds(s: SegmentPlan, module: Module) -> tuple[str, ...]:
@@ -70,7 +67,6 @@ def init_part(module: Module, part: str, key: Array) -> Params:
 @lru_cache(maxsize=256)
 def part_struct(module: Module, part: str) -> Params:
     """Structs of a part, or of one layer of it, in the dtypes that the module's functions get."""
-
     float32 = float32_names_of(module)
 
     def working(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -82,21 +78,14 @@ def part_struct(module: Module, part: str) -> Params:
     return jax.tree.map_with_path(working, drawn)
 
 
-def module_structs(
-    module: Module,
-    struct_of: Callable[[Module, str], Params] = part_struct,
-    sharding: jax.sharding.Sharding | None = None,
-) -> Params:
-    """All parts of a module, layers stacked, with the shapes and dtypes that `struct_of` gives."""
+def module_structs(module: Module, sharding: jax.sharding.Sharding | None = None) -> Params:
+    """`part_struct` of all parts of a module, layers stacked."""
 
-    def structs(part: str) -> Params:
+    def stack(part: str, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         lead = (n_stacked_layers(module, part),) if part in stacked_parts(module) else ()
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding),
-            struct_of(module, part),
-        )
+        return jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding)
 
-    return {part: structs(part) for part in module.inputs}
+    return {p: jax.tree.map(partial(stack, p), part_struct(module, p)) for p in module.inputs}
 
 
 @lru_cache(maxsize=256)
@@ -113,7 +102,6 @@ def hidden_struct(module: Module, shape: Shape) -> Tree:
 
 @lru_cache(maxsize=1024)
 def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
-    """The struct of a tap's output."""
     fields = {k: struct for part in ("entry", *dict.fromkeys(layer_kinds_of(module)), name)
               for k, struct in _field_structs(module, part, shape).items()}  # fmt: skip
     params = part_struct(module, name) if name in module.inputs else None
@@ -132,3 +120,59 @@ def exit_struct(module: Module, shape: Shape) -> Tree:
 def _field_structs(module: Module, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     names = module.inputs.get(part, ())
     return {n: module.field_spec(n, shape.rows, shape.tokens) for n in names}
+
+
+# ---- loops over repeated periods of layer kinds, so that little is compiled ----
+
+
+@dataclass(frozen=True)
+class LayerLoop:
+    """Layers from number `start` on: `repeats` times those of `period`."""
+
+    start: int
+    period: tuple[Any, ...]
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.period) * self.repeats
+
+    def rows(self, kinds: Sequence[Any]) -> tuple[range, ...]:
+        """For each layer of the period, the rows of its repeats in the stack of its kind."""
+        rows = []
+        for j, kind in enumerate(self.period):
+            step, first = self.period.count(kind), kinds[: self.start + j].count(kind)
+            rows.append(range(first, first + step * self.repeats, step))
+        return tuple(rows)
+
+
+@lru_cache(maxsize=1024)
+def split_into_loops(kinds: Sequence[Any]) -> tuple[LayerLoop, ...]:
+    """Loops that go through layers of these kinds in their order: the sum of their periods is as
+    small as it can be, and of such the loops are few.
+
+    By the shortest path from cut to cut, O(n^2 log n) comparisons of periods.
+    """
+    kinds, n = tuple(kinds), len(kinds)
+    # By cut: (layers that are compiled, loops) of the best way there, and its last loop.
+    shortest: list[tuple[int, int, LayerLoop | None]] = [(0, 0, None)]
+    shortest += [(n + 1, n + 1, None)] * n
+    for i in range(n):
+        layers, loops, _ = shortest[i]
+        for size in range(1, n - i + 1):
+            period = kinds[i : i + size]
+            stop = i + size
+            while kinds[stop - size : stop] == period:
+                cost = layers + size, loops + 1
+                if cost < shortest[stop][:2]:
+                    shortest[stop] = (*cost, LayerLoop(i, period, (stop - i) // size))
+                stop += size
+                if stop > n:
+                    break
+    path: list[LayerLoop] = []
+    while n:
+        last = shortest[n][2]
+        assert last is not None
+        path.append(last)
+        n = last.start
+    return tuple(reversed(path))

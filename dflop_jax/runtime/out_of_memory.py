@@ -1,5 +1,4 @@
-"""Detects that a device's memory is too small, before a program runs or from XLA's error; and runs
-the programs of a plan that may run out of memory."""
+"""Detects that a device's memory is too small, before a program runs or from XLA's error."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,30 +19,31 @@ from dflop_jax.runtime.zero_sharding import ZeroSpec, make_zero_spec
 
 def param_structs(s: Segment) -> Params:
     """Shapes and working dtypes of the segment's parameters, layers stacked."""
-
-    def stacked(n: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype)
-
     structs = {p: part_struct(s.module, p) for p in s.read_parts}
-    layer_structs = {
-        p: jax.tree.map(partial(stacked, len(r)), structs[p]) for p, r in s.layer_rows.items()
-    }
-    return {**structs, **layer_structs}
+    for part, rows in s.layer_rows.items():
+        lead = (len(rows),)
+        structs[part] = jax.tree.map(
+            lambda a, lead=lead: jax.ShapeDtypeStruct(lead + a.shape, a.dtype), structs[part]
+        )
+    return structs
 
 
 def stored_structs(s: Segment, zero_specs: Params, float32: Collection[str] = ()) -> Params:
-    """Structs of the parts in `zero_specs` as data ranks store them: parts named in `float32` in
-    that dtype, others in the working dtype."""
+    """Structs of parts as data ranks store them; those in `float32` have that dtype."""
 
     def stored(part: str, a: jax.ShapeDtypeStruct, spec: ZeroSpec) -> jax.ShapeDtypeStruct:
         dtype = jnp.float32 if part in float32 else a.dtype
         sharding = s.sharding(*spec.spec)
         return jax.ShapeDtypeStruct(spec.stored_shape(a.shape), dtype, sharding=sharding)
 
-    structs = param_structs(s)
+    return _map_parts(stored, zero_specs, param_structs(s), zero_specs)
+
+
+def _map_parts(function: Callable[..., Any], parts: Iterable[str], *trees: Params) -> Params:
+    """`function(part, *leaves)` of every leaf of these parts."""
     return {
-        part: jax.tree.map(partial(stored, part), structs[part], specs)
-        for part, specs in zero_specs.items()
+        part: jax.tree.map(partial(function, part), *(tree[part] for tree in trees))
+        for part in parts
     }
 
 
@@ -58,14 +59,12 @@ def owned_param_structs(s: Segment) -> Params:
 
 
 def master_parts(s: Segment) -> frozenset[str]:
-    """Parts of which the optimizer keeps float32 masters beside the parameters that programs
-    read."""
+    """Parts of which the optimizer keeps float32 masters beside what programs read."""
     return frozenset() if working_dtype_of(s.module) == jnp.float32 else s.trainable
 
 
 def initial_structs(s: Segment) -> Params:
-    """Structs of the owned parts as they are drawn, read and saved: sharded masters of trained
-    parts, if there are any; other parts as programs read them."""
+    """Structs of the owned parts as they are drawn, read and saved: masters where there are any."""
     return stored_structs(s, initial_zero_specs(s), float32=master_parts(s))
 
 
@@ -81,20 +80,15 @@ def param_specs(s: Segment) -> Params:
     Raises:
       ValueError: a degree does not divide a dim.
     """
-    degree = s.mesh.shape["model"]
 
-    def spec(lead: tuple[str, ...], leaf: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> P:
-        split = split_dim(leaf.shape, axes, degree)
+    def spec(part: str, leaf: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> P:
+        split = split_dim(leaf.shape, axes, s.tp)
+        lead = ("stage",) if part in s.stacked else ()
         return P(*lead, *("model" if i == split else None for i in range(len(axes))))
 
-    specs = {
-        part: jax.tree.map(
-            partial(spec, ("stage",) if part in s.stacked else ()),
-            part_struct(s.module, part),
-            logical_axes(s.module, part),
-        )
-        for part in s.read_parts
-    }
+    layers = {part: part_struct(s.module, part) for part in s.read_parts}
+    axes = {part: logical_axes(s.module, part) for part in s.read_parts}
+    specs = _map_parts(spec, s.read_parts, layers, axes)
     jax.tree.map_with_path(partial(_check_degree_divides, s), param_structs(s), specs)
     return specs
 
@@ -110,15 +104,14 @@ def _check_degree_divides(s: Segment, path: Any, leaf: jax.ShapeDtypeStruct, spe
 
 
 def state_zero_specs(s: Segment) -> Params:
-    """The `ZeroSpec` of optimizer state, of gradients from ZeRO 2 on, and of parameters in ZeRO
-    3."""
-    structs, specs = param_structs(s), param_specs(s)
+    """The `ZeroSpec` of optimizer state, of gradients from ZeRO 2 on, of parameters in ZeRO 3."""
     dp = int(s.plan.shard_ranks(s.data_ranks, s.tp))
-    make = partial(make_zero_spec, dp=dp, tp=s.tp, n_replicas=s.data_ranks // dp)
-    return {
-        part: jax.tree.map(partial(make, stacked=part in s.stacked), structs[part], specs[part])
-        for part in s.read_parts
-    }
+    sizes = {"dp": dp, "tp": s.tp, "n_replicas": s.data_ranks // dp}
+
+    def zero_spec(part: str, leaf: jax.ShapeDtypeStruct, spec: P) -> ZeroSpec:
+        return make_zero_spec(leaf, spec, stacked=part in s.stacked, **sizes)
+
+    return _map_parts(zero_spec, s.read_parts, param_structs(s), param_specs(s))
 
 
 def param_zero_specs(s: Segment) -> Params:
@@ -131,28 +124,18 @@ def _replicated_zero_specs(s: Segment) -> Params:
 
 
 def grad_structs(s: Segment) -> Params:
-    """Structs of the float32 accumulators. Their leading dim counts ranks whose gradients are
-    summed at the step's end: stages, for entry and exit, and data ranks, unless each has its shard
-    of the sum."""
+    """Structs of the float32 accumulators. Their leading dim counts ranks to sum at the step's end:
+    stages of entry and exit, and data ranks unless each has its shard of the sum."""
 
     def accumulator(
-        ranks: tuple[str, ...], leaf: jax.ShapeDtypeStruct, zero_spec: ZeroSpec
+        part: str, leaf: jax.ShapeDtypeStruct, zero_spec: ZeroSpec
     ) -> jax.ShapeDtypeStruct:
+        ranks = () if part in s.stacked else ("stage",)
         ranks = ranks if zero_spec.is_split else ("data", *ranks)
         lead = ranks if len(ranks) > 1 else ranks[0] if ranks else None
         shape = (prod(s.mesh.shape[axis] for axis in ranks), *zero_spec.stored_shape(leaf.shape))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s.sharding(lead, *zero_spec.spec))
 
-    structs, zero_specs = (
-        param_structs(s),
-        state_zero_specs(s) if s.plan.zero >= 2 else _replicated_zero_specs(s),
-    )
-    return {
-        part: jax.tree.map(
-            partial(accumulator, () if part in s.stacked else ("stage",)),
-            structs[part],
-            zero_specs[part],
-        )
-        for part in s.read_parts
-        if part in s.trainable
-    }
+    zero_specs = state_zero_specs(s) if s.plan.zero >= 2 else _replicated_zero_specs(s)
+    parts = [part for part in s.read_parts if part in s.trainable]
+    return _map_parts(accumulator, parts, param_structs(s), zero_specs)

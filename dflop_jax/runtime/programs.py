@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -56,20 +56,18 @@ class GroupArrays:
     max_requested: Mapping[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """Inputs, fields and outputs of a segment at one shape, as sharded structs."""
 
-    x: dict[str, jax.ShapeDtypeStruct]
+    x: dict[str, Any]
     fields: dict[str, jax.ShapeDtypeStruct]
     y: dict[str, Tree]
 
 
 def _cached_method(method: Callable[..., T]) -> Callable[..., T]:
-    """A method whose results are kept by its object: tracing shapes takes milliseconds, and every
-    step asks for the same ones."""
-    kept: Any = cached_property(lambda self: cache(partial(method, self)))
-    return kept
+    """A method whose object caches its results: tracing shapes takes milliseconds."""
+    cached: Any = cached_property(lambda self: cache(partial(method, self)))
+    return cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +80,10 @@ class Programs:
 
     Attributes:
       evaluates: whether programs that give losses without gradients are among them.
-      lowerings: of every segment, in topological order; `keeping`: of some segments under their
-        second recompute policy.
+      lowerings: of every segment, in topological order.
+      less_remat: of some segments under their second recompute policy.
       updates: of the segments that train.
       owner_of: tied segment that reads another's entry -> that one.
-      compiled: by key.
     """
 
     model: MultimodalModel
@@ -114,19 +111,17 @@ class Programs:
     def serial_segments(self) -> frozenset[str]:
         """Segments of several CPU devices. Their collectives block threads of a pool with one
         thread per device, so two programs in flight on the same devices could deadlock."""
-        return frozenset(
-            n for n, s in self.segments.items() if s.mesh.size > 1 and _platform(s) == "cpu"
-        )
+        return frozenset(n for n, s in self.segments.items() if s.mesh.size > 1 and s.is_on_cpu)
 
     @cached_property
     def incoming_links(self) -> dict[str, tuple[SegmentLink, ...]]:
-        every = segment_links(self.layout)
-        return {n: tuple(k for k in every if k.target == n) for n in self.segments}
+        links = segment_links(self.layout)
+        return {n: tuple(k for k in links if k.target == n) for n in self.segments}
 
     @cached_property
     def outgoing_links(self) -> dict[str, tuple[SegmentLink, ...]]:
-        every = segment_links(self.layout)
-        return {n: tuple(k for k in every if k.source == n) for n in self.segments}
+        links = segment_links(self.layout)
+        return {n: tuple(k for k in links if k.source == n) for n in self.segments}
 
     @cached_property
     def submesh_of(self) -> dict[str, str]:
@@ -140,7 +135,6 @@ class Programs:
 
     @_cached_method
     def signature(self, name: str, shape: Shape) -> Signature:
-        """What a segment takes and gives at a shape."""
         s = self.segments[name]
         return Signature(x_structs(s, shape), field_structs(s, shape), y_structs(s, shape))
 
@@ -162,8 +156,7 @@ class Programs:
         return lambda *_: outputs
 
     def program(self, key: Key) -> Program:
-        """The program of a key. Rounds of an exchange do not depend on each other, so those of
-        `serial_segments` are awaited one by one."""
+        """The program of a key; rounds of an exchange of `serial_segments` are awaited."""
         if key[0] not in self.local_segments:
             return self._remote_program(key)
         program = self.compiled[key]
@@ -186,9 +179,8 @@ def make_programs(
     """The programs of a layout, none compiled yet.
 
     Args:
-      tx: the elementwise optimizer; gradients are clipped to `clip_norm` (0: off) by their norm
-      over
-        all segments before it.
+      tx: the elementwise optimizer; before it gradients are clipped to `clip_norm` (0: off) by
+        their norm over all segments.
       freeze: names from the modules' `freeze_groups`.
       rate_factors: freeze group -> its learning rate over that of `tx`; 1 for other groups.
       evaluates: whether there are also programs that give losses without gradients.
@@ -197,33 +189,25 @@ def make_programs(
       ValueError: see `make_segments`.
     """
     segments = make_segments(model, layout, devices, freeze=freeze)
-    trainable = [n for n, s in segments.items() if s.trainable]
     owner_of = tied_segments(layout)
     trains_shared = {o for r, o in owner_of.items() if "entry" in segments[r].trainable}
-    return Programs(
-        model,
-        layout,
-        evaluates,
-        {n: Lowering(s) for n, s in segments.items()},
-        {
-            n: Lowering(replace(s, plan=s.plan.with_less_remat))
-            for n, s in segments.items()
-            if s.plan.remat_less is not None
-        },
-        {
-            n: SegmentUpdate(
-                segments[n], tx, clip_norm, rate_factors, adds_shared=n in trains_shared
-            )
-            for n in trainable
-        },
-        segments_with_backward(layout, trainable),
-        owner_of,
-    )
+    lowerings = {n: Lowering(s) for n, s in segments.items()}
+    less_remat = {
+        n: Lowering(replace(s, plan=s.plan.with_less_remat))
+        for n, s in segments.items()
+        if s.plan.remat_less is not None
+    }
+    updates = {
+        n: SegmentUpdate(s, tx, clip_norm, rate_factors, adds_shared=n in trains_shared)
+        for n, s in segments.items()
+        if s.trainable
+    }
+    backward = segments_with_backward(layout, updates)
+    return Programs(model, layout, evaluates, lowerings, less_remat, updates, backward, owner_of)
 
 
 def program_kinds(programs: Programs, name: str) -> tuple[ProgramKind, ...]:
-    """Kinds of programs of a segment; a segment that no other reads has no forward of its own in
-    training."""
+    """Kinds of programs of a segment; in training only a segment that others read has a forward."""
     is_read = bool(programs.outgoing_links[name])
     gives_loss = programs.evaluates and programs.segments[name].has_loss
     forward = (FORWARD,) if is_read else ()
@@ -247,8 +231,4 @@ def output_structs(programs: Programs, key: Key) -> Tree:
 
 def autotunes(segments: Iterable[Segment]) -> bool:
     """Whether compiling programs of these segments times kernels on their devices."""
-    return any(_platform(s) != "cpu" for s in segments)
-
-
-def _platform(segment: Segment) -> str:
-    return segment.mesh.devices.flat[0].platform
+    return any(not s.is_on_cpu for s in segments)

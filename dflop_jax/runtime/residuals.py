@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import jax
@@ -35,9 +36,7 @@ _CHEAP_PRIMITIVES = frozenset(_ELEMENTWISE.split())
 
 
 def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
-    if (
-        primitive.name == "sharding_constraint"
-    ):  # an array that is whole on every rank is gathered again
+    if primitive.name == "sharding_constraint":  # what is whole on every rank is gathered again
         return any(axis is not None for axis in params["sharding"].spec)
     return primitive.name not in _CHEAP_PRIMITIVES
 
@@ -57,10 +56,8 @@ REMAT: dict[Remat, Callable[[SplitFunction], SplitFunction]] = {
 
 class SplitVjp:
     """A piece of a segment with its gradient in two halves, for arguments like those given.
-
-    Hidden states are the one argument that backward does not have; they get a gradient if
-    `wants_hidden`, parameters that train and `edge_inputs` always do.
-    """
+    Backward does not have the hidden states. They get a gradient if `wants_hidden`; parameters that
+    train and `edge_inputs` always do."""
 
     def __init__(
         self,
@@ -81,12 +78,12 @@ class SplitVjp:
         def run(
             h: Tree, trained: Tree, edge_inputs: Tree, constants: Tree
         ) -> tuple[Tree, list[Array]]:
-            def function(trained: Tree, edge_inputs: Tree, *hidden: Tree) -> Tree:
-                states = hidden[0] if hidden else h
-                return remat(self._function)(trained, states, edge_inputs, constants)
+            def differentiable(trained: Tree, edge_inputs: Tree, hidden: Tree = h) -> Tree:
+                return remat(self._function)(trained, hidden, edge_inputs, constants)
 
-            differentiated = (trained, edge_inputs, *((h,) if wants_hidden else ()))
-            out, vjp = jax.vjp(function, *differentiated)
+            out, vjp = jax.vjp(
+                differentiable, trained, edge_inputs, *((h,) if wants_hidden else ())
+            )
             leaves, self._vjp = jax.tree.flatten(vjp)
             return out, leaves
 
@@ -113,13 +110,9 @@ class SplitVjp:
                 self._residual_outputs.append((n_out + i, root.aval.dtype))
             self._residual_of_leaf[i] = residual_of_root[root]
         self._dtypes = [leaf.aval.dtype for leaf in leaves]
-        free_leaves = [False] * n_out + [
-            i not in self._residual_of_leaf for i in range(len(leaves))
-        ]
-        jaxpr, self._used_inputs = _prune_jaxpr(closed.jaxpr, free_leaves)
-        assert not any(self._used_inputs[: self._n_hidden]), (
-            "a leaf that is free needs hidden states"
-        )
+        is_free = [i not in self._residual_of_leaf for i in range(len(leaves))]
+        jaxpr, self._used_inputs = _prune_jaxpr(closed.jaxpr, [False] * n_out + is_free)
+        assert not any(self._used_inputs[: self._n_hidden])
         self._recompute_leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
 
     def forward(
@@ -135,12 +128,11 @@ class SplitVjp:
     def backward(
         self, residuals: list[Array], trained: Tree, edge_inputs: Tree, constants: Tree, dout: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        """The gradients of (trained, h, edge_inputs) for the output's cotangent; None for hidden
-        states without one."""
+        """The gradients of (trained, h or None, edge_inputs) for the output's cotangent."""
         if not self.has_gradient:
             return {}, None, {}
         arguments = jax.tree.leaves((trained, edge_inputs, constants))
-        used = [a for a, u in zip(arguments, self._used_inputs[self._n_hidden :], strict=True) if u]
+        used = compress(arguments, self._used_inputs[self._n_hidden :])
         recomputed = iter(self._recompute_leaves(*used))
         leaves = [
             residuals[self._residual_of_leaf[i]].astype(dtype)
@@ -162,9 +154,8 @@ def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:
 
 
 def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
-    """(the jaxpr with only the used outputs, which of its inputs it reads). jax's own dead code
-    elimination never drops a kernel."""
-    outs = [v for v, u in zip(jaxpr.outvars, used, strict=True) if u]
+    """(the jaxpr with the used outputs only, inputs that it reads); jax's own keeps all kernels."""
+    outs = [*compress(jaxpr.outvars, used)]
     needed = {v for v in outs if not isinstance(v, Literal)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -172,13 +163,10 @@ def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
             needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
             eqns.append(eqn)
     reads = [v in needed for v in jaxpr.invars]
-    names = jaxpr.debug_info.with_unknown_names()
     alive = jaxpr.replace(
-        eqns=eqns[::-1],
-        outvars=outs,
-        invars=[v for v, r in zip(jaxpr.invars, reads, strict=True) if r],
-        debug_info=names,
-    )
+        eqns=eqns[::-1], outvars=outs, invars=[*compress(jaxpr.invars, reads)],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )  # fmt: skip
     return alive, reads
 
 

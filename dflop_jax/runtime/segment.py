@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -31,34 +32,25 @@ EVALUATE: Literal["evaluate"] = "evaluate"
 
 
 def max_unrolled_layers(chip: str) -> int:
-    """Most layers of a stage that are unrolled: on GPUs as many as compile in about a minute; none
-    on a CPU, where copies cost little compared with products."""
+    """Layers of a stage to unroll: GPUs compile them in a minute, CPUs copy cheaply in a loop."""
     return 8 if chip.startswith("sm_") else 0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment's static facts. How it holds parameters is in `parameter_layout`, its programs in
-    `lowering`.
-
-    Attributes:
-      edges: of the model, those that leave from this segment or enter it.
-      trainable: parts of its own, and the shared one, that get gradients.
-      wants_gradient: names of its inputs that get one, because what they come from trains.
-      shares_entry: whether it reads the entry's parameters of its module, which another segment
-        owns (a tied head).
-      passes_sharded: whether hidden states between it and its module's other segments are split
-        over tensor ranks; all these segments then have equally many.
-    """
+    """Static facts; the parameters are in `parameter_layout`, the programs in `lowering`."""
 
     plan: SegmentPlan
     module: Module
     mesh: Mesh
-    microbatches: int
-    trainable: frozenset[str]
-    wants_gradient: frozenset[str] = frozenset()
-    edges: tuple[Edge, ...] = ()
+    microbatches: int  # of a group
+    trainable: frozenset[str]  # parts of its own, and the shared one, that get gradients
+    wants_gradient: frozenset[str] = frozenset()  # names of inputs that come from what trains
+    edges: tuple[Edge, ...] = ()  # of the model, those that leave from this segment or enter it
+    # Whether it reads the entry's parameters of its module, which another segment owns (tied head).
     shares_entry: bool = False
+    # Whether hidden states between it and its module's other segments are split over tensor ranks;
+    # all these segments then have equally many.
     passes_sharded: bool = True
 
     @property
@@ -86,6 +78,14 @@ class Segment:
     @property
     def tp(self) -> int:
         return self.mesh.shape["model"]
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def chip(self) -> str:
+        return chip_of(self.mesh.devices.flat[0])
 
     def sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
@@ -138,8 +138,7 @@ class Segment:
 
     @cached_property
     def layer_rows(self) -> dict[str, tuple[int, ...]]:
-        """For each stacked part, the numbers of its rows in stored order, counted over all the
-        module's layers of that kind."""
+        """For each stacked part, its rows in stored order, by number among layers of its kind."""
         kinds = layer_kinds_until(self.plan, self.module)
         number = {i: kinds[:i].count(kinds[i]) for i in self.layer_order}
         return {
@@ -151,15 +150,12 @@ class Segment:
     def unrolls_layers(self) -> bool:
         """Whether programs with a gradient unroll the layers of a stage and round. A loop compiles
         in the time of one layer, but copies residuals of each layer into stacks and out of them."""
-        if self.plan.zero == 3:  # gathered one ahead by a loop of their own
-            return False
-        chip = chip_of(self.mesh.devices.flat[0])
-        return self.chunk_layers <= max_unrolled_layers(chip)
+        # Layers of ZeRO 3 are gathered one ahead by a loop of their own.
+        return self.plan.zero < 3 and self.chunk_layers <= max_unrolled_layers(self.chip)
 
     @property
     def compiles_forward_first(self) -> bool:
-        """Whether forward must be compiled before backward is lowered: the compiler chooses how
-        residuals are sharded."""
+        """Whether backward is lowered after forward is compiled, which shards the residuals."""
         return self.saves_residuals and self.tp > 1
 
     @cached_property
@@ -170,13 +166,11 @@ class Segment:
 
     @property
     def has_loss(self) -> bool:
-        """Whether it ends in a loss."""
         return bool(self.loss_sums)
 
     @property
     def saves_residuals(self) -> bool:
-        """Whether its forward task saves residuals for the backward task: it has both tasks, and
-        does not recompute everything."""
+        """Whether it has a forward and a backward task, and does not recompute everything."""
         is_read = not self.plan.last or bool(self.outgoing)
         runs_back = bool(self.trainable or self.wants_gradient)
         return is_read and runs_back and self.plan.remat != "segment"
@@ -187,10 +181,8 @@ class Segment:
 
 def device_bytes(structs: Tree) -> float:
     """Bytes of arrays of these structs on one device."""
-    total = 0.0
-    for s in jax.tree.leaves(structs):
-        total += s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
-    return total
+    leaves = jax.tree.leaves(structs)
+    return float(sum(s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in leaves))
 
 
 def field_names(s: Segment) -> tuple[str, ...]:
@@ -200,20 +192,19 @@ def field_names(s: Segment) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for n in names if n not in edges))
 
 
-def field_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-    """Fields of a group."""
+def field_structs(
+    s: Segment, shape: Shape, names: Iterable[str] | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Fields of a group; all of `field_names` by default."""
     return {
         n: _group_struct(s, s.module.field_spec(n, shape.rows, shape.tokens), None, "data")
-        for n in field_names(s)
+        for n in (field_names(s) if names is None else names)
     }
 
 
 def x_structs(s: Segment, shape: Shape) -> dict[str, Tree]:
     """Inputs: "hidden" from the segment before it, and one per edge."""
-    edge_inputs = {
-        name: _group_struct(s, s.module.field_spec(name, shape.rows, shape.tokens), None, "data")
-        for name in (*s.entry_inputs, *(name for name, _ in s.inlets))
-    }
+    edge_inputs = field_structs(s, shape, (*s.entry_inputs, *(name for name, _ in s.inlets)))
     return edge_inputs if s.plan.first else {"hidden": _hidden_structs(s, shape), **edge_inputs}
 
 
@@ -232,9 +223,8 @@ def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree
         return {**y, "exit": _group_struct(s, exit_struct(s.module, shape), "stage", "data")}
     if not sums:
         return y
-    each = jax.ShapeDtypeStruct(
-        (s.microbatches, s.data_ranks), jnp.float32, sharding=s.sharding("stage", "data")
-    )
+    ranks = s.microbatches, s.data_ranks
+    each = jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=s.sharding("stage", "data"))
     return {**y, "sums": dict.fromkeys(s.loss_sums, each)}
 
 
@@ -245,10 +235,9 @@ def output_struct(s: Segment, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
 
 
 def _hidden_structs(s: Segment, shape: Shape) -> Tree:
-    """Hidden states between segments."""
     structs = hidden_struct(s.module, shape)
     tp = s.tp if s.passes_sharded else 1
-    by_rows, by_tokens = token_spec(*rows_and_tokens(structs), tp)
+    by_rows, by_tokens = token_spec(*rows_and_tokens(structs), tp) or (None, None)
     spec = None, ("data", by_rows) if by_rows else "data", by_tokens
     return jax.tree.map(lambda a: _group_struct(s, a, *spec), structs)
 

@@ -15,10 +15,9 @@ exit are whole here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jax import lax
 
 from dflop_jax.contract import Array, Params, adapter_of
 from dflop_jax.runtime import shards
-from dflop_jax.runtime.layer_loops import split_into_loops
+from dflop_jax.runtime.module_parts import split_into_loops
 from dflop_jax.runtime.parameter_layout import param_zero_specs, state_zero_specs
 from dflop_jax.runtime.residuals import REMAT, SplitFunction, SplitVjp
 from dflop_jax.runtime.segment import Segment
@@ -36,10 +35,8 @@ Tree = Any
 StackRows = Mapping[str, int | Array]  # by kind a place in its stack: a number, or a traced one
 
 
-@dataclass(frozen=True)
-class LayerSpan:
-    """Layers [start, stop) of a stage, of a round's chunk where there are several, and what follows
-    the last of them."""
+class LayerSpan(NamedTuple):
+    """Layers [start, stop) of a stage in a round, and the taps and inlets that follow them."""
 
     start: int
     stop: int
@@ -75,8 +72,7 @@ def _add_layer_gradients(segment: Segment, grads: Tree, row: int | Array, more: 
 
 
 def _reduce_to_shards(segment: Segment, grads: Tree) -> Tree:
-    """This rank's gradients by part; where accumulators are split over data ranks, this rank's
-    shard of the sum over all of them."""
+    """Gradients by part; where data ranks split accumulators, this rank's shard of their sum."""
     if segment.plan.zero == 1:
         return grads
     return shards.reduce_scatter(segment.mesh, subset(state_zero_specs(segment), grads), grads)
@@ -85,13 +81,10 @@ def _reduce_to_shards(segment: Segment, grads: Tree) -> Tree:
 class SegmentFunctions:
     """The functions of a segment within one program, forward and backward.
 
-    Each takes the inputs `x` and the fields of one microbatch, and hidden states `h`. A backward
-    function takes the residuals that its forward function returned.
-
-    Args:
-      params: the segment's parameters, as `shard_map` gives them.
-      x, fields, h: examples of one microbatch, of which only the types matter.
-      saves_residuals: without it, forward functions return no residuals.
+    Each takes the inputs `x` and the fields of one microbatch, and hidden states `h`, of which the
+    arguments here are examples. A backward function takes the residuals that its forward function
+    returned; without `saves_residuals`, forward functions return none. `params` are the segment's
+    parameters, as `shard_map` gives them.
     """
 
     def __init__(
@@ -118,20 +111,17 @@ class SegmentFunctions:
         for kind in dict.fromkeys(segment.chunk_kinds):
             layer = self._layer_params(kind, 0)
             self._build_vjp(kind, layer, h, x, self._with_layer_number(kind, 0, fields))
-        for span in self.spans:
-            for name in (*span.taps, *span.inlets):
-                self._build_vjp(name, params, h, x, fields)
-        if plan.last and not segment.has_loss:
-            self._build_vjp("exit", params, h, x, fields)
+        ends = ["exit"] if plan.last and not segment.has_loss else []
+        for name in [n for span in self.spans for n in (*span.taps, *span.inlets)] + ends:
+            self._build_vjp(name, params, h, x, fields)
 
     # ---- one function: entry, a layer of a kind, a tap, an inlet or the exit ----
 
     def _build_vjp(self, name: str, params: Params, h: Tree, x: Tree, fields: Tree) -> None:
-        remat, wants_hidden = REMAT[self.segment.plan.remat], self.differentiates_hidden
-        trained, edge_inputs, constants = self._split_arguments(name, params, x, fields)
+        trained, *others = self._split_arguments(name, params, x, fields)
         self._vjps[name] = SplitVjp(
-            remat, self._function(name), trained, h, edge_inputs, constants,
-            wants_hidden=wants_hidden and h is not None,
+            REMAT[self.segment.plan.remat], self._function(name), trained, h, *others,
+            wants_hidden=self.differentiates_hidden and h is not None,
         )  # fmt: skip
 
     def _function(self, name: str) -> SplitFunction:
@@ -179,8 +169,7 @@ class SegmentFunctions:
     def forward_layers(
         self, h: Tree, x: Tree, fields: Tree, first_rows: StackRows
     ) -> tuple[Tree, dict[str, Array], Tree]:
-        """(hidden states, outputs of the segment's taps, residuals) of the layers whose rows begin
-        with `first_rows`."""
+        """(hidden states, outputs of taps, residuals) of layers from `first_rows` on."""
         tapped: dict[str, Array] = {}
         residuals: dict[str, Any] = {}
 
@@ -245,38 +234,34 @@ class SegmentFunctions:
         kinds, n_before = chunk[span.start : span.stop], Counter(chunk[: span.start])
         stacks = subset(self.params, self.segment.stacked)
         outputs: dict[int, Any] = {}
-        steps = range(len(kinds) if self.unrolled else len(split_into_loops(kinds)))
-        for i in reversed(steps) if reverse else steps:
+        steps: Sequence[Any] = kinds if self.unrolled else split_into_loops(kinds)
+        for i, step in list(enumerate(steps))[:: -1 if reverse else 1]:
             saved = None if residuals is None else residuals[i]
             if self.unrolled:
                 # Else the compiler would begin early what a later layer needs, such as what is to
                 # be computed again, and merge that with what forward computed.
                 carry, saved, stacks = lax.optimization_barrier((carry, saved, stacks))
-                kind = kinds[i]
-                row = first_rows[kind] + (n_before[kind] + kinds[:i].count(kind))
-                layer = self._layer_params(kind, row, stacks)
-                carry, outputs[i] = visit(kind, carry, layer, (row, saved))
-            else:
-                loop = split_into_loops(kinds)[i]
-                rows = tuple(
-                    first_rows[k] + n_before[k] + jnp.arange(p.start, p.stop, p.step)
-                    for k, p in zip(loop.period, loop.rows(kinds), strict=True)
-                )
-                carry, outputs[i] = self._over_loop(
-                    visit, carry, stacks, loop.period, rows, saved, reverse=reverse
-                )
-        return carry, [outputs[i] for i in steps]
+                row = first_rows[step] + (n_before[step] + kinds[:i].count(step))
+                layer = self._layer_params(step, row, stacks)
+                carry, outputs[i] = visit(step, carry, layer, (row, saved))
+                continue
+            rows = tuple(
+                first_rows[k] + n_before[k] + jnp.arange(p.start, p.stop, p.step)
+                for k, p in zip(step.period, step.rows(kinds), strict=True)
+            )
+            carry, outputs[i] = self._over_loop(
+                visit, carry, stacks, step.period, rows, saved, reverse=reverse
+            )
+        return carry, [outputs[i] for i in range(len(steps))]
 
     def _over_loop(
         self, visit: Any, carry: Any, stacks: Params, period: tuple[str, ...],
         rows: tuple[Array, ...], residuals: Any, *, reverse: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """`_over_layers` of one loop; `rows` [repeats] of each layer of the period.
-
-        Where parameters are split over data ranks, a layer is gathered while the one before it is
-        visited; two layers are whole at a time. The loop is not differentiated: gradients would
-        keep every gathered layer.
-        """
+        """`_over_layers` of one loop; `rows` [repeats] of each layer of the period. Where data
+        ranks split parameters, a layer is gathered while the one before it is visited, so two are
+        whole at a time. The loop is not differentiated: gradients would keep every gathered
+        layer."""
         order = range(len(period))[:: -1 if reverse else 1]
         head = order[0]  # the layer that a period begins with
         first, last = (rows[head][i] for i in ((-1, 0) if reverse else (0, -1)))
@@ -285,9 +270,7 @@ class SegmentFunctions:
         # By row: pieces of the stacks would be copied first.
         layers = [partial(self._layer_params, kind, stacks=stacks) for kind in period]
 
-        def visit_period(
-            state: tuple[Any, Params | None], scanned: tuple[tuple[Array, ...], Any]
-        ) -> tuple[Any, Any]:
+        def visit_period(state: tuple[Any, Params | None], scanned: Any) -> tuple[Any, Any]:
             (carry, layer), (period_rows, period_residuals) = state, scanned
             outputs, next_layer = {}, None
             for j, following in zip(order, (*order[1:], head), strict=True):

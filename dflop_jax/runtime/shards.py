@@ -45,16 +45,17 @@ def make_gradient_reduction(
 
     def body(grads: Tree, shared_grads: Tree) -> tuple[Tree, Array]:
         local = [g.sum(axis=0) for g in jax.tree.leaves(grads)]
-        over_stage = [i for i, axes in enumerate(ranks) if "stage" in axes]
         if mesh.shape["stage"] > 1:
-            _all_reduce_into(local, over_stage, lambda flat: lax.psum(flat, "stage"))
+            _all_reduce_into(local, [i for i, axes in enumerate(ranks) if "stage" in axes], "stage")
         if dp > 1:
             unreduced = [i for i, axes in enumerate(ranks) if "data" in axes]
-            replicated = [i for i in unreduced if not by_leaf[i].is_split]
-            _all_reduce_into(local, replicated, lambda flat: lax.psum(flat, "data"))
+            _all_reduce_into(local, [i for i in unreduced if not by_leaf[i].is_split], "data")
             split = {i: by_leaf[i] for i in unreduced if by_leaf[i].is_split}
             _reduce_scatter_into(local, split, dp)
-            _sum_replicas(local, by_leaf, dp)
+            replicated = [i for i, z in enumerate(by_leaf) if z.n_replicas > 1]
+            if replicated:  # add up the replicas' sums
+                same_shard = np.transpose(_rank_groups(by_leaf[replicated[0]], dp) or []).tolist()
+                _all_reduce_into(local, replicated, "data", same_shard)
         total = jax.tree.unflatten(tree, local)
         total |= {p: jax.tree.map(jnp.add, total[p], m) for p, m in shared_grads.items()}
         squares = jnp.float32(0)
@@ -75,8 +76,7 @@ def make_gradient_reduction(
 
 
 def make_param_gather(mesh: Mesh, zero_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:
-    """A function: arrays stored by `zero_specs` -> the same sharded by `specs`, whole on every data
-    rank or stored as before."""
+    """A function: arrays stored by `zero_specs` -> the same sharded by `specs`."""
     leaves = enumerate(zip(jax.tree.leaves(zero_specs), jax.tree.leaves(specs), strict=True))
     gathered = {i: z for i, (z, new) in leaves if z.is_split and data_axis_dim(new) < 0}
     shard_specs = jax.tree.map(lambda zero_spec: zero_spec.spec, zero_specs)
@@ -95,11 +95,8 @@ def make_param_gather(mesh: Mesh, zero_specs: Tree, specs: Tree) -> Callable[[Tr
 
 
 def all_gather(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
-    """Shards -> whole arrays, equal on every data rank, in their own dtype.
-
-    Args:
-      zero_specs: how each array is stored; arrays may lack the dim of layers.
-    """
+    """Shards, stored by `zero_specs` (of arrays that may lack the dim of layers) -> whole arrays,
+    equal on every data rank, in their own dtype."""
     return _on_tensor_ranks(_all_gather_into, mesh, zero_specs, arrays, gathers=True)
 
 
@@ -149,11 +146,7 @@ def _model_spec(spec: P, n_dims: int) -> P:
 def _all_gather_into(
     arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
-    """Replace shards by whole arrays.
-
-    Args:
-      fuse: concatenate them; not where some are split over "model" and others are not.
-    """
+    """Replace shards by whole arrays; do not `fuse` those split over "model" with others."""
     dims = _sharded_dims(zero_specs, arrays)
     for group in _fusion_groups(dims, arrays, MAX_FUSED_ELEMENTS if fuse else 0):
         flat = jnp.concatenate([arrays[i].ravel() for i in group])
@@ -169,8 +162,7 @@ def _all_gather_into(
 def _reduce_scatter_into(
     arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
-    """Replace whole arrays by each rank's shard of their sum over the ranks of its replica; `fuse`
-    as for `_all_gather_into`."""
+    """Replace whole arrays by this rank's shard of their sum over its replica; `fuse` as above."""
     for i, zero_spec in zero_specs.items():
         if zero_spec.local_shape:
             arrays[i] = zero_spec.flatten_local(arrays[i])
@@ -186,21 +178,10 @@ def _reduce_scatter_into(
 
 
 def _rank_groups(zero_spec: ZeroSpec, dp: int) -> list[list[int]] | None:
-    """Neighbouring data ranks that share a replica; None: all ranks do. Equal for all parameters of
-    a segment."""
+    """Neighbouring data ranks that share a replica, equal for a segment's parameters; None: all."""
     if zero_spec.n_replicas == 1:
         return None
     return np.arange(dp).reshape(zero_spec.n_replicas, -1).tolist()
-
-
-def _sum_replicas(arrays: list[Array], zero_specs: Sequence[ZeroSpec], dp: int) -> None:
-    """Add up the replicas' sums of parameters that have several."""
-    indices = [i for i, zero_spec in enumerate(zero_specs) if zero_spec.n_replicas > 1]
-    if indices:
-        same_shard = np.transpose(_rank_groups(zero_specs[indices[0]], dp) or []).tolist()
-        _all_reduce_into(
-            arrays, indices, lambda flat: lax.psum(flat, "data", axis_index_groups=same_shard)
-        )
 
 
 def _sharded_dims(zero_specs: Mapping[int, ZeroSpec], arrays: Sequence[Array]) -> dict[int, int]:
@@ -227,22 +208,21 @@ def _fusion_groups(
 
 
 def _all_reduce_into(
-    arrays: list[Array], indices: Sequence[int], collective: Callable[[Array], Array]
+    arrays: list[Array], indices: Sequence[int], axis: str, groups: list[list[int]] | None = None
 ) -> None:
-    """Apply a collective that keeps shapes to some of the arrays."""
+    """Sum some of the arrays over a mesh axis, or over groups of its ranks."""
     for group in _fusion_groups(indices, arrays, MAX_FUSED_ELEMENTS):
-        flat = collective(jnp.concatenate([arrays[i].ravel() for i in group]))
+        flat = jnp.concatenate([arrays[i].ravel() for i in group])
+        flat = lax.psum(flat, axis, axis_index_groups=groups)
         for i, reduced in zip(group, _split_flat(flat, [arrays[i].shape for i in group])):
             arrays[i] = reduced
 
 
 def _split_flat(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
     """Consecutive parts of the last dim in these shapes; other dims lead."""
-    start = 0
-    for shape in shapes:
-        stop = start + prod(shape)
-        yield flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
-        start = stop
+    stops = np.cumsum([prod(shape) for shape in shapes])
+    for part, shape in zip(jnp.split(flat, stops[:-1], axis=-1), shapes, strict=True):
+        yield part.reshape(*flat.shape[:-1], *shape)
 
 
 def _to_chunks(array: Array, dim: int, dp: int) -> Array:

@@ -29,12 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dflop_jax.contract import Array, Params, adapter_of, with_adapter
+from dflop_jax.contract import Array, Params, adapter_of
 from dflop_jax.runtime import shards
 from dflop_jax.runtime.parameter_layout import param_zero_specs
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.segment_functions import SegmentFunctions, add_gradients
-from dflop_jax.runtime.token_split import gather_before_exit, run_per_tensor_rank, shard_tokens
+from dflop_jax.runtime.token_split import run_module_part, run_per_tensor_rank, shard_tokens
 from dflop_jax.runtime.zero_sharding import ZeroSpec
 
 Tree = Any
@@ -43,20 +43,18 @@ Tree = Any
 def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
     """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
     taps M; `sums` says whether the loss's sums [M / S, 1] are wanted, and no residuals."""
-    loop = _StageLoop(
-        segment, params, x, fields, saves_residuals=segment.saves_residuals and not sums
-    )
+    saves_residuals = segment.saves_residuals and not sums
+    loop = _StageLoop(segment, params, x, fields, saves_residuals=saves_residuals)
     y, outs, residuals = loop.forward()
     if not segment.plan.last:
         y["next"] = outs
     elif not segment.has_loss:
         y["exit"], residuals["exit"] = loop.forward_exit(outs)
     elif sums:
-        ends = loop.forward_exit(outs)[0]
-        y["sums"] = jax.tree.map(lambda a: a[:, None], ends)
+        y["sums"] = jax.tree.map(lambda a: a[:, None], loop.forward_exit(outs)[0])
     else:
         residuals["outs"] = outs
-    if segment.saves_residuals and not sums:
+    if saves_residuals:
         y["residuals"] = jax.tree.map(lambda a: a[None, None], residuals)
     return y
 
@@ -91,17 +89,15 @@ def backward_program(
     if loop.functions.differentiates_hidden or segment.taps:
         dx, grads = loop.backward(saved, douts, dy.get("taps", {}), grads)
     # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
-    total = partial(lax.psum, axis_name="stage")
     for name, a in dx.items():
         tp = segment.tp if name == "hidden" else 1  # all else is whole
-        dx[name] = _in_float32(total, a, tp)
+        dx[name] = _in_float32(partial(lax.psum, axis_name="stage"), a, tp)
     completion = _mark_varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
     return sums, dx, grads, completion
 
 
 class LoopSlot(NamedTuple):
-    """A microbatch in a round. The round is a plain 0 where it is the only one, so that nothing is
-    computed from it."""
+    """A microbatch in a round; the only round is a plain 0, from which nothing is computed."""
 
     number: Array
     round: int | Array
@@ -109,8 +105,7 @@ class LoopSlot(NamedTuple):
 
 
 def slot_at(tick: Array, stage: Array, *, microbatches: int, stages: int, rounds: int) -> LoopSlot:
-    """The slot of a stage at a tick: its first slot before it starts, its last slot after its
-    end."""
+    """The slot of a stage at a tick: the first before the stage starts, the last after its end."""
     number = jnp.clip(tick - stage, 0, rounds * microbatches - 1)
     if rounds == 1:
         return LoopSlot(number, 0, number)
@@ -131,16 +126,14 @@ class _StageLoop:
         self.n_slots = self.rounds * self.m
         self.n_ticks = segment.plan.ticks(self.s, self.m)
         self.stage = lax.axis_index("stage")
-        # Forward a stage passes on to the next one, the last to the first in all rounds but the
-        # last one.
+        # A stage passes on to the next one, the last to the first in all rounds but the last one.
         self.ring = [(j, (j + 1) % self.s) for j in range(self.s - (self.rounds == 1))]
         first_x, first_fields = _index_tree((self.x, self.fields), jnp.int32(0))
-        hidden_struct = first_x.get("hidden")
+        hidden = first_x.get("hidden")
         if segment.plan.first:
-            hidden_struct = jax.eval_shape(
-                segment.module.entry, self.params["entry"], {**first_fields, **first_x}
-            )
-        zero_hidden = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), hidden_struct)
+            inputs = {**first_fields, **first_x}
+            hidden = jax.eval_shape(segment.module.entry, self.params["entry"], inputs)
+        zero_hidden = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), hidden)
         self.zero_hidden = shard_tokens(_mark_varying(zero_hidden, "stage", "data"), segment.tp)
         examples = self.params, first_x, first_fields, self.zero_hidden
         self.functions = SegmentFunctions(segment, *examples, saves_residuals=saves_residuals)
@@ -148,19 +141,10 @@ class _StageLoop:
     def _slot(self, t: Array) -> LoopSlot:
         return slot_at(t, self.stage, microbatches=self.m, stages=self.s, rounds=self.rounds)
 
-    def _inputs_of(self, slot: LoopSlot) -> tuple[Tree, Tree]:
-        """(x, fields) of a slot's microbatch."""
-        return _index_tree(self.x, slot.microbatch), _index_tree(self.fields, slot.microbatch)
-
     def _is_entering(self, slot: LoopSlot) -> Array:
         """Whether a slot reads an input of the loop."""
         first = self.stage == 0
         return first if self.rounds == 1 else first & (slot.round == 0)
-
-    def _is_leaving(self, t: Array, slot: LoopSlot) -> Array:
-        """Whether a slot of the last stage may give an output of the loop."""
-        has_started = t >= self.stage
-        return has_started if self.rounds == 1 else has_started & (slot.round == self.rounds - 1)
 
     def _first_rows(self, slot: LoopSlot) -> dict[str, int | Array]:
         """By kind, the row of the first layer of a slot."""
@@ -181,11 +165,13 @@ class _StageLoop:
             (_, (by_microbatch, by_slot)), _ = _scan_ticks(self._tick_into, carry, ticks)
         hs, tapped, of_entry = by_microbatch
         y = {"taps": tapped} if self.segment.taps else {}
-        return y, self._scatter_over_stages(hs), {"entry": of_entry, "slots": by_slot}
+        if self.s > 1:  # [M, ...] valid on the last stage -> [M / S, ...] on each: ends use all
+            scatter = partial(lax.psum_scatter, axis_name="stage", scatter_dimension=0, tiled=True)
+            hs = _in_float32(scatter, self._on_last_stage(hs), self.segment.tp)
+        return y, hs, {"entry": of_entry, "slots": by_slot}
 
     def _tick_into(self, carry: tuple[Tree, Tree], t: Array) -> tuple[Tree, None]:
-        """One tick, whose outputs are written into the stacks by microbatch and by slot. Every
-        round of a microbatch writes the same index; the last round's hidden states stay."""
+        """One tick, written into the stacks; a microbatch's last hidden states stay."""
         passed, (by_microbatch, by_slot) = carry
         passed, (of_microbatch, of_slot) = self._tick(passed, t)
         slot = self._slot(t)
@@ -194,7 +180,7 @@ class _StageLoop:
 
     def _tick(self, carry: Tree, t: Array) -> tuple[Tree, tuple[Tree, Tree]]:
         slot = self._slot(t)
-        x, fields = self._inputs_of(slot)
+        x, fields = _index_tree((self.x, self.fields), slot.microbatch)
         of_entry: list[Array] = []
         if self.segment.plan.first:
             h, of_entry = self.functions.forward("entry", None, x, fields)
@@ -219,13 +205,18 @@ class _StageLoop:
             scanned, carry = (ticks, of_entry, by_slot, douts, dtapped), (None, grads)
             (_, grads), dx = _scan_ticks(self._backward_tick, carry, scanned, reverse=True)
             return dx, grads
-        by_microbatch = of_entry, self._gather_from_stages(douts), dtapped
+        gather = partial(lax.all_gather, axis_name="stage", tiled=True)
+        douts = self._on_last_stage(_in_float32(gather, douts, self.segment.tp))
+        by_microbatch = of_entry, douts, dtapped
 
         def tick_back(carry: tuple[Tree, Tree], t: Array) -> tuple[Tree, None]:
             state, every_dx = carry
             slot = self._slot(t)
             entry, dh, more = _index_tree(by_microbatch, slot.microbatch)
-            dh = _select(self._is_leaving(t, slot), dh, jax.tree.map(jnp.zeros_like, dh))
+            leaves = t >= self.stage  # whether a slot of the last stage may give an output
+            if self.rounds > 1:
+                leaves &= slot.round == self.rounds - 1
+            dh = _select(leaves, dh, jax.tree.map(jnp.zeros_like, dh))
             scanned = t, entry, _index_tree(by_slot, slot.number), dh, more
             state, dx = self._backward_tick(state, scanned)
             # Only the first slot of a microbatch reads x; in reverse it is the last one.
@@ -241,7 +232,7 @@ class _StageLoop:
     def _backward_tick(self, carry: tuple[Tree, Tree], scanned: Tree) -> tuple[Tree, Tree]:
         (passed, grads), (t, of_entry, slot_residuals, dh, dtapped) = carry, scanned
         slot = self._slot(t)
-        x, fields = self._inputs_of(slot)
+        x, fields = _index_tree((self.x, self.fields), slot.microbatch)
         if passed is not None:
             reverse_ring = [(b, a) for a, b in self.ring]
             dh = jax.tree.map(jnp.add, dh, lax.ppermute(passed, "stage", reverse_ring))
@@ -263,8 +254,7 @@ class _StageLoop:
     def _stage_fields(self) -> Tree:
         """Fields of the M / S microbatches whose ends are this stage's."""
         n = self.m // self.s
-        first = self.stage * n
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, n), self.fields)
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.stage * n, n), self.fields)
 
     def forward_exit(self, outs: Tree) -> tuple[Tree, Tree]:
         """(what the exit gives, what its backward needs), both [M / S, ...]."""
@@ -286,41 +276,26 @@ class _StageLoop:
         return douts, grads
 
     def backward_loss(self, outs: Tree, scale: Array, grads: Tree) -> tuple[Tree, Tree, Tree]:
-        """(the loss's sums, the gradient of `outs`, grads + parameters'): each microbatch's
-        gradient in the visit that computes its loss, so that the exit's is never held for
-        several."""
-        reads = ("exit", adapter_of("exit"), *(("entry",) if self.segment.module.tied else ()))
+        """(the loss's sums, the gradient of `outs`, grads + parameters'): a visit computes a
+        microbatch's loss and gradient, so the exit's is never held for several."""
+        module, tp = self.segment.module, self.segment.tp
+        reads = ("exit", adapter_of("exit"), *(("entry",) if module.tied else ()))
         trained = {k: self.params[k] for k in reads if k in self.segment.trainable}
 
         def visit(totals: Tree, scanned: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
             def loss(trained: Params, h: Tree) -> Tree:
                 params = {**self.params, **trained}
-                entry = params.get("entry") if self.segment.module.tied else None
-                whole = gather_before_exit(h, self.segment.tp)
-                return self.segment.module.exit(
-                    with_adapter("exit", params), whole, scanned[1], entry
-                )
+                entry = {} if module.tied else {"entry": None}
+                return run_module_part(module, "exit", tp, {**params, **entry}, h, {}, scanned[1])
 
             sums, vjp = jax.vjp(loss, trained, scanned[0])
-            dtrained, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)
-                             for k, v in sums.items()})  # fmt: skip
+            scales = {k: jnp.zeros_like(v) for k, v in sums.items()} | {"loss_sum": scale}
+            dtrained, dh = vjp(scales)
             return add_gradients(self.segment, totals, dtrained), (sums, dh)
 
         totals = {k: grads[k] for k in trained}
         totals, (sums, douts) = lax.scan(visit, totals, (outs, self._stage_fields()))
         return jax.tree.map(lambda a: a[:, None], sums), douts, {**grads, **totals}
-
-    def _scatter_over_stages(self, outs: Tree) -> Tree:
-        """[M, ...] valid on the last stage -> [M / S, ...] on each, so that ends use all."""
-        if self.s == 1:
-            return outs
-        scatter = partial(lax.psum_scatter, axis_name="stage", scatter_dimension=0, tiled=True)
-        return _in_float32(scatter, self._on_last_stage(outs), self.segment.tp)
-
-    def _gather_from_stages(self, douts: Tree) -> Tree:
-        """The transpose of `_scatter_over_stages`."""
-        gather = partial(lax.all_gather, axis_name="stage", tiled=True)
-        return self._on_last_stage(_in_float32(gather, douts, self.segment.tp))
 
     def _on_last_stage(self, tree: Tree) -> Tree:
         return _select(self.stage == self.s - 1, tree, jax.tree.map(jnp.zeros_like, tree))
@@ -341,8 +316,7 @@ def _select(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
 
 
 def _in_float32(collective: Any, tree: Tree, tp: int) -> Tree:
-    """`run_per_tensor_rank` of hidden states: a reduction of bfloat16 under partial-manual mode
-    aborts on CPU."""
+    """`run_per_tensor_rank`; a bfloat16 reduction under partial-manual mode aborts on CPU."""
     return jax.tree.map(
         lambda a: run_per_tensor_rank(collective, a.astype(jnp.float32), tp).astype(a.dtype), tree
     )
@@ -370,8 +344,8 @@ def _mark_varying(tree: Tree, *axes: str) -> Tree:
 
 
 def _prepare_params(segment: Segment, params: Params) -> Params:
-    """Parameters marked as differing per rank: layers along data, ends along stage too. Ends are
-    gathered where they are split over data ranks, layers when their turn comes."""
+    """Parameters marked as differing per rank: layers along data, ends along stage too. Ends that
+    data ranks split are gathered, layers when their turn comes."""
     zero_specs = param_zero_specs(segment)
 
     def mark(part: str, array: Array, zero_spec: ZeroSpec) -> Array:
@@ -380,9 +354,7 @@ def _prepare_params(segment: Segment, params: Params) -> Params:
             axes = (*axes, "data")
         return lax.pcast(array, axes, to="varying") if axes else array
 
-    marked = {
-        part: jax.tree.map(partial(mark, part), params[part], zero_specs[part]) for part in params
-    }
+    marked = {p: jax.tree.map(partial(mark, p), params[p], zero_specs[p]) for p in params}
     ends = {part: tree for part, tree in marked.items() if part not in segment.stacked}
     gathered = shards.all_gather(segment.mesh, {part: zero_specs[part] for part in ends}, ends)
     return {**marked, **gathered}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, UPDATE, Group, Task
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Group, Task
 from dflop_jax.runtime.communicator import send, shard_array, zeros
 from dflop_jax.runtime.parameter_layout import program_structs
 from dflop_jax.runtime.programs import LESS_REMAT, GroupArrays, Programs
 from dflop_jax.runtime.segment import EVALUATE
-from dflop_jax.runtime.watcher import Outputs
 from dflop_jax.simulate.task_graph import SegmentLink, feeding_groups
 
 Tree = Any
@@ -34,27 +35,30 @@ class TrainState:
     opt_state: dict[str, Tree] = field(default_factory=dict)
     grads: dict[str, Tree] = field(default_factory=dict)
     shared: dict[str, Tree] = field(default_factory=dict)
-    zeros: dict[jax.ShapeDtypeStruct, jax.Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.zeros = cache(zeros)  # made once and never donated
 
     def program_params(self, name: str) -> Tree:
         """The parameters that a segment's programs read."""
         shared = self.shared.get(name)
         return {**self.params[name], "entry": shared} if shared is not None else self.params[name]
 
-    def zero(self, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        """Zeros of a struct, made once and never donated."""
-        if struct not in self.zeros:
-            self.zeros[struct] = zeros(struct)
-        return self.zeros[struct]
-
     def share_tied(self, programs: Programs, reader: str) -> None:
-        """Send the entry's parameters of a tied module from their owner to the segment that reads
-        them."""
+        """Send a tied module's entry parameters from their owner to the segment that reads them."""
         structs = program_structs(programs.segments[reader])["entry"]
         entry = self.params[programs.owner_of[reader]]["entry"]
         self.shared[reader] = jax.tree.map(
             lambda a, s: send(a, s.sharding, donated=True), entry, structs
         )
+
+
+class Outputs(NamedTuple):
+    """Arrays to await, never donated: received by exchange, computed by the program, sent on."""
+
+    received: Any
+    computed: Any
+    sent: Any
 
 
 class StepCall:
@@ -95,7 +99,7 @@ class StepCall:
         }
         self._fed_by = feeding_groups(groups)
         # (segment, group, input) -> terms of the input that have arrived.
-        self._inbox: dict[tuple[str, int, str], list[Tree]] = {}
+        self._inbox: defaultdict[tuple[str, int, str], list[Tree]] = defaultdict(list)
         # (link, source group, reading group) -> the gradient that came back.
         self._returned: dict[tuple[SegmentLink, int, int], Tree] = {}
         # (segment, group) -> inputs and residuals for backward.
@@ -104,22 +108,21 @@ class StepCall:
         self._sent_indices: dict[tuple[str, str, int, int], list[Tree]] = {}
 
     def key(self, task: Task) -> tuple[Any, ...]:
-        """The key of the program that runs a task; evaluation has no second policy."""
+        """The key of the program that runs a task."""
         name = task.segment
         if task.group == NO_GROUP:
             return name, task.direction
-        group, ends = self.groups[task.group], self.programs.segments[name].has_loss
-        evaluates = self.evaluate and ends and task.direction == FORWARD
-        kind = EVALUATE if evaluates else task.direction
+        group, has_loss = self.groups[task.group], self.programs.segments[name].has_loss
+        kind = EVALUATE if self.evaluate and has_loss else task.direction
         return (name, group.shape, *[LESS_REMAT] * (name in group.remat_less), kind)
 
     def run(self, task: Task) -> Outputs:
         """Dispatch a task; returns what to wait for."""
-        if task.direction == REDUCE:
-            return Outputs((), self._reduce(task), ())
-        if task.direction == UPDATE:
-            return Outputs((), self._update(task), ())
-        return self._forward(task) if task.direction == FORWARD else self._backward(task)
+        run_task = {
+            FORWARD: self._forward, BACKWARD: self._backward,
+            REDUCE: self._reduce, UPDATE: self._update,
+        }[task.direction]  # fmt: skip
+        return run_task(task)
 
     def wait_for_pending(self) -> None:
         """Wait until all arrays in flight have arrived."""
@@ -128,22 +131,20 @@ class StepCall:
         jax.block_until_ready((self.state.grads, self.state.shared))
 
     def send_indices(self, name: str, g: int) -> None:
-        """Send the index arrays of a group's exchanges to the segment whose forward task needs
-        them, unless they were sent before."""
+        """Send the indices of a group's exchanges to the segment that runs forward, unless sent."""
         for link, fed in self._fed_links(name, g):
             key = (name, link.target, g, fed)
             if link.edge is None or key in self._sent_indices:
                 continue
             exchange = self.programs.exchange(link, self.groups[g].shape, self.groups[fed].shape)
             arrays, structs = self.arrays[fed], exchange.source_structs
+            rounds = exchange.index.rounds(arrays.source_indices[g], arrays.max_requested.get(g))
             self._sent_indices[key] = [
                 tuple(
                     exchange.collect(shard_array(host, s.sharding))
-                    for host, s in zip(one, structs, strict=True)
+                    for host, s in zip(one_round, structs, strict=True)
                 )
-                for one in exchange.index.rounds(
-                    arrays.source_indices[g], arrays.max_requested.get(g)
-                )
+                for one_round in rounds
             ]
 
     # ---- tasks of a group ----
@@ -162,14 +163,14 @@ class StepCall:
             shape, read_shape = self.groups[g].shape, self.groups[fed].shape
             if link.edge is None:
                 wanted = programs.signature(link.target, shape).x["hidden"]
-                self._deliver(link.target, fed, "hidden", _send_tree(y["next"], wanted))
+                self._inbox[link.target, fed, "hidden"].append(_send_tree(y["next"], wanted))
                 continue
             features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
             gather = programs.program((name, link, shape, read_shape, False))
-            for one in self._sent_indices[name, link.target, g, fed]:
-                blocks = gather(features, one)
+            for one_round in self._sent_indices[name, link.target, g, fed]:
+                blocks = gather(features, one_round)
                 arrived = programs.exchange(link, shape, read_shape).deliver(blocks)
-                self._deliver(link.target, fed, link.edge.name, arrived)
+                self._inbox[link.target, fed, link.edge.name].append(arrived)
                 sent.append(blocks)
         return Outputs((), y, sent)
 
@@ -202,29 +203,22 @@ class StepCall:
 
     def _fed_links(self, name: str, g: int) -> list[tuple[SegmentLink, int]]:
         """(link, group that reads the output of group `g` over it) of a segment."""
-        found: list[tuple[SegmentLink, int]] = []
-        for link in self.programs.outgoing_links[name]:
-            if link.edge is None:
-                found.append((link, g))
-            else:
-                target = link.edge.target
-                found += [
-                    (link, f) for f in self.groups[g].feeds if self.groups[f].module == target
-                ]
-        return found
-
-    def _deliver(self, name: str, g: int, kind: str, arrays: Tree) -> None:
-        self._inbox.setdefault((name, g, kind), []).append(arrays)
+        return [
+            (link, f)
+            for link in self.programs.outgoing_links[name]
+            for f in ((g,) if link.edge is None else self.groups[g].feeds)
+            if link.edge is None or self.groups[f].module == link.edge.target
+        ]
 
     def _add_sums(self, name: str, sums: Tree) -> None:
-        module = self.programs.segments[name].plan.module
         if sums:
+            module = self.programs.segments[name].plan.module
             self.sums.append({f"{module}.{k}": v for k, v in sums.items()})
 
     def _total(self, name: str, terms: Sequence[Tree], struct: Tree) -> Tree:
         """The sum of the arrays that arrived for one input of a segment; zeros if none did."""
         if not terms:
-            return jax.tree.map(self.state.zero, struct)
+            return jax.tree.map(self.state.zeros, struct)
         total, *rest = terms
         for term in rest:
             if name in self.programs.local_segments:
@@ -232,30 +226,32 @@ class StepCall:
         return total
 
     def _gradient_of_output(self, name: str, g: int) -> tuple[Tree, list[jax.Array]]:
-        """(cotangents of the segment's outputs, zeros where no group reads them; arrays that are
-        ready when the exchanges have brought the cotangents)."""
+        """(cotangents of the segment's outputs, zeros where no group reads them; arrays to wait for
+        until the exchanges have brought them)."""
         programs, shape = self.programs, self.groups[g].shape
         dy: Tree = {"sums": self._scales[name]} if name in self._scales else {}
         arrived: list[jax.Array] = []
-        by_output: dict[str, list[jax.Array]] = {}
+        by_output: defaultdict[str, list[jax.Array]] = defaultdict(list)
         for link, fed in self._fed_links(name, g):
             received = self._returned.pop((link, g, fed))
             if link.edge is None:
                 dy["next"] = received
                 continue
             scatter = programs.program((name, link, shape, self.groups[fed].shape, True))
-            for one in self._sent_indices[name, link.target, g, fed]:
-                gradient, completion = scatter(received, one)
-                by_output.setdefault(link.edge.tap, []).append(gradient)
+            for one_round in self._sent_indices[name, link.target, g, fed]:
+                gradient, completion = scatter(received, one_round)
+                by_output[link.edge.tap].append(gradient)
                 arrived.append(completion)
-        for key in [k for k in self._sent_indices if k[0] == name and k[2] == g]:
-            del self._sent_indices[key]
+        for link, fed in self._fed_links(name, g):
+            self._sent_indices.pop((name, link.target, g, fed), None)
         structs = programs.signature(name, shape).y
-        for kind, struct in structs.get("taps", {}).items():
-            total = self._total(name, by_output.get(kind, ()), struct)
-            dy.setdefault("taps", {})[kind] = total
+        if "taps" in structs:
+            dy["taps"] = {
+                tap: self._total(name, by_output[tap], struct)
+                for tap, struct in structs["taps"].items()
+            }
         if "exit" in structs:
-            dy["exit"] = self._total(name, by_output.get("", ()), structs["exit"])
+            dy["exit"] = self._total(name, by_output[""], structs["exit"])
         return dy, arrived
 
     def _send_gradient(self, link: SegmentLink, g: int, dx: Tree) -> None:
@@ -271,8 +267,7 @@ class StepCall:
 
     # ---- the step's end ----
 
-    def _reduce(self, task: Task) -> Tree:
-        """Reduce a segment's gradients over its ranks; returns what to wait for."""
+    def _reduce(self, task: Task) -> Outputs:
         name, programs, state = task.segment, self.programs, self.state
         more: Tree = {}
         if programs.updates[name].adds_shared:
@@ -282,10 +277,9 @@ class StepCall:
         program = programs.program(self.key(task))
         grads, squares, state.grads[name] = program(state.grads[name], more)
         self.reduced[name] = (grads, squares)
-        return squares
+        return Outputs((), squares, ())
 
-    def _update(self, task: Task) -> Tree:
-        """Update a segment's parameters; returns what to wait for."""
+    def _update(self, task: Task) -> Outputs:
         name, state, segment = task.segment, self.state, self.programs.segments[task.segment]
         sharding = segment.sharding()
         squares = tuple(send(sq, sharding) for _, sq in self.reduced.values())
@@ -295,10 +289,11 @@ class StepCall:
         if updated:
             own_state = {p: params[p] for p in updated}, state.masters[name], state.opt_state[name]
             grads = {p: reduced[p] for p in updated}
-            program = self.programs.program(self.key(task))
-            new, *rest, completion = program(
-                *own_state, grads, squares, shard_array(self.limit, sharding)
+            program, limit = (
+                self.programs.program(self.key(task)),
+                shard_array(self.limit, sharding),
             )
+            new, *rest, completion = program(*own_state, grads, squares, limit)
             state.masters[name], state.opt_state[name] = rest
             state.params[name] = {**params, **new}
             self.totals.append(completion)
@@ -306,7 +301,7 @@ class StepCall:
         self.reduced[name] = ({}, own_squares)
         if self.programs.updates[name].shared:
             state.share_tied(self.programs, name)
-        return completion if updated else state.shared[name]
+        return Outputs((), completion if updated else state.shared[name], ())
 
 
 def _send_tree(arrays: Tree, wanted: Tree) -> Tree:

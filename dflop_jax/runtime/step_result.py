@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import math
+import queue
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
+import jax
 import numpy as np
 
-from dflop_jax.records import BACKWARD, FORWARD, Event, Task, Trace
-from dflop_jax.runtime.step import StepCall
-from dflop_jax.runtime.watcher import Observation
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, Event, Task, Trace
+from dflop_jax.runtime.step import Outputs, StepCall
 from dflop_jax.simulate.task_graph import StepGraph
 
 # A task's moments: when it was dispatched, when its exchanged inputs had arrived, when its own
 # program ended, and when its outputs were exchanged.
 DISPATCHED, RECEIVED, COMPUTED, END = range(4)
-
-
-@dataclass(frozen=True)
-class TaskOrder:
-    """The tasks of a step in their order; for each the indices of the tasks that it waits for, and
-    its resource."""
-
-    tasks: tuple[Task, ...]
-    waits_for: list[list[int]]
-    resources: list[int]
-
-    @classmethod
-    def from_tasks(
-        cls,
-        tasks: Sequence[Task],
-        waits_for: Mapping[Task, Sequence[Task]],
-        resource_of: Mapping[str, int],
-    ) -> TaskOrder:
-        """`resource_of` is by segment."""
-        index_of = {task: i for i, task in enumerate(tasks)}
-        return cls(
-            tuple(tasks),
-            [[index_of[t] for t in waits_for[task]] for task in tasks],
-            [resource_of[task.segment] for task in tasks],
-        )
+WaitsFor = Mapping[Task, Sequence[Task]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +30,7 @@ class StepResult:
     and the trace.
 
     Attributes:
-      task_moments: see `stack_moments`.
+      process_s: seconds that each process computed, of a step of several; see `process_seconds`.
       applied: whether parameters were updated: the norm is finite and not above `norm_limit`.
       not_finite: modules with gradients that are not finite, in the order of backward.
     """
@@ -60,7 +40,7 @@ class StepResult:
     trace: Trace
     started_s: float
     ended_s: float
-    task_moments: np.ndarray
+    process_s: dict[int, float]
     applied: bool = True
     not_finite: tuple[str, ...] = ()
 
@@ -79,7 +59,7 @@ class LocalResult:
 
 @dataclass(frozen=True, eq=False)
 class StepHandle:
-    """A dispatched step; `local` and `result` wait for it.
+    """A dispatched step; `local_result` and `result` wait for it.
 
     Attributes:
       observations: this process's tasks by their index in `tasks`.
@@ -92,13 +72,6 @@ class StepHandle:
     tasks: Sequence[Task]
     observations: Mapping[int, Observation]
     free_s: dict[int, float]
-
-    @cached_property
-    def order(self) -> TaskOrder:
-        """The step's tasks."""
-        return TaskOrder.from_tasks(
-            self.tasks, self.graph.waits_for, self.call.programs.resource_of
-        )
 
     def local_result(self, offset_s: float = 0.0) -> LocalResult:
         """Wait for this process's part of the step; `offset_s` is added to its times.
@@ -130,24 +103,23 @@ class StepHandle:
         return LocalResult(moments, sums, squares, totals[0] if totals else None)
 
     def result(self, local_results: Sequence[LocalResult] | None = None) -> StepResult:
-        """The whole step from the results of all processes; from this process's alone by
-        default."""
+        """The whole step from all processes' results; from this process's alone by default."""
         local_results = [self.local_result()] if local_results is None else local_results
-        task_moments = stack_moments([local.moments for local in local_results], len(self.tasks))
+        programs, waits_for = self.call.programs, self.graph.waits_for
+        moments = stack_moments([local.moments for local in local_results], len(self.tasks))
         # A task over several processes begins with the last to dispatch it.
-        latest_s = task_moments.max(axis=0)
+        latest_s = dict(zip(self.tasks, moments.max(axis=0).tolist(), strict=True))
         origin, events = to_events(
-            self.order,
-            latest_s[:, DISPATCHED].tolist(),
-            latest_s[:, END].tolist(),
-            self.call.programs.submesh_of,
-            self.free_s,
+            latest_s, waits_for, programs.resource_of, programs.submesh_of, self.free_s
         )
+        process_s = {}
+        if len(local_results) > 1:
+            process_s = process_seconds(moments, self.tasks, waits_for, programs.resource_of)
         trace = Trace(self.step, "measured", events)
         squares = {name: value for local in local_results for name, value in local.squares.items()}
         not_finite = dict.fromkeys(
             segment.plan.module
-            for name, segment in reversed(self.call.programs.segments.items())
+            for name, segment in reversed(programs.segments.items())
             if not math.isfinite(squares.get(name, 0.0))
         )
         totals = (local.total_squares for local in local_results)
@@ -158,18 +130,13 @@ class StepHandle:
             trace,
             origin,
             origin + trace.makespan_s,
-            task_moments,
+            process_s,
             applied=bool(total <= self.call.limit),
             not_finite=tuple(not_finite),
         )
 
-    def process_seconds(self, result: StepResult) -> dict[int, float]:
-        """The seconds that each process computed (see the function)."""
-        return process_seconds(result.task_moments, self.order)
-
 
 def _sum_by_name(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sums by name over all terms."""
     sums: dict[str, float] = {}
     for term in terms:
         for k, v in term.items():
@@ -180,8 +147,7 @@ def _sum_by_name(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def stack_moments(
     moments_by_process: Sequence[Mapping[int, Sequence[float]]], n_tasks: int
 ) -> np.ndarray:
-    """`LocalResult.moments` of all processes, float64 [processes, tasks, moments]; -inf for tasks
-    that a process did not run."""
+    """Moments of all processes, float64 [processes, tasks, moments]; -inf: did not run there."""
     moments = np.full((len(moments_by_process), n_tasks, END + 1), -np.inf)
     for of_process, of_tasks in zip(moments, moments_by_process, strict=True):
         if of_tasks:
@@ -190,50 +156,158 @@ def stack_moments(
 
 
 def to_events(
-    order: TaskOrder,
-    dispatched_s: Sequence[float],
-    end_s: Sequence[float],
+    moments: Mapping[Task, Sequence[float]],
+    waits_for: WaitsFor,
+    resource_of: Mapping[str, int],
     submesh_of: Mapping[str, str],
     free_s: dict[int, float],
 ) -> tuple[float, tuple[Event, ...]]:
-    """(start of the step, events relative to it), from when tasks were dispatched and ended.
+    """(start of the step, events relative to it), from the moments of the tasks in their order.
 
     A task starts when it was dispatched, its inputs were computed and its resource was free,
-    whichever came last. `free_s` (resource -> end of its last task) is updated in place.
+    whichever came last. `free_s` (resource -> end of its last task) is updated in place;
+    `resource_of` and `submesh_of` are by segment.
     """
-    starts_s: list[float] = []
-    for resource, inputs, dispatched, end in zip(
-        order.resources, order.waits_for, dispatched_s, end_s, strict=True
-    ):
-        start = max(dispatched, free_s.get(resource, 0.0), *[end_s[i] for i in inputs], 0.0)
-        starts_s.append(min(start, end))
-        free_s[resource] = end
-    origin = min(starts_s, default=0.0)
+    spans_s: dict[Task, tuple[float, float]] = {}
+    for task, (dispatched_s, *_, end_s) in moments.items():
+        resource = resource_of[task.segment]
+        inputs_s = [moments[t][END] for t in waits_for[task]]
+        start_s = max(dispatched_s, free_s.get(resource, 0.0), *inputs_s, 0.0)
+        spans_s[task] = min(start_s, end_s), end_s
+        free_s[resource] = end_s
+    origin = min((start_s for start_s, _ in spans_s.values()), default=0.0)
     events = tuple(
         Event(submesh_of[t.segment], t.segment, t.group, t.direction, s - origin, e - origin)
-        for t, s, e in zip(order.tasks, starts_s, end_s, strict=True)
+        for t, (s, e) in spans_s.items()
     )
     return origin, events
 
 
-def process_seconds(moments: np.ndarray, order: TaskOrder) -> dict[int, float]:
+def process_seconds(
+    moments: np.ndarray, tasks: Sequence[Task], waits_for: WaitsFor, resource_of: Mapping[str, int]
+) -> dict[int, float]:
     """The seconds that each process computed in a step, without waiting for others, from what each
     saw in one clock (`stack_moments`). Left out are a resource's first task, which may have waited
     for the step before, and the step's end, where ranks meet inside programs."""
     ends = moments[:, :, END]
     # A task that another process ran has ended when the last of them saw it.
     available_s = np.where(np.isfinite(ends), ends, ends.max(axis=0, initial=-np.inf))
+    available_of = dict(zip(tasks, available_s.T, strict=True))
     seconds = np.zeros(len(moments))
     free_s: dict[int, np.ndarray] = {}  # by resource, the end of each process's last task there
-    for i, task in enumerate(order.tasks):
-        free = free_s.get(order.resources[i], np.full(len(moments), -np.inf))
+    for i, task in enumerate(tasks):
+        resource = resource_of[task.segment]
+        free = free_s.get(resource, np.full(len(moments), -np.inf))
         ran = np.isfinite(ends[:, i])
         if task.direction in (FORWARD, BACKWARD):
-            inputs = [available_s[:, index] for index in order.waits_for[i]]
+            inputs = [available_of[t] for t in waits_for[task]]
             start = np.maximum.reduce(
                 [moments[:, i, DISPATCHED], moments[:, i, RECEIVED], free, *inputs]
             )
             is_timed = ran & np.isfinite(free)
             seconds[is_timed] += np.maximum(moments[is_timed, i, COMPUTED] - start[is_timed], 0.0)
-        free_s[order.resources[i]] = np.where(ran, ends[:, i], free)
+        free_s[resource] = np.where(ran, ends[:, i], free)
     return dict(enumerate(seconds.tolist()))
+
+
+# ---- observation of dispatched tasks ----
+
+
+class Watcher:
+    """One thread per resource, which awaits its tasks' outputs in order and records the times."""
+
+    def __init__(self, resources: set[int]):
+        self._queues: dict[int, queue.Queue[Any]] = {r: queue.Queue() for r in resources}
+        self._threads = [
+            threading.Thread(target=self._run, args=(q,), daemon=True, name=f"watcher-{r}")
+            for r, q in self._queues.items()
+        ]
+        for t in self._threads:
+            t.start()
+
+    @staticmethod
+    def _run(q: queue.Queue[Any]) -> None:
+        while (item := q.get()) is not None:
+            record, outputs = item
+            try:
+                for i, arrays in enumerate(outputs, 1):
+                    jax.block_until_ready(arrays)
+                    record.moments[i] = time.perf_counter()
+            except Exception as error:  # raised again by `Observation.wait`
+                record.error = error
+                record.moments[-1] = time.perf_counter()
+            record.done.set()
+
+    def watch(self, resource: int, dispatched_s: float, outputs: Outputs) -> Observation:
+        """Record when `outputs` are ready."""
+        record = Observation(dispatched_s)
+        self._queues[resource].put((record, outputs))
+        return record
+
+    def close(self) -> None:
+        for q in self._queues.values():
+            q.put(None)
+        for t in self._threads:
+            t.join(timeout=10)
+
+
+class Observation:
+    """Perf-counter seconds of a task's dispatch and `Outputs` (`step_result.DISPATCHED` ...)."""
+
+    def __init__(self, dispatched_s: float):
+        self.moments = [dispatched_s, 0.0, 0.0, 0.0]
+        self.error: Exception | None = None
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class PendingTasks:
+    """Progress of up to two dispatched steps; one thread writes, any thread reads."""
+
+    def __init__(self) -> None:
+        # Number, tasks, and those of this process that are observed, by their place among them.
+        self._calls: deque[tuple[int, Sequence[Task], Mapping[int, Observation]]] = deque(maxlen=2)
+        self._number = 0
+        self.n_started = 0  # tasks of the newest step
+
+    def dispatch(self, order: Sequence[Task], observations: Mapping[int, Observation]) -> None:
+        """Begin a step; `observations` is filled as its tasks are dispatched."""
+        self._number, self.n_started = self._number + 1, 0
+        self._calls.append((self._number, order, observations))
+
+    def progress(self) -> tuple[int, int, int, tuple[str, ...]]:
+        """The fields of `distributed.hang_watch.TaskProgress`: the number of the first step with a
+        pending task, how many of its first tasks have ended, how many have begun, and descriptions
+        of the last ones, the pending one last."""
+        calls = tuple(self._calls)
+        for number, order, observations in calls:
+            is_newest = number == calls[-1][0]
+            n_started = self.n_started if is_newest else len(order)
+            running = (
+                i
+                for i in range(n_started)
+                if i in observations and not observations[i].done.is_set()
+            )
+            n_done = next(running, n_started)
+            if is_newest or n_done < n_started:
+                return number, n_done, n_started, _describe_progress(order, n_done, n_started)
+        return 0, 0, 0, ()
+
+
+def _describe_progress(order: Sequence[Task], n_done: int, n_started: int) -> tuple[str, ...]:
+    """The last task that ended, the last that began, and the first that is pending."""
+
+    def describe(status: str, i: int) -> str:
+        task = order[i]
+        group = "" if task.group == NO_GROUP else f", group {task.group}"
+        where = f"(task {i + 1} of {len(order)})"
+        return f"{status}: {task.direction} of {task.segment}{group} {where}"
+
+    lines = [describe("ended", n_done - 1)] if n_done else []
+    lines += [describe("begun", n_started - 1)] if n_done < n_started - 1 else []
+    lines += [describe("begun, not ended", n_done)] if n_done < n_started else []
+    return tuple(lines)

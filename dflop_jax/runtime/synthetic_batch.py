@@ -38,8 +38,7 @@ def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
 def packed_field(
     name: str, shape: tuple[int, ...], dtype: Any, n_pieces: int, below: int
 ) -> np.ndarray:
-    """A field [microbatches, rows, ...] of full rows with about `n_pieces` pieces of equal length;
-    fields that do not describe pieces are random."""
+    """A field [microbatches, rows, ...] of full rows with about `n_pieces` equal pieces."""
     if name not in ("segment_ids", "positions", "weights"):
         return random_values(shape, dtype, below)
     tokens = shape[2]

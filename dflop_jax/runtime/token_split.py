@@ -4,15 +4,15 @@ tokens.
 
 A layer runs by interpreting its jaxpr. Activations of every product with a matrix that is split
 over the mesh axis "model" get a sharding: all tokens are gathered before split columns, and the
-terms of split rows are reduce-scattered to each rank's tokens. So no matrix moves and nothing is
-all-reduced. Backward shards gradients the opposite way.
+terms of split rows are reduce-scattered to each rank's tokens. Backward does the opposite. So no
+matrix moves and nothing is all-reduced.
 
 The functions here run under a `shard_map` that leaves "model" automatic, or are traced alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -45,13 +45,16 @@ def run_module_part(
       x: inputs from edges, by name.
     """
     if h is None:
-        return _shard_after_entry(module.entry(with_adapter(name, params), {**fields, **x}), tp)
+        h = module.entry(with_adapter(name, params), {**fields, **x})
+        if tp == 1:
+            return h
+        return jax.tree.map(lambda a: _scatter_tokens(_constrain(a, P(), tp), tp), h)
     if name in stacked_parts(module):
         return _run_layer(module, name, tp, params, shard_tokens(h, tp), fields)
     if name in x:
         edge_input = _constrain(x[name], P(), tp) if tp > 1 else x[name]  # and its gradient
         return shard_tokens(module.inlet(name, shard_tokens(h, tp), edge_input, fields), tp)
-    whole = gather_before_exit(h, tp)
+    whole = _gather_before_exit(h, tp)
     if name == "exit":
         return module.exit(with_adapter(name, params), whole, fields, params.get("entry"))
     return module.tap(name, with_adapter(name, params), whole, fields)
@@ -63,35 +66,32 @@ def rows_and_tokens(h: Tree) -> tuple[int, int]:
     return rows, tokens
 
 
-def token_spec(rows: int, tokens: int, tp: int) -> tuple[str | None, str | None]:
-    """How (rows, tokens) of hidden states are split over mesh axes."""
+def token_spec(rows: int, tokens: int, tp: int) -> P | None:
+    """How (rows, tokens) of hidden states are split over mesh axes; None: they are not."""
     dim = token_dim(rows, tokens, tp)
-    return (TENSOR_AXIS if dim == 0 else None, TENSOR_AXIS if dim == 1 else None)
+    return None if dim is None else P(*(TENSOR_AXIS if d == dim else None for d in range(2)))
 
 
 def shard_tokens(h: Tree, tp: int) -> Tree:
     """Hidden states [rows, tokens, ...] and their gradient, sharded by tokens."""
-    spec = _token_spec_or_none(h, tp)
+    spec = token_spec(*rows_and_tokens(h), tp)
     return h if spec is None else jax.tree.map(lambda a: _constrain(a, spec, tp), h)
 
 
-def gather_tokens(h: Array, tp: int) -> Array:
-    """Hidden states [rows, tokens, ...] whole on every rank; their gradient is sharded by
-    tokens."""
-    spec = _token_spec_or_none(h, tp)
+def _gather_tokens(h: Array, tp: int) -> Array:
+    """Hidden states whole on every rank; their gradient is sharded by tokens."""
+    spec = token_spec(*rows_and_tokens(h), tp)
     return h if spec is None else _constrain_with_gradient((P(), spec, tp), h)
 
 
-def scatter_tokens(h: Array, tp: int) -> Array:
-    """Hidden states [rows, tokens, ...] sharded by tokens; their gradient is whole on every
-    rank."""
-    spec = _token_spec_or_none(h, tp)
+def _scatter_tokens(h: Array, tp: int) -> Array:
+    """Hidden states sharded by tokens; their gradient is whole on every rank."""
+    spec = token_spec(*rows_and_tokens(h), tp)
     return h if spec is None else _constrain_with_gradient((spec, P(), tp), h)
 
 
 def _constrain(a: Array, spec: P, tp: int) -> Array:
-    """An array with a sharding constraint; where a function is traced alone for its cost, with an
-    abstract mesh."""
+    """An array with a sharding constraint, on an abstract mesh if it is traced alone."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = spec if TENSOR_AXIS in mesh.axis_names else NamedSharding(_abstract_mesh(tp), spec)
     return lax.with_sharding_constraint(a, sharding)
@@ -102,54 +102,35 @@ def _abstract_mesh(tp: int) -> AbstractMesh:
     return AbstractMesh((tp,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _token_spec_or_none(h: Tree, tp: int) -> P | None:
-    """How [rows, tokens, ...] is sharded; None: it is not."""
-    rows, tokens = rows_and_tokens(h)
-    return None if token_dim(rows, tokens, tp) is None else P(*token_spec(rows, tokens, tp))
-
-
-# Entry and exit work on all tokens, forward and backward: otherwise the compiler would shard their
-# lookups and their loops over chunks of tokens.
-
-
-def _shard_after_entry(h: Tree, tp: int) -> Tree:
-    """`scatter_tokens` of hidden states that an entry gives."""
+def _gather_before_exit(h: Tree, tp: int) -> Tree:
+    """Whole hidden states for an exit or a tap. Like the entry it works on all tokens, forward and
+    backward: else the compiler would shard its lookups and its loops over chunks of tokens."""
     if tp == 1:
         return h
-    return jax.tree.map(lambda a: scatter_tokens(_constrain(a, P(), tp), tp), h)
-
-
-def gather_before_exit(h: Tree, tp: int) -> Tree:
-    """`gather_tokens` of hidden states that an exit or a tap reads."""
-    if tp == 1:
-        return h
-    return jax.tree.map(lambda a: _constrain(gather_tokens(a, tp), P(), tp), h)
+    return jax.tree.map(lambda a: _constrain(_gather_tokens(a, tp), P(), tp), h)
 
 
 def run_per_tensor_rank(collective: Callable[[Array], Array], h: Array, tp: int) -> Array:
     """A collective over another axis on each tensor rank's part of hidden states [microbatches,
     rows, tokens, ...]: left to the compiler, "model" would be gathered first."""
     _, rows, tokens, *_ = h.shape
-    if token_dim(rows, tokens, tp) is None:
+    row_spec = token_spec(rows, tokens, tp)
+    if row_spec is None:
         return collective(h)
-    spec = P(None, *token_spec(rows, tokens, tp))
+    spec = P(None, *row_spec)
     run = jax.shard_map(collective, in_specs=(spec,), out_specs=spec, axis_names={TENSOR_AXIS})
     return run(h)
 
 
-_ForwardBackwardSpecs = tuple[
-    P, P, int
-]  # how an array, and how its gradient is laid out on so many ranks
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _constrain_with_gradient(laid: _ForwardBackwardSpecs, h: Array) -> Array:
-    return _constrain(h, laid[0], laid[2])
+def _constrain_with_gradient(specs: tuple[P, P, int], h: Array) -> Array:
+    """`specs`: of the array, of its gradient, and the tensor ranks."""
+    return _constrain(h, specs[0], specs[2])
 
 
 _constrain_with_gradient.defvjp(
-    lambda laid, h: (_constrain(h, laid[0], laid[2]), None),
-    lambda laid, _, dh: (_constrain(dh, laid[1], laid[2]),),
+    lambda specs, h: (_constrain(h, specs[0], specs[2]), None),
+    lambda specs, _, dh: (_constrain(dh, specs[1], specs[2]),),
 )
 
 
@@ -158,18 +139,16 @@ _constrain_with_gradient.defvjp(
 
 @dataclass(frozen=True)
 class TensorDim:
-    """The dim of a matrix that tensor parallelism names, and whether it is split; it is whole if
-    the degree does not divide it."""
+    """The dim of a matrix that tensor parallelism names, split if the degree divides it."""
 
     dim: int
     is_split: bool
 
 
 def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields: Tree) -> Tree:
-    """A layer with sharded activations; the compiler shards them if the degree divides neither rows
-    nor tokens."""
+    """A layer with sharded activations; left to the compiler if neither rows nor tokens divide."""
     arguments, layer = with_adapter(kind, params), layer_of(module, kind)
-    if _token_spec_or_none(h, tp) is None:
+    if token_spec(*rows_and_tokens(h), tp) is None:
         return layer(arguments, h, fields)
     dims = with_adapter(kind, {part: tensor_dims(module, part, tp) for part in params})
     closed, out_structs = jax.make_jaxpr(layer, return_shape=True)(arguments, h, fields)
@@ -182,16 +161,13 @@ def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields
 
 @lru_cache(maxsize=256)
 def tensor_dims(module: Module, part: str, tp: int) -> Tree:
-    """The `TensorDim` of each parameter of a part (of one layer), None without one; a tree of the
-    part's structure."""
+    """The `TensorDim`, or None, of each parameter of a part (of one layer)."""
 
-    def cut(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> TensorDim | None:
-        named = split_dim(leaf.shape, axes, 1)
-        return (
-            None if named is None else TensorDim(named, split_dim(leaf.shape, axes, tp) is not None)
-        )
+    def tensor_dim(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> TensorDim | None:
+        dim, split = (split_dim(leaf.shape, axes, degree) for degree in (1, tp))
+        return None if dim is None else TensorDim(dim, split is not None)
 
-    return jax.tree.map(cut, part_struct(module, part), logical_axes(module, part))
+    return jax.tree.map(tensor_dim, part_struct(module, part), logical_axes(module, part))
 
 
 @dataclass(frozen=True)
@@ -215,13 +191,9 @@ class _JaxprInterpreter:
             operand_dims = [None if isinstance(v, Literal) else dims.get(v) for v in eqn.invars]
             if eqn.primitive.name in ("jit", "pjit"):
                 inner = eqn.params["jaxpr"]
-                inner_dims = {
-                    v: c for v, c in zip(inner.jaxpr.invars, operand_dims, strict=True) if c
-                }
-                outs = self.run(inner.jaxpr, inner.consts, ins, inner_dims)
-            elif eqn.primitive.name == "dot_general" and (operand_dims[0] is None) != (
-                operand_dims[1] is None
-            ):
+                inner_dims = zip(inner.jaxpr.invars, operand_dims, strict=True)
+                outs = self.run(inner.jaxpr, inner.consts, ins, {v: c for v, c in inner_dims if c})
+            elif eqn.primitive.name == "dot_general" and operand_dims.count(None) == 1:
                 outs = [self._product(jaxpr, eqn, ins, operand_dims)]
             else:
                 outs = _run_equation(jaxpr, eqn, ins)
@@ -241,29 +213,19 @@ class _JaxprInterpreter:
         if any(batch) or x.shape[:2] != self.rows_tokens or {0, 1} & {*contracted[side]}:
             return _run_equation(jaxpr, eqn, ins)[0]
         if matrix_dim.dim not in contracted[1 - side]:
-            ins[side] = gather_tokens(x, self.tp)
+            ins[side] = _gather_tokens(x, self.tp)
             product = _run_equation(jaxpr, eqn, ins)[0]
-            dim = _free_dim_index(eqn, 1 - side, matrix_dim.dim)
+            free = [d for d in range(ins[1 - side].ndim) if d not in contracted[1 - side]]
+            n_before = x.ndim - len(contracted[0]) if side == 0 else 0
+            dim = n_before + free.index(matrix_dim.dim)
             spec = P(*[None] * dim, TENSOR_AXIS) if matrix_dim.is_split else P()
             return _constrain(product, spec, self.tp)
         product = _run_equation(jaxpr, eqn, ins)[0]
         # Its first two dims are rows and tokens only if the activation's free dims come first.
-        return scatter_tokens(product, self.tp) if side == 0 and matrix_dim.is_split else product
-
-
-def _free_dim_index(eqn: Any, side: int, dim: int) -> int:
-    """The index, in a product's output, of a dim of one side that it does not contract."""
-    contracted, _ = eqn.params["dimension_numbers"]
-
-    def free(side: int) -> Iterator[int]:
-        return (d for d in range(eqn.invars[side].aval.ndim) if d not in contracted[side])
-
-    n_before = len(list(free(0))) if side == 1 else 0
-    return n_before + list(free(side)).index(dim)
+        return _scatter_tokens(product, self.tp) if side == 0 and matrix_dim.is_split else product
 
 
 def _run_equation(jaxpr: Any, eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The outputs of one equation of a jaxpr for these inputs."""
     read = {v: a for v, a in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
     debug_info = jaxpr.debug_info.with_unknown_names()
     one_equation = jaxpr.replace(

@@ -22,16 +22,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, float32_names_of
+from dflop_jax.runtime import parameter_layout as layout
 from dflop_jax.runtime import shards
 from dflop_jax.runtime.communicator import is_local, remote_array
-from dflop_jax.runtime.parameter_layout import (
-    grad_structs,
-    initial_structs,
-    master_parts,
-    program_structs,
-    state_zero_specs,
-    stored_structs,
-)
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.zero_sharding import ZeroSpec
 
@@ -43,8 +36,7 @@ _UNSHARDED = ZeroSpec(P(), P())
 
 @dataclass(frozen=True)
 class EmaOptimizer:
-    """An optimizer with an exponential moving average of the parameters: each step keeps `decay` of
-    it. It has the interface of optax."""
+    """An optimizer with a moving average of the parameters, of which each step keeps `decay`."""
 
     inner: optax.GradientTransformation
     decay: float
@@ -53,14 +45,13 @@ class EmaOptimizer:
         return {"tx": self.inner.init(params), EMA_KEY: params}
 
     def update(self, grads: Tree, state: Tree, params: Tree, **more: Any) -> tuple[Tree, Tree]:
-        """The optimizer's step; the average of a parameter that never changes equals it bit for
-        bit, also where it is infinite."""
+        """The average of a parameter that never changes equals it to the bit, also if infinite."""
         updates, stepped = self.inner.update(grads, state["tx"], params, **more)
-
-        def one(old: Array, new: Array) -> Array:
-            return jnp.where(old == new, new, new + self.decay * (old - new))
-
-        average = jax.tree.map(one, state[EMA_KEY], optax.apply_updates(params, updates))
+        average = jax.tree.map(
+            lambda old, new: jnp.where(old == new, new, new + self.decay * (old - new)),
+            state[EMA_KEY],
+            optax.apply_updates(params, updates),
+        )
         return updates, {"tx": stepped, EMA_KEY: average}
 
 
@@ -71,8 +62,7 @@ Optimizer: TypeAlias = "optax.GradientTransformation | EmaOptimizer"
 def map_optimizer_state(
     map_params: Callable[[Tree], Tree], map_leaf: Callable[[Any], Any], state: Tree, params: Tree
 ) -> Tree:
-    """An optimizer's state with `map_params` of every subtree that is shaped like `params`, such as
-    moments, and `map_leaf` of every other leaf, such as a count."""
+    """A state with `map_params` of subtrees shaped like `params`, else `map_leaf` of leaves."""
     shape: Any = jax.tree.structure(params)
 
     def matches_params(node: Any) -> bool:
@@ -115,32 +105,31 @@ class SegmentUpdate:
         self.adds_shared = adds_shared
         trained = [p for p in segment.read_parts if p in segment.trainable]
         self.shared = tuple(p for p in trained if p not in segment.owned_parts)
-        zero_specs = state_zero_specs(segment)
+        zero_specs = layout.state_zero_specs(segment)
         self._zero_specs = {p: zero_specs[p] for p in trained}
-        self.shard_structs = stored_structs(segment, self._zero_specs, float32=trained)
-        self._params = self._owned_trained(program_structs(segment))
-        masters = initial_structs(segment) if master_parts(segment) else {}
+        self.shard_structs = layout.stored_structs(segment, self._zero_specs, float32=trained)
+        self._params = self._owned_trained(layout.program_structs(segment))
+        masters = layout.initial_structs(segment) if layout.master_parts(segment) else {}
         self.master_structs = self._owned_trained(masters)
         self._has_ema = isinstance(tx, EmaOptimizer)
-        inner = tx.inner if isinstance(tx, EmaOptimizer) else tx
-        scaled = _scale_by_freeze_group(segment, rate_factors, inner)
-        self._tx = replace(tx, inner=scaled) if isinstance(tx, EmaOptimizer) else scaled
+        if isinstance(tx, EmaOptimizer):
+            inner = _scale_by_freeze_group(segment, rate_factors, tx.inner)
+            self._tx: Optimizer = replace(tx, inner=inner)
+        else:
+            self._tx = _scale_by_freeze_group(segment, rate_factors, tx)
         owned_shards = self._owned_trained(self.shard_structs)
-        state = jax.eval_shape(self._tx.init, owned_shards)
-        shardings = map_optimizer_state(
-            lambda _: jax.tree.map(lambda a: a.sharding, owned_shards),
-            lambda _: segment.sharding(),
-            state,
+
+        def placed(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+        self.state_structs = map_optimizer_state(
+            lambda tree: jax.tree.map(placed, tree, _shardings(owned_shards)),
+            lambda a: placed(a, segment.sharding()),
+            jax.eval_shape(self._tx.init, owned_shards),
             owned_shards,
-        )
-        self.state_structs = jax.tree.map(
-            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            state,
-            shardings,
         )
 
     def _owned_trained(self, tree: Tree) -> Tree:
-        """The entries of parts that this segment owns and trains."""
         s = self.segment
         return {p: t for p, t in tree.items() if p in s.trainable and p in s.owned_parts}
 
@@ -149,8 +138,7 @@ class SegmentUpdate:
         return self._map_state(self._owned_trained(self._zero_specs), _UNSHARDED)
 
     def state_parts(self) -> Tree:
-        """The part whose parameters each leaf of the state belongs to; NO_PARAMETER_PART of
-        none."""
+        """The part whose parameters each leaf of the state belongs to, or `NO_PARAMETER_PART`."""
         return self._map_state(part_of_leaves(self._params), NO_PARAMETER_PART)
 
     def _map_state(self, params_value: Tree, leaf_value: Any) -> Tree:
@@ -159,16 +147,16 @@ class SegmentUpdate:
         )
 
     def init_state(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
-        """`initial_structs`' arrays -> (parameters that programs read, masters, fresh
-        optimizer state)."""
+        """`initial_structs`' arrays -> (what programs read, masters, fresh optimizer state)."""
         params, masters = self.split_masters(initial)
 
         def init_optimizer(params: Tree) -> Tree:
             return self._tx.init(params if masters else self._local_shards(params))
 
-        shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
         stepped_params = masters or {p: params[p] for p in self._params}
-        state = jax.jit(init_optimizer, out_shardings=shardings)(stepped_params)
+        state = jax.jit(init_optimizer, out_shardings=_shardings(self.state_structs))(
+            stepped_params
+        )
         if self._has_ema:
             _ = self._gather_program  # compiled now, not in the middle of a run
         return params, masters, state
@@ -192,38 +180,32 @@ class SegmentUpdate:
 
     @cached_property
     def _gather_program(self) -> Callable[[Tree], Tree]:
-        """The program of `_gather_params`."""
-        gather = self._make_gather()
-
-        def gather_cast(shard_structs: Tree) -> Tree:
-            return gather(jax.tree.map(lambda m, a: m.astype(a.dtype), shard_structs, self._params))
-
-        shardings = jax.tree.map(lambda a: a.sharding, self._params)
-        shard_structs = self._owned_trained(self.shard_structs)
-        return jax.jit(gather_cast, out_shardings=shardings).lower(shard_structs).compile()
+        gather = jax.jit(self._make_gather(), out_shardings=_shardings(self._params))
+        return gather.lower(self._owned_trained(self.shard_structs)).compile()
 
     def _make_gather(self) -> Callable[[Tree], Tree]:
         """A function: shards of the owned parts -> the parameters that programs read."""
-        return shards.make_param_gather(
+        gather = shards.make_param_gather(
             self.segment.mesh, self._owned_trained(self._zero_specs), _partition_specs(self._params)
         )
+        return lambda new: gather(jax.tree.map(lambda n, a: n.astype(a.dtype), new, self._params))
 
     def _scalar(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
 
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
-        """Outputs of the reduction."""
-        return self.shard_structs, self._scalar(), grad_structs(self.segment)
+        """Outputs of `lower_reduce`."""
+        return self.shard_structs, self._scalar(), layout.grad_structs(self.segment)
 
     def updated_structs(self) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
-        """Outputs of the update."""
+        """Outputs of `lower_update`."""
         return self._params, self.master_structs, self.state_structs, self._scalar()
 
     def lower_reduce(self) -> jax.stages.Lowered:
         """The program (grads of ranks, gradient shards of the tied entry's reader) -> (gradient
         shards, sum of squares of the owned parts, zeroed grads). It donates grads. The reader's
         shards are {} unless the segment owns a tied parameter."""
-        grads = grad_structs(self.segment)
+        grads = layout.grad_structs(self.segment)
         add_up = shards.make_gradient_reduction(
             self.segment.mesh,
             _partition_specs(grads),
@@ -236,11 +218,12 @@ class SegmentUpdate:
             total, squares = add_up(grads, shared_grads)
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
-        outs = jax.tree.map(lambda a: a.sharding, self.reduced_structs())
-        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, shared_grads)
+        program = jax.jit(
+            reduce, out_shardings=_shardings(self.reduced_structs()), donate_argnums=0
+        )
+        return program.lower(grads, shared_grads)
 
     def _local_shards(self, params: Tree) -> Tree:
-        """Each rank's shards of the parameters that programs read."""
         if self.segment.plan.zero == 3:
             return params
         zero_specs = self._owned_trained(self._zero_specs)
@@ -258,13 +241,9 @@ class SegmentUpdate:
         gather = self._make_gather()
 
         def update(
-            params: Tree,
-            masters: Tree,
-            state: Tree,
-            grads: Tree,
-            squares: tuple[Array, ...],
+            params: Tree, masters: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...],
             limit: Array,
-        ) -> tuple[Tree, Tree, Tree, Array]:
+        ) -> tuple[Tree, Tree, Tree, Array]:  # fmt: skip
             total = functools.reduce(jnp.add, squares)  # in an order that no compiler changes
             applies = total <= limit  # false for NaN
             if self.clip_norm > 0:
@@ -277,10 +256,9 @@ class SegmentUpdate:
             new, state = jax.tree.map(
                 lambda n, old: jnp.where(applies, n, old), (new, next_state), (stepped, state)
             )
-            new_params = jax.tree.map(lambda n, a: n.astype(a.dtype), new, self._params)
-            return gather(new_params), new if masters else {}, state, total
+            return gather(new), new if masters else {}, state, total
 
-        outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())
+        outs = _shardings(self.updated_structs())
         # Parameters are donated also where the masters are read in their place.
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1, 2), keep_unused=True)
         args = self._params, self.master_structs, self.state_structs, grad_shards
@@ -300,12 +278,16 @@ def _scale_by_freeze_group(
         # optax relies on implicit promotion, which the user may have forbidden.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **more)
-        factors = {p: rate_factors.get(groups[p], 1.0) for p in updates}
-        return {
-            p: jax.tree.map(lambda u, f=factors[p]: u * f, tree) for p, tree in updates.items()
-        }, state
+        for part, tree in updates.items():
+            factor = rate_factors.get(groups[part], 1.0)
+            updates = {**updates, part: jax.tree.map(lambda u, f=factor: u * f, tree)}
+        return updates, state
 
     return optax.GradientTransformation(tx.init, update)
+
+
+def _shardings(structs: Tree) -> Tree:
+    return jax.tree.map(lambda a: a.sharding, structs)
 
 
 def _partition_specs(structs: Tree) -> Tree:

@@ -38,23 +38,15 @@ def data_axis_dim(spec: P) -> int:
 
 @dataclass(frozen=True)
 class ZeroSpec:
-    """How data ranks share a parameter.
+    """How data ranks share a parameter."""
 
-    Attributes:
-      base_spec: its sharding over stages and tensor ranks.
-      spec: the sharding of what is stored, over data ranks too if these share it.
-      local_shape: shape of a tensor rank's part of one layer, or of a parameter without layers; ()
-        where it is not stored flat.
-      dp, tp: data ranks that share a flat parameter, and tensor ranks that split it.
-      n_replicas: groups of `dp` data ranks, each with all of it.
-    """
-
-    base_spec: P
-    spec: P
+    base_spec: P  # its sharding over stages and tensor ranks
+    spec: P  # the sharding of what is stored, over data ranks too if these share it
+    # Of a tensor rank's part of one layer, or of a parameter without layers; () if not stored flat.
     local_shape: tuple[int, ...] = ()
-    dp: int = 1
-    tp: int = 1
-    n_replicas: int = 1
+    dp: int = 1  # data ranks that share a flat parameter
+    tp: int = 1  # tensor ranks that split it
+    n_replicas: int = 1  # groups of `dp` data ranks, each with all of it
 
     @property
     def is_split(self) -> bool:
@@ -62,7 +54,6 @@ class ZeroSpec:
 
     @property
     def local_elements(self) -> int:
-        """Elements of `local_shape`."""
         return prod(self.local_shape)
 
     @property
@@ -81,16 +72,13 @@ class ZeroSpec:
         if not self.local_shape:
             return shape
         lead = shape[: len(shape) - len(self.local_shape)]
-        return (*lead, *self._ones, self.n_replicas * self.replica_elements)
+        ones = (1,) * (len(self.local_shape) - 1)
+        return (*lead, *ones, self.n_replicas * self.replica_elements)
 
     @property
     def replica_elements(self) -> int:
         """Elements of the last dim for one replica."""
         return self.dp * self.tp * self.shard_elements
-
-    @property
-    def _ones(self) -> tuple[int, ...]:
-        return (1,) * (len(self.local_shape) - 1)
 
     def to_stored(self, array: Any) -> Any:
         """The stored form of a whole parameter or of one layer of it, by numpy or jax."""
@@ -100,8 +88,7 @@ class ZeroSpec:
         return xp.concatenate([self.flatten_local(array, self.tp)] * self.n_replicas, axis=-1)
 
     def flatten_local(self, array: Any, tp: int = 1) -> Any:
-        """One replica's stored form of the part [..., *local_shape] of one tensor rank, or of the
-        parts of `tp` ranks together."""
+        """One replica's stored form of a part [..., *local_shape] of a tensor rank, or of `tp`."""
         xp: Any = np if isinstance(array, np.ndarray) else jnp
         n_lead, dim = array.ndim - len(self.local_shape), self.tensor_dim
         lead = array.shape[:n_lead]
@@ -112,7 +99,7 @@ class ZeroSpec:
         n_zeros = self.dp * self.shard_elements - self.local_elements
         rows = xp.pad(rows, [(0, 0)] * (n_lead + 1) + [(0, n_zeros)])
         by_rank = rows.reshape(*lead, tp, self.dp, self.shard_elements).swapaxes(-3, -2)
-        return by_rank.reshape(*lead, *self._ones, self.dp * tp * self.shard_elements)
+        return by_rank.reshape(*lead, *(1,) * (len(self.local_shape) - 1), -1)
 
     def unflatten_local(self, flat: Any) -> Any:
         """The inverse of `flatten_local` for one tensor rank."""
@@ -180,9 +167,8 @@ def make_zero_spec(
     tp: int,
     n_replicas: int = 1,
 ) -> ZeroSpec:
-    """How each of `n_replicas` groups of `dp` data ranks shares a parameter that is sharded by
-    `base_spec` over stages and `tp` tensor ranks. `stacked`: whether its first dim is that of
-    layers."""
+    """How `n_replicas` groups of `dp` data ranks share a parameter that is sharded by `base_spec`
+    over stages and `tp` tensor ranks; `stacked`: its first dim is that of layers."""
     spec = add_data_axis(leaf, base_spec, dp) if n_replicas == 1 else base_spec
     axes = [*base_spec, *[None] * (len(leaf.shape) - len(base_spec))][stacked:]
     degrees = [tp if "model" in axes_of(axis) else 1 for axis in axes]
@@ -206,8 +192,7 @@ def add_data_axis(leaf: jax.ShapeDtypeStruct, spec: P, dp: int) -> P:
 def boxes_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     """Boxes of an array of a shape that together, in order, are its elements [start, stop)."""
     inner = prod(shape[1:])
-    # The elements in whole rows.
-    first, last = -(-start // inner) * inner, stop // inner * inner
+    first, last = -(-start // inner) * inner, stop // inner * inner  # in whole rows
     for low, high in pairwise((start, first, last, stop) if first <= last else (start, stop)):
         row = low // inner
         if low % inner or high % inner:

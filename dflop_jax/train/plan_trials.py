@@ -196,8 +196,8 @@ def compile_and_time(
         n = run_with_memory_check(peers, ex.plan, "compiling its programs", compile_all)
         n_found = counts.cache_hits
     calibration = run_with_memory_check(peers, ex.plan, "timing its programs", calibrate, limit_s)
-    encoded = peers.gather("calibrated", calibration.encode(), bytes)
-    return TimedPlan(ex, n, n_found, tuple(map(Calibration.decode, encoded)))
+    gathered = peers.gather("calibrated", calibration, Calibration)
+    return TimedPlan(ex, n, n_found, tuple(gathered))
 
 
 def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:

@@ -101,11 +101,10 @@ class StepLog:
         if self._peers.is_primary:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
-            process_s = handle.process_seconds(result) if self._peers.n_processes > 1 else {}
             values = {
                 "compiles": outcome.compiles,
                 "memory_bytes": figures.max_by_name(r.memory_bytes for r in reports),
-                "process_s": figures.slowest_processes(process_s),
+                "process_s": figures.slowest_processes(result.process_s),
             }
             self._log(result, batch, waits, done, values)
         else:

@@ -22,16 +22,16 @@ from dflop_jax.records import (
     LayerTiming,
     Layout,
     Plan,
+    Prices,
     Profile,
     Recompute,
-    Schedule,
     SegmentPlan,
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.schedule.batch_scheduler import schedule_batch
 from models import wan
-from tests.plans import graph_plan, profile_of
-from tests.rows import group_of_rows
+from tests.plans import graph_plan, profile_of, programs
 from tests.runtime import plain
 from tests.runtime.test_gradients import assert_norm, assert_trees_close, grads_of, trained
 
@@ -84,29 +84,6 @@ def make_plan(layout):
     return graph_plan(MODEL, LAYOUTS[layout], SHAPES, tied=())
 
 
-def make_schedule(plan, n):
-    """Samples in turn into two microbatches, of one group of each module or of one each."""
-    dealt = []
-    for k in range(2):
-        members, rows = list(range(n))[k::2], {}
-        for module, shape in SHAPES.items():
-            n_rows = plan.layout.data_ranks(module) * shape.rows
-            every = [tuple(members[r::n_rows]) for r in range(n_rows)]
-            rows[module] = tuple(
-                tuple(every[r : r + shape.rows]) for r in range(0, n_rows, shape.rows)
-            )
-        dealt.append(rows)
-    groups = []
-    for first in range(0, 2, plan.layout.group_size):
-        together = dealt[first : first + plan.layout.group_size]
-        for module, shape in SHAPES.items():
-            feeds = (len(groups) + 1,) if module == "llm" else ()
-            groups.append(
-                group_of_rows(module, shape, tuple(rows[module] for rows in together), feeds)
-            )
-    return Schedule(0, tuple(groups))
-
-
 @functools.cache
 def samples_of(path):
     source = clips.make_clip_source(DataConfig(path=path), MODEL, "train")
@@ -154,7 +131,9 @@ def oracle(folder):
 def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
     samples, params, scale, want_loss, want = oracle
     plan = make_plan(layout)
-    schedule = make_schedule(plan, len(samples))
+    names = [s.name for s in plan.layout.segments]
+    loads = [s.load for s in samples]
+    schedule = schedule_batch(loads, plan, Prices(programs(plan)), names, work=0)
     loss, grads, start, result = grads_of(
         MODEL, plan, samples, schedule, scales={"generator": scale}, freeze=freeze
     )
@@ -183,14 +162,14 @@ def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
 # ---- runs ----
 
 
-def config(folder, steps=4, **train) -> Config:
+def config(folder) -> Config:
     return Config(
         model=ModelConfig(factory="models.wan:build", size="nano+wan-nano"),
         data=DataConfig(path=str(folder / "clips.json")),
         plan=PlanConfig(policy="dflop", devices=2, max_model=1, max_stage=1, buckets=1,
                         max_microbatches=2, effort="quick", finalists=1),
-        train=TrainConfig(steps=steps, global_batch=4, learning_rate=1e-3, warmup_steps=0,
-                          final_lr_fraction=1.0, eval_samples=2, **train),
+        train=TrainConfig(steps=4, global_batch=4, learning_rate=1e-3, warmup_steps=0,
+                          final_lr_fraction=1.0, eval_samples=2),
         checkpoint=CheckpointConfig(every=1),
         run_dir=str(folder / "run"),
         cache_dir=str(folder / "cache"),

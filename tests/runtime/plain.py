@@ -1,8 +1,8 @@
-"""The oracle: random samples, a naive packer, and a loss on one device, one sample at a time."""
+"""The oracle: random samples, and a loss on one device, one sample at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,10 +12,12 @@ import optax
 
 from dflop_jax.contract import edges_of, with_adapter
 from dflop_jax.data.packing import derive_seeds, pack_groups
+from dflop_jax.data.sample import FeatureGather, Sample
 from dflop_jax.records import (
     Bucket,
     Group,
     Layout,
+    Load,
     Plan,
     Schedule,
     Scheduling,
@@ -25,135 +27,48 @@ from dflop_jax.records import (
 )
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.programs import GroupArrays
-from tests.rows import group_of_rows, rows_of
+from tests.rows import group_of_rows
 
 ENDS = ("entry", "exit", "entry_adapter", "exit_adapter")
 AXES = ("stage", "data", "model")  # of meshes here, whatever others there are
 
 
-@dataclass(frozen=True)
-class PlainSample:
-    pixels: np.ndarray  # [tiles, px, px, 3]
-    tokens: np.ndarray  # [n]
-    visual: np.ndarray  # [n] index into the flattened visual tokens, or -1
-    supervised: np.ndarray  # [n]
-
-
-def tile_of(model) -> tuple[int, int]:
-    """Pixels of a tile's side, and the tokens that a tile becomes."""
-    facts = model.preprocessing["vision"]
-    return facts["tile_px"], facts["tokens_per_tile"]
-
-
 def random_samples(model, n: int, seed: int, *, max_tiles: int = 3, text: int = 20):
     """Samples of 0..max_tiles tiles (the first is text only) with visual runs inside the text."""
     rng = np.random.default_rng(seed)
-    px, tokens_per_tile = tile_of(model)
+    facts = model.preprocessing["vision"]
     out = []
     for i in range(n):
         tiles = 0 if i == 0 else int(rng.integers(0, max_tiles + 1))
         # The text's length follows from the tiles, so that the oracle compiles few shapes.
         before, after = text // 4, text // 4 + 2 * tiles
-        run = np.arange(tiles * tokens_per_tile)
+        run = np.arange(tiles * facts["tokens_per_tile"])
         visual = np.concatenate([np.full(before, -1), run, np.full(after, -1)]).astype(np.int32)
+        pixels = rng.integers(0, 256, (tiles, facts["tile_px"], facts["tile_px"], 3))
+        tokens = np.where(visual >= 0, 0, rng.integers(0, model.vocab_size, len(visual)))
         supervised = np.arange(len(visual)) >= len(visual) - after
-        out.append(
-            PlainSample(
-                pixels=rng.integers(0, 256, (tiles, px, px, 3)).astype(np.uint8),
-                tokens=np.where(
-                    visual >= 0, 0, rng.integers(0, model.vocab_size, len(visual))
-                ).astype(np.int32),
-                visual=visual,
-                supervised=supervised,
-            )
-        )
+        fields = {
+            "llm": {
+                "tokens": tokens.astype(np.int32),
+                "targets": np.append(tokens[1:], 0).astype(np.int32),
+                "weights": np.append(supervised[1:], 0).astype(np.float32),
+                "is_visual": visual >= 0,
+            }
+        }
+        pieces, gathers = {"llm": (len(visual),)}, {}
+        if tiles:
+            fields["vision"] = {"pixels": pixels.astype(np.uint8)}
+            pieces["vision"] = (model.piece_tokens["vision"],) * tiles
+            gathers["vision", "llm"] = FeatureGather(visual[:, None])
+        out.append(Sample(fields, gathers, Load(pieces)))
     return out
-
-
-def row_fields(samples, length: int) -> dict[str, np.ndarray]:
-    """One packed row."""
-    f = {
-        k: np.zeros(length, np.int32) for k in ("tokens", "segment_ids", "positions", "targets")
-    } | {"weights": np.zeros(length, np.float32), "is_visual": np.zeros(length, bool)}
-    at = 0
-    for i, s in enumerate(samples):
-        n = len(s.tokens)
-        f["tokens"][at : at + n] = s.tokens
-        f["segment_ids"][at : at + n] = i + 1
-        f["positions"][at : at + n] = np.arange(n)
-        f["targets"][at : at + n - 1] = s.tokens[1:]
-        f["weights"][at : at + n - 1] = s.supervised[1:]
-        f["is_visual"][at : at + n] = s.visual >= 0
-        at += n
-    assert at <= length
-    return f
-
-
-def numbers(model, module: str, draws: str, i: int, n: int) -> dict[str, np.ndarray]:
-    """The field "seeds" of n tokens of the i-th sample, or of the i-th tile, if it is read."""
-    if not any("seeds" in names for names in model.modules[module].inputs.values()):
-        return {}
-    drawn = derive_seeds(f"{draws}/{module}/{i}", n) if draws else np.zeros(n, np.uint32)
-    return {"seeds": drawn}
 
 
 def pack(model, plan: Plan, schedule: Schedule, samples, draws: str = "") -> list[GroupArrays]:
-    """Naive packer of schedules that `random_schedule` makes: tiles in the order of the samples."""
-    px, tokens_per_tile = tile_of(model)
-    first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
-    tile_place = {}  # tile -> (group, row of its microbatch)
-    out = []
-    for g, group in enumerate(schedule.groups):
-        if group.module == "vision":
-            rows = plan.layout.data_ranks("vision") * group.shape.rows
-            pixels = np.zeros((group.microbatches, rows, px, px, 3), np.uint8)
-            drawn = {k: np.zeros(pixels.shape[:2], a.dtype)
-                     for k, a in numbers(model, "vision", draws, 0, 1).items()}  # fmt: skip
-            owner = [k for k, s in enumerate(samples) for _ in s.pixels]
-            for m, ranks in enumerate(rows_of(group, plan.layout.data_ranks("vision"))):
-                for r, rank in enumerate(ranks):
-                    for k, row in enumerate(rank):
-                        for tile in row:
-                            place = r * group.shape.rows + k
-                            tile_place[tile] = g, place
-                            s = owner[tile]
-                            pixels[m, place] = samples[s].pixels[tile - first_tile[s]]
-                            for k, a in numbers(model, "vision", draws, tile, 1).items():
-                                drawn[k][m, place] = a[0]
-            out.append(GroupArrays({"pixels": pixels, **drawn}, {}))
-            continue
-        rows, indices = [], []
-        sources = schedule.fed_by(g, "vision")
-        for ranks in rows_of(group, plan.layout.data_ranks(group.module)):
-            for row in (row for rank in ranks for row in rank):
-                picked = [samples[i] for i in row]
-                own = [numbers(model, "llm", draws, i, len(samples[i].tokens)) for i in row]
-                fields = row_fields(picked, group.shape.tokens)
-                for k, spec in numbers(model, "llm", draws, 0, 1).items():
-                    every = np.concatenate([spec[:0], *(one[k] for one in own)])
-                    fields[k] = np.pad(every, (0, group.shape.tokens - len(every)))
-                rows.append(fields)
-                index, pos = {v: np.full(group.shape.tokens, -1, np.int32) for v in sources}, 0
-                for i in row:
-                    s = samples[i]
-                    for t in np.flatnonzero(s.visual >= 0):
-                        tile, token = divmod(int(s.visual[t]), tokens_per_tile)
-                        v, place = tile_place[int(first_tile[i]) + tile]
-                        index[v][pos + t] = place * tokens_per_tile + token
-                    pos += len(s.tokens)
-                indices.append(index)
-        shape = (group.microbatches, -1, group.shape.tokens)
-        fields = {k: np.stack([r[k] for r in rows]).reshape(shape) for k in rows[0]}
-        places = {v: (np.stack([i[v] for i in indices]).reshape(*shape, 1),) for v in sources}
-        out.append(GroupArrays(fields, places))
-    return out
-
-
-def really_packed(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
     """As a run packs samples of the data layer."""
     loads = [s.load for s in samples]
-    every = pack_groups(plan.layout, schedule, samples, loads, model=model)
-    return [GroupArrays(packed.fields, packed.gathers) for packed in every]
+    packed = pack_groups(plan.layout, schedule, samples, loads, model=model, draws=draws)
+    return [GroupArrays(p.fields, p.gathers) for p in packed]
 
 
 def random_schedule(plan: Plan, samples, n_groups: int, seed: int, *, text_only=()) -> Schedule:
@@ -162,7 +77,7 @@ def random_schedule(plan: Plan, samples, n_groups: int, seed: int, *, text_only=
     as many groups of text."""
     rng = np.random.default_rng(seed)
     n, g = len(samples), plan.layout.group_size
-    first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
+    first_tile = np.cumsum([0, *(len(s.load.lengths("vision")) for s in samples)])
     order = [int(i) for i in rng.permutation(n) if i not in text_only]
     shape = plan.layout.shapes("llm")[0]
     ranks = plan.layout.data_ranks("llm")
@@ -208,36 +123,43 @@ def scales_of(groups_arrays) -> dict[str, float]:
     return {"llm": 1.0 / count}
 
 
+def fields_alone(model, sample, i: int, draws: str):
+    """Fields of the i-th sample by module, as one unpadded row or one row a tile."""
+    found = {}
+    for name, fields in sample.fields.items():
+        seeds = {}
+        if any("seeds" in names for names in model.modules[name].inputs.values()):
+            per_piece = sample.load.lengths(name) if name == "llm" else (1,) * len(fields["pixels"])
+            seeds["seeds"] = np.concatenate(
+                [derive_seeds(f"{draws}/{name}/{i}/{k}", n) * np.uint32(bool(draws))
+                 for k, n in enumerate(per_piece)]
+            )  # fmt: skip
+        found[name] = {**fields, **seeds}
+    n = len(sample.fields["llm"]["tokens"])
+    counts = {"segment_ids": np.ones(n, np.int32), "positions": np.arange(n, dtype=np.int32)}
+    found["llm"] = {k: a[None] for k, a in (found["llm"] | counts).items()}
+    return found
+
+
 def plain_loss_and_grads(model, params, samples, draws: str = ""):
     """Mean token loss and its gradients, every sample run alone and unpadded on one device."""
 
-    @jax.jit
-    def one(params, pixels, fields, visual, of_tiles):
-        def loss_sum(params):
-            spec = model.modules["llm"].field_spec("visual", 1, visual.shape[0])
-            features = jnp.zeros(spec.shape, spec.dtype)
-            if len(pixels):
-                tiles = {"pixels": pixels, **of_tiles}
-                out = run_module(model.modules["vision"], params["vision"], tiles)
-                flat = out.reshape(-1, out.shape[-1])
-                row = flat[jnp.maximum(visual, 0)]
-                features = jnp.where((visual >= 0)[:, None], row, jnp.zeros_like(row))[None]
-            return run_module(model.modules["llm"], params["llm"], {**fields, "visual": features})[
-                "loss_sum"
-            ]
+    def loss_sum(params, fields, index):
+        spec = model.modules["llm"].field_spec("visual", 1, fields["llm"]["tokens"].shape[1])
+        features = jnp.zeros(spec.shape, spec.dtype)
+        if "vision" in fields:
+            out = run_module(model.modules["vision"], params["vision"], fields["vision"])
+            rows = out.reshape(-1, out.shape[-1])[jnp.maximum(index, 0)]
+            features = jnp.where((index >= 0)[:, None], rows, jnp.zeros_like(rows))[None]
+        llm = {**fields["llm"], "visual": features}
+        return run_module(model.modules["llm"], params["llm"], llm)["loss_sum"]
 
-        return jax.value_and_grad(loss_sum)(params)
-
-    count = sum(int(s.supervised[1:].sum()) for s in samples)
-    tile, every_args = 0, []
+    every_args = []
     for i, s in enumerate(samples):
-        own = row_fields([s], len(s.tokens)) | numbers(model, "llm", draws, i, len(s.tokens))
-        fields = {k: v[None] for k, v in own.items()}
-        every = [numbers(model, "vision", draws, tile + k, 1) for k in range(len(s.pixels))]
-        of_tiles = {k: np.concatenate([one_[k] for one_ in every]) for k in (every or [{}])[0]}
-        tile += len(s.pixels)
-        every_args.append((s.pixels, fields, s.visual, of_tiles))
-    loss, grads = summed(one, params, every_args)
+        index = s.gathers["vision", "llm"].index[:, 0] if s.gathers else np.zeros(0, np.int32)
+        every_args.append((fields_alone(model, s, i, draws), index))
+    count = sum(float(s.fields["llm"]["weights"].sum()) for s in samples)
+    loss, grads = summed(jax.jit(jax.value_and_grad(loss_sum)), params, every_args)
     return loss / count, jax.tree.map(lambda a: a / count, grads)
 
 

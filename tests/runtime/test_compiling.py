@@ -38,7 +38,8 @@ def test_equal_chunks_on_a_rank_share_their_programs():
 def test_one_of_the_processes_that_run_a_program_compiles_it(platform, by, threads):
     """They take turns where nothing is tuned on the devices; else one does all, one at a time."""
     devices = [SimpleNamespace(process_index=p, platform=platform) for p in (7, 2, 2, 5)]
-    segment = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices)))
+    mesh = SimpleNamespace(devices=np.array(devices))
+    segment = SimpleNamespace(mesh=mesh, is_on_cpu=platform == "cpu")
     programs = SimpleNamespace(segments={"a": segment})
     assert "".join(str(_compiling_process(programs, ("a", i), i)) for i in range(6)) == by
     assert threads_for([segment]) == threads

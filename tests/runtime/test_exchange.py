@@ -1,4 +1,5 @@
-"""The exchange against loops over positions, on one device and between shardings."""
+"""The exchange against loops over positions, on one device and between shardings; its requests and
+slots, followed from every place to the feature that it reads."""
 
 import re
 from functools import partial
@@ -10,8 +11,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dflop_jax.records import home_rank
 from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.exchange import Exchange, gather_features, scatter_gradient
+from dflop_jax.runtime.exchange_index import ExchangeIndex
 
 gather = jax.jit(jax.vmap(gather_features))  # [M, ...] each
 
@@ -83,51 +86,29 @@ def test_what_reads_nothing_is_dropped_and_sums_are_exact():
     np.testing.assert_array_equal(got[0].reshape(4, WIDTH)[:, 0], [0, 0, 0, 300])
 
 
-@pytest.mark.parametrize("sources", [1, 4])
-def test_no_program_scatters(sources):
-    features, _, dvisual = arrays(2, 5, sources=sources)
-    source, target = (NamedSharding(mesh_of(0, (1, 2, 1)), P(*s)) for s in (("stage", "data"), ()))
-    structs = (
-        jax.ShapeDtypeStruct(features.shape, jnp.bfloat16, sharding=source),
-        jax.ShapeDtypeStruct(dvisual.shape, jnp.bfloat16, sharding=target),
-    )
-    exchange = Exchange(*structs, sources)
-    for backward in (False, True):
-        program = exchange.lower(backward=backward)
-        assert "stablehlo.scatter" not in program.as_text()
-        assert "scatter(" not in program.compile().as_text()
-
-
 def collectives(text):
-    """Bytes that each device hands to each collective of a compiled program, by kind."""
+    """(kind, bytes that each device hands to it) of the collectives of a compiled program."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute"
+    sizes = {"f32": 4, "bf16": 2, "s32": 4}
     found = []
-    for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        for line in text.splitlines():
-            if f" {kind}(" in line or f" {kind}-start(" in line:
-                sizes = re.findall(r"(f32|bf16|s32)\[([\d,]*)\]", line.split(f" {kind}")[0])
-                size = {"f32": 4, "bf16": 2, "s32": 4}
-                n = sum(size[t] * int(np.prod([int(x) for x in d.split(",") if x] or [1]))
-                        for t, d in sizes)  # fmt: skip
-                found.append((kind, n))
-    return found
+    for result, kind in re.findall(rf"= (\(?\S.*?) ({kinds})(?:-start)?\(", text):
+        arrays = re.findall(r"(f32|bf16|s32)\[([\d,]*)\]", result)
+        n = sum(sizes[t] * int(np.prod([int(x) for x in d.split(",") if x])) for t, d in arrays)
+        found.append((kind, n))
+    return sorted(found)
 
 
 @pytest.mark.parametrize("low, high", [((1, 4, 1), (1, 4, 1)), ((1, 4, 1), (1, 2, 2))])
 def test_one_all_to_all_carries_what_is_asked_for(low, high):
-    """And one the requests: 4 bytes for a row. Nothing is gathered on all devices."""
-    source, target = mesh_of(0, low), mesh_of(0, high)
-    structs = (
-        jax.ShapeDtypeStruct((M, 8, 16, 64), jnp.float32,
-                             sharding=NamedSharding(source, P("stage", "data"))),
-        jax.ShapeDtypeStruct((M, 4, 32, 64), jnp.float32,
-                             sharding=NamedSharding(target, P(None, "data"))),
-    )  # fmt: skip
-    exchange = Exchange(*structs, capacity_fraction=0.25)
+    """And one the requests: 4 bytes for a row. Nothing is gathered on all devices, or scattered in
+    an order of its own."""
+    exchange = exchange_of(low, 0, high, (M, 8, 16, 64), (M, 4, 32, 64), room=0.25)
     per_pair = M * 2 * 16 // 4
     for backward in (False, True):
-        text = exchange.lower(backward=backward).compile().as_text()
-        moved = sorted(collectives(text))
-        assert moved == [("all-to-all", 4 * per_pair * 4), ("all-to-all", 4 * per_pair * 64 * 4)]
+        program = exchange.lower(backward=backward)
+        text = program.compile().as_text()
+        assert "stablehlo.scatter" not in program.as_text()
+        assert collectives(text) == [("all-to-all", 4 * per_pair * n * 4) for n in (1, 64)]
 
 
 # (encoder mesh, first LLM device, LLM mesh), meshes as (stage, data, model).
@@ -149,6 +130,16 @@ def mesh_of(first, shape):
     return Mesh(devices.reshape(shape), ("stage", "data", "model"))
 
 
+def exchange_of(low, first, high, features, inputs, sources=1, room=None):
+    """Of float32 arrays of these shapes on meshes (stage, data, model), the second one from device
+    `first` on."""
+    source = NamedSharding(mesh_of(0, low), P("stage", "data"))
+    target = NamedSharding(mesh_of(first, high), P(None, "data"))
+    structs = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+               for shape, sharding in ((features, source), (inputs, target)))  # fmt: skip
+    return Exchange(*structs, sources, room)
+
+
 @pytest.mark.parametrize("low, first, high", MESHES)
 @pytest.mark.parametrize("rows_per_rank, sources, room", [(1, 1, None), (2, 4, 0.1)])
 def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, sources, room):
@@ -158,15 +149,8 @@ def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, source
     features, held, dvisual = arrays(rows, 5, items=items, sources=sources)
     visual, dfeatures = loops(features, held, dvisual)
     loose = {"rtol": 1e-5, "atol": 1e-6} if sources > 1 else {"rtol": 0, "atol": 0}
-    source, target = mesh_of(0, low), mesh_of(first, high)
-    feature_sharding = NamedSharding(source, P("stage", "data"))
-    visual_sharding = NamedSharding(target, P(None, "data"))
-    exchange = Exchange(
-        jax.ShapeDtypeStruct(features.shape, jnp.float32, sharding=feature_sharding),
-        jax.ShapeDtypeStruct(visual.shape, jnp.float32, sharding=visual_sharding),
-        sources,
-        room,
-    )
+    exchange = exchange_of(low, first, high, features.shape, visual.shape, sources, room)
+    feature_sharding, visual_sharding = (s.sharding for s in (exchange.features, exchange.inputs))
     structs = exchange.source_structs
     rounds = exchange.index.rounds(held)
     assert room is None or low[1] == 1 or len(rounds) > 1
@@ -211,3 +195,76 @@ def test_a_feature_that_many_places_read_gets_all_of_their_gradients(readers):
     for longest in (None, readers):
         summed = scatter_gradient(like, dplaced, index, max_readers=longest)
         np.testing.assert_array_equal(summed, [[0], [dplaced.sum()]])
+
+
+# ---- requests and slots ----
+
+
+def random_case(seed):
+    """(routes, an index of random reads)."""
+    rng = np.random.default_rng(seed)
+    low, high, stages = (int(n) for n in rng.integers(1, 5, 3))
+    microbatches, per_microbatch = stages * int(rng.integers(1, 3)), int(rng.integers(1, 6))
+    own = microbatches // stages * per_microbatch
+    capacity = int(rng.integers(1, own + 1))
+    routes = ExchangeIndex(low, high, stages, microbatches, per_microbatch, capacity)
+    shape = (microbatches, high * int(rng.integers(1, 3)), 3, int(rng.integers(1, 3)))
+    read = rng.integers(0, low * per_microbatch, shape)
+    return routes, np.where(rng.random(shape) < 0.6, read, -1).astype(np.int32)
+
+
+def followed(r, rounds, index):
+    """The index that the rounds stand for; each place is served in one round."""
+    got = np.full(index.shape, -1)
+    per_rank, per_stage = index.shape[1] // r.target_ranks, r.microbatches // r.stages
+    for arrays in rounds:
+        for (m, row, token, k), slot in np.ndenumerate(arrays[-1]):
+            if slot < 0:
+                continue
+            rank, home = row // per_rank, home_rank(row // per_rank, r.source_ranks, r.target_ranks)
+            source, place = home, slot - r.received_rows
+            if place < 0:
+                source, rest = divmod(slot, r.blocks * r.capacity)
+                block, position = divmod(rest, r.capacity)
+                assert block == rank % r.blocks
+                assert source != home
+                asked = arrays[0].reshape(r.stages, r.target_ranks, r.source_ranks, r.capacity)
+                place = asked[m // per_stage, rank, source, position]
+            turn, inside = divmod(place, r.per_microbatch)
+            assert turn == m % per_stage
+            assert got[m, row, token, k] == -1
+            got[m, row, token, k] = source * r.per_microbatch + inside
+    return got
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_place_gets_the_feature_that_it_reads(seed):
+    routes, index = random_case(seed)
+    synthetic = routes.synthetic_index(index.shape)
+    (one_round,) = routes.rounds((synthetic,))  # in which every place reads
+    np.testing.assert_array_equal(followed(routes, [one_round], synthetic), synthetic)
+    assert synthetic.min() >= 0
+    rounds = routes.rounds((index,))
+    np.testing.assert_array_equal(followed(routes, rounds, index), index)
+    if routes.source_ranks == 1:
+        assert [len(arrays) for arrays in rounds] == [1]
+        return
+    shape = routes.stages, routes.target_ranks, routes.source_ranks, routes.capacity
+    asked = np.concatenate([a[0].reshape(shape) for a in rounds], axis=3)
+    for wanted in asked.reshape(-1, asked.shape[3]):
+        real = wanted[wanted >= 0]
+        assert (wanted[: len(real)] == real).all()  # lists begin at their first row
+        assert len(set(real)) == len(real)  # and ask for a feature once
+    most = int((asked >= 0).sum(axis=3).max())
+    assert len(rounds) == max(1, -(-most // routes.capacity))
+    more = routes.rounds((index,), most + routes.capacity)  # as another process may need
+    assert len(more) == -(-(most + routes.capacity) // routes.capacity)
+    np.testing.assert_array_equal(followed(routes, more, index), index)
+
+
+HOMES = [(1, 3, [0, 0, 0]), (4, 4, [0, 1, 2, 3]), (4, 2, [0, 2]), (2, 4, [0, 0, 1, 1])]
+
+
+@pytest.mark.parametrize("low, high, homes", [*HOMES, (6, 4, [0, 0, 3, 3])])
+def test_homes_lie_on_the_ranks_devices(low, high, homes):
+    assert [home_rank(rank, low, high) for rank in range(high)] == homes

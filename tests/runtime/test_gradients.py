@@ -10,16 +10,18 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from dflop_jax.contract import edges_of
 from dflop_jax.plan.placement import split_layers
-from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.runtime import segment
 from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import param_zero_specs, state_zero_specs
 from dflop_jax.simulate.steps import simulate_step, with_list_order
 from models.composed import Composition
@@ -28,7 +30,7 @@ from models.qwen3_5_decoder import HybridModule
 from models.qwen3_5_sizes import QWEN3_5
 from tests.mixed import HandingText, Mixed
 from tests.plans import programs
-from tests.small import Small
+from tests.small import WIDTH, Small, Text, before
 
 from . import plain
 
@@ -45,6 +47,31 @@ class Hybrid(Composition):
     def plain(self):
         size = dataclasses.replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
         return {**super().plain, "llm": HybridModule(size, self.dtype)}
+
+
+class NnxText(Text):
+    """Layers of Flax NNX, split and merged: the engine sees a pytree."""
+
+    def init(self, part, key):
+        if part != "layers":
+            return super().init(part, key)
+        return nnx.to_pure_dict(nnx.state(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key))))
+
+    def logical_axes(self, part):
+        layer = {"kernel": (None, None), "bias": (None,)}
+        return layer if part == "layers" else super().logical_axes(part)
+
+    def layer(self, params, x, batch):
+        linear = nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(linear)
+        nnx.replace_by_pure_dict(state, params)
+        return x + jnp.tanh(nnx.merge(graph, state)(x + before(x, batch["segment_ids"])))
+
+
+class Nnx(Small):
+    @property
+    def modules(self):
+        return {**super().modules, "llm": NnxText(self.n_layers, self.tied)}
 
 
 HYBRID = Hybrid(NANO.size, NANO.dtype)
@@ -66,8 +93,7 @@ def oracle(m):
 def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", scales=None,
              **kwargs):  # fmt: skip
     """(loss, gradients as the reduction gives them, parameters, result) of one step; `change` is
-    made to the initial state. With `scales` of their losses, samples are those of the data layer,
-    and an evaluation gives the same sums if the executor `evaluates`."""
+    made to the initial state. An evaluation gives the same sums if the executor `evaluates`."""
     ex = Executor(m, plan, optax.sgd(1.0), **kwargs)
     try:
         ex.init(0)
@@ -78,11 +104,8 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", sc
         )
         params = plain.join(plan, ex.state.params, held)
         ex.compile()
-        if scales is None:
-            arrays = plain.pack(m, plan, schedule, samples, draws)
-            scales = plain.scales_of(arrays)
-        else:
-            arrays = plain.really_packed(m, plan, schedule, samples)
+        arrays = plain.pack(m, plan, schedule, samples, draws)
+        scales = scales or plain.scales_of(arrays)
         captured = keep_reduced(ex, ex.trainable, np.asarray)
         evaluates = kwargs.get("evaluates")
         evaluated = ex.run_evaluation(schedule, arrays).result().sums if evaluates else None
@@ -158,11 +181,8 @@ def assert_norm(result, grads):
 PLANS = {
     "2+6, tp 2 and dp 3 x tp 2": ((0, 1, 1, 2), (2, 1, 3, 2), {}),
     "4+4, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
-    "llm stage 2, dp 2, tp 2 on 8, shared": (
-        (0, 1, 8, 1),
-        (0, 2, 2, 2),
-        {"group_size": 2, "rounds": 2},
-    ),
+    "llm stage 2, dp 2, tp 2 on 8, shared": ((0, 1, 8, 1), (0, 2, 2, 2),
+                                             {"group_size": 2, "rounds": 2}),
     "4+4, tp 2 x dp 2 and dp 4": ((0, 1, 2, 2), (4, 1, 4, 1), {}),
     "llm stage 2": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2}),
     "llm stage 4, twice as many": ((0, 1, 1, 2), (2, 4, 1, 1), {"group_size": 8}),
@@ -171,16 +191,10 @@ PLANS = {
     "llm as 3 segments, untied": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3, "tied": False}),
     "tied across segments of dp 2 x tp 2": ((0, 1, 2, 1), (0, 1, 2, 2), {"llm_segments": 2}),
     "three groups feed one": ((0, 1, 2, 1), (2, 1, 2, 1), {"fan_in": 3}),
-    "two groups of stage 2 read one": (
-        (0, 1, 2, 1),
-        (2, 2, 1, 1),
-        {"group_size": 2, "fan_in": 2, "divided_readers": ("llm",)},
-    ),
-    "two groups feed one, stage 2": (
-        (0, 1, 2, 1),
-        (2, 2, 1, 1),
-        {"group_size": 4, "fan_in": 2, "rounds": 2},
-    ),
+    "two groups of stage 2 read one": ((0, 1, 2, 1), (2, 2, 1, 1),
+                                       {"group_size": 2, "fan_in": 2, "divided_readers": ("llm",)}),
+    "two groups feed one, stage 2": ((0, 1, 2, 1), (2, 2, 1, 1),
+                                     {"group_size": 4, "fan_in": 2, "rounds": 2}),
     "same mesh": ((0, 1, 4, 2), (0, 1, 4, 2), {}),
     "same devices, other shape": ((0, 1, 8, 1), (0, 1, 2, 2), {}),
     "one device": ((0, 1, 1, 1), (0, 1, 1, 1), {}),
@@ -190,14 +204,9 @@ PLANS = {
     "dp 7 and 6, shared": ((0, 1, 7, 1), (0, 1, 6, 1), {}),
     "dp 5, llm stage 2 of dp 3": ((0, 1, 5, 1), (0, 2, 3, 1), {"group_size": 2}),
     "blocks of dp 6 and 2 x tp 2": ((0, 1, 6, 1), (0, 1, 4, 2), {}),
-    "blocks of dp 6, llm stage 2 of dp 4": (
-        (0, 1, 6, 1),
-        (0, 2, 4, 1),
-        {"group_size": 2, "rounds": 2},
-    ),
-}
-
-
+    "blocks of dp 6, llm stage 2 of dp 4": ((0, 1, 6, 1), (0, 2, 4, 1),
+                                            {"group_size": 2, "rounds": 2}),
+}  # fmt: skip
 # What some of them split over data ranks: of 3, 5, 6 and 7 ranks most parameters are held flat.
 ZERO = {
     "2+6, tp 2 and dp 3 x tp 2": {"llm": 3},
@@ -245,31 +254,23 @@ def chunked(m, ranks, rounds, parts, *, data=1, model=1):
 # name -> (model, arguments of `chunked`)
 CHUNKED = {
     "chunks on 2 ranks, 1 and 2 rounds": (Small(), (2, {"vision": 1, "llm": 2}, 2), {}),
-    "chunks on 2 ranks of tp 2": (
-        Small(False, 6, 4),
-        (2, {"vision": 2, "llm": 3}, 4),
-        {"model": 2},
-    ),
+    "chunks on 2 ranks of tp 2": (Small(False, 6, 4), (2, {"vision": 2, "llm": 3}, 4),
+                                  {"model": 2}),
     "chunks on 4 ranks of dp 2": (DEEP, (4, {"vision": 1, "llm": 3}, 3), {"data": 2}),
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The other axes of the matrix for one layout.
+    """The other axes of the matrix for one layout."""
 
-    Attributes:
-      graph: None: the small model.
-      remats: recompute policies of the segments, in turn.
-      less_remat: every other group runs segments under a second policy, that saves all.
-      unrolled: up to how many layers of a stage are unrolled.
-    """
-
-    graph: object = None
-    remats: tuple[str, ...] = ("none",)
+    graph: object = None  # None: the small model
+    remats: tuple[str, ...] = ("none",)  # of the segments, in turn
     freeze: tuple[str, ...] = ()
-    less_remat: bool = False
-    unrolled: int = 0
+    less_remat: bool = (
+        False  # every other group runs segments under a second policy, that saves all
+    )
+    unrolled: int = 0  # up to how many layers of a stage are unrolled
     tolerance: float = 1e-5
 
 
@@ -293,6 +294,7 @@ CASES = {
     "rows": Case(HANDING, ALL[1:], ("gates",)),
     "llm as 3 segments": Case(NANO, ("dots", "named", "segment", "layers")),
     "4+4, dp 4 and tp 2 x dp 2": Case(None, ("segment",), ("vision", "llm")),
+    "one device": Case(Nnx(), ("layers",)),
     "llm stage 2": Case(HANDING, ("named", "layers"), ("llm",)),
     "dp 7 and 6, shared": Case(None, ("layers", "dots"), unrolled=8),
     "chunks on 2 ranks of tp 2": Case(None, ALL, less_remat=True),
@@ -354,22 +356,11 @@ def test_a_step_of_every_layout_equals_the_plain_computation(name, monkeypatch):
             assert tasks_of(result.trace, rank.name) == tasks_of(trace, rank.name)
 
 
-def test_a_stage_of_two_modules_equals_plain_computation():
-    """As the policy `pytorch` deals layers: the last of the encoder and the first of the LLM."""
-    m = Small(tied=False)
-    space = baseline_layouts("pytorch", 4, {"vision": 2, "llm": 4}, max_model=1, max_stage=2)
-    placement = next(p for p in space if len(p.submeshes) == 2)
-    assert [s.submesh for s in placement.segments] == ["vision+llm0", "vision+llm0", "llm1"]
-    plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
-    plan = plan.with_layout(submeshes=placement.submeshes, segments=placement.segments)
-    check_step(m, plan, plain.random_schedule(plan, oracle(m)[0], 2, 1, text_only=(0,)))
-
-
 @pytest.mark.slow
 def test_bfloat16_step_is_close():
     """Under tensor parallelism, data parallelism and stages at once."""
     samples, _, want_loss, want = oracle(NANO)
-    half = dataclasses.replace(NANO, dtype=jax.numpy.dtype("bfloat16"))
+    half = dataclasses.replace(NANO, dtype=jnp.dtype("bfloat16"))
     plan = plain.plan_of(half, (0, 1, 1, 2), (0, 2, 2, 2), group_size=2, bucket=(36, 240))
     schedule = plain.random_schedule(plan, samples, 2, seed=3, text_only=(0,))
     loss, grads, _, _ = grads_of(half, plan, samples, schedule)
@@ -378,6 +369,14 @@ def test_bfloat16_step_is_close():
         assert got.dtype == np.float32  # accumulated in float32
         if np.abs(exact).max() > 1e-3:
             assert np.abs(got - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("pattern, rounds", [("mmgm", 1), ("mgmgmmgg", 2)])
+def test_stages_of_other_kinds_are_refused(pattern, rounds):
+    m = Mixed(pattern=pattern)
+    plan = plain.plan_of(m, (0, 1, 1, 1), (0, 2, 1, 1), group_size=2, rounds=rounds)
+    with pytest.raises(ValueError, match=r"not of the same kinds.* 2 stages.*cut it into segments"):
+        make_segments(m, plan.layout, jax.devices())
 
 
 def test_everything_frozen_is_refused():

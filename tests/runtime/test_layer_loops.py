@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.runtime.layer_loops import split_into_loops
+from dflop_jax.runtime.module_parts import split_into_loops
 from dflop_jax.runtime.spmd_loop import slot_at
 
 

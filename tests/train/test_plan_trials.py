@@ -15,7 +15,6 @@ from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.plan.time_plans import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Shape, Task
 from dflop_jax.report.wall_time import TimeLog
-from dflop_jax.runtime.calibration import Calibration
 from dflop_jax.simulate.task_graph import segment_links
 from dflop_jax.train import plan_trials
 from dflop_jax.train.plan_trials import PlanTrials, run_with_memory_check
@@ -171,7 +170,7 @@ def test_each_program_begins_the_deadline_of_compiling_anew(tmp_path):
         late.append(place.sections.is_overdue)
         return 3
 
-    ex = SimpleNamespace(plan=PLANS[0], compile=compile_all, calibrate=lambda **_: Calibration())
+    ex = SimpleNamespace(plan=PLANS[0], compile=compile_all, calibrate=lambda **_: [])
     assert plan_trials.compile_and_time(place, ex).n_programs == 3
     assert late == [False, False, False, True]
 
@@ -219,7 +218,7 @@ class Crowded(FakeExecutor):
             sync()
             self._run("calibrate")
         self._run("late")  # when the others have done their part
-        return Calibration()
+        return []
 
 
 @pytest.mark.parametrize("part", FAILS)

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models import attention_cudnn, attention_gpu
-from models.attention_choice import choose_kernel, is_gpu
+from models.attention_choice import MIN_KERNEL_TOKENS, choose_kernel, is_gpu
 from models.attention_kernels import MaskRule, TokenMask
 from models.attention_split import RESIDUAL_NAME, AttentionKernel, run_split
 
 Array = jax.Array
 AttentionFunction = Callable[..., Array]  # called as `attention` is
 
-_MIN_QUERY_BLOCK = 128  # queries; fewer would not keep a core busy
 _MAX_QUERY_BLOCKS = 4  # each is compiled on its own
 
 
@@ -91,7 +90,7 @@ def attention(
         kernel_mask = token_mask if has_more else token_mask.segment_ids
         return run_split(gpu_kernel, q_BTNH, k_BSKH, v_BSKH, kernel_mask)
     mask_rule = MaskRule(causal, window)
-    if causal and T > _MIN_QUERY_BLOCK:
+    if causal and T > MIN_KERNEL_TOKENS:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * scale
         out_BTKGH = _blocked_attention(mask_rule, q_BTKGH, k_BSKH, v_BSKH, token_mask)
         return out_BTKGH.reshape(B, T, N, H)
@@ -170,7 +169,7 @@ def _query_blocks(
     tokens: int, window: int, has_last_visible: bool
 ) -> list[tuple[int, int, int, int]]:
     """[low, high) of each block of queries, and [first, last) of the keys that any of them sees."""
-    step = max(_MIN_QUERY_BLOCK, -(-tokens // _MAX_QUERY_BLOCKS))
+    step = max(MIN_KERNEL_TOKENS, -(-tokens // _MAX_QUERY_BLOCKS))
     ends = ((lo, min(lo + step, tokens)) for lo in range(0, tokens, step))
     return [
         (lo, hi, max(0, lo + 1 - window) if window else 0, tokens if has_last_visible else hi)

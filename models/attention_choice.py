@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from models import attention_cudnn, attention_gpu
 
 KERNELS = ("auto", "cudnn", "pallas", "xla")
-MIN_KERNEL_TOKENS = 128  # shorter rows do not fill a block
+MIN_KERNEL_TOKENS = attention_gpu.BLOCK  # shorter rows do not fill a block
 
 # Compute capabilities: the kernels want Ampere's tensor cores; jax has cuDNN pack rows from Hopper
 # on, and not on consumers' Blackwell; larger heads need Hopper's registers.

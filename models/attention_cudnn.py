@@ -37,7 +37,7 @@ Array = jax.Array
 # Segments of a row, on average over a batch; cuDNN starts blocks for each and keeps sums.
 SEGMENTS_PER_ROW = 16
 _TOKEN_MULTIPLE = 64  # rows of one segment are padded to a multiple: cuDNN refuses some odd lengths
-MAX_ELEMENTS = 2**31 - 1  # of the queries: places in packed rows are int32
+MAX_ELEMENTS = jnp.iinfo(jnp.int32).max  # of the queries: places in packed rows are int32
 # Seeds of dropout, of which there is none: the second marks a backward that adds up in order.
 _ANY_ORDER, _IN_ORDER = 0, 1_000_003
 

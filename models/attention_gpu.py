@@ -44,8 +44,7 @@ MAX_HEAD_DIM = 512  # a block of larger heads would not fit a core's shared memo
 
 
 def block_sizes(dtype: jnp.dtype, head_dim: int) -> tuple[Blocks, Blocks, Blocks]:
-    """For forward, gradient of keys and values, gradient of queries: what fits the registers and
-    the shared memory of an A100 and newer, up to heads of `MAX_HEAD_DIM` (compiled, not timed)."""
+    """Of forward, the gradient of keys and values, that of queries: what fits an A100 and newer."""
     if dtype.itemsize > 2:
         return (Blocks(32, 32, 4, 1),) * 3
     if head_dim > 256:
@@ -117,8 +116,7 @@ def backward(
 
 
 def _pad_blocks(x: Array) -> Array:
-    """Whole blocks of tokens, and heads of a power of two, as Triton's blocks are: zeros in the
-    head dim change no product."""
+    """Whole blocks of tokens, and heads of a power of two, padded with zeros for Triton."""
     _, T, _, H = x.shape
     head_padding = max(16, pl.next_power_of_2(H)) - H
     return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, head_padding)))

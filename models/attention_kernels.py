@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 Array = jax.Array
 Ref = Any
 
-_MASKED = -1e30  # finite: a block without a visible key must not give nan
+# Finite, and so are differences: a block without a visible key must not give nan.
+_MASKED = float(jnp.finfo(jnp.float32).min) / 2
 _LOG2E = math.log2(math.e)
 
 
@@ -60,51 +61,46 @@ class TokenMask(NamedTuple):
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
-def _scores(
-    held_block: Array,
-    visited_block: Array,
-    scale: float,
-    held_first: Array,
-    visited_first: Array,
-    token_mask: tuple[TokenMask, TokenMask],
-    *,
-    mask_rule: MaskRule,
-    held_are_keys: bool = False,
-) -> tuple[Array, Array | None]:
-    """Scores [held, visited] to the base 2, and which of them count (None: all).
+class _HeldBlock:
+    """The block that a program holds, number `index`: queries, or keys (`are_keys`). Held tokens
+    come first in scores, as the tensor cores want the many tokens."""
 
-    Held are queries, or with `held_are_keys` keys: the many tokens come first, as the tensor cores
-    want it.
-    """
-    scores = _dot(held_block, visited_block.T) * (scale * _LOG2E)
-    mask = None
-    if token_mask[0].segment_ids is not None:
-        ids = token_mask[0].segment_ids[:, None]
-        mask = (ids == token_mask[1].segment_ids[None, :]) & (ids > 0)
-    if mask_rule.causal:
-        held_positions = (held_first + jnp.arange(held_block.shape[0]))[:, None]
-        visited_positions = (visited_first + jnp.arange(visited_block.shape[0]))[None, :]
-        if held_are_keys:
-            last_visible = (
-                visited_positions
-                if token_mask[1].last_visible is None
-                else token_mask[1].last_visible[None, :]
-            )
-            is_visible = held_positions <= last_visible
-        else:
-            is_visible = (
-                held_positions
-                if token_mask[0].last_visible is None
-                else token_mask[0].last_visible[:, None]
-            ) >= visited_positions
-        mask = is_visible if mask is None else mask & is_visible
-        if mask_rule.window:
-            mask &= (
-                visited_positions - held_positions
-                if held_are_keys
-                else held_positions - visited_positions
-            ) < mask_rule.window
-    return scores, mask
+    def __init__(
+        self, array: Array, index: Array, token_mask: TokenMask, blocks: Blocks, scale: float,
+        mask_rule: MaskRule, *, are_keys: bool = False,
+    ):  # fmt: skip
+        self.array, self.token_mask, self.blocks, self.scale = array, token_mask, blocks, scale
+        self.mask_rule, self.are_keys = mask_rule, are_keys
+        self.first = index * blocks.held
+        self.held_mask = token_mask.slice_block(pl.ds(self.first, blocks.held))
+
+    def scores(self, visited: Array, number: Array) -> tuple[Array, Array | None]:
+        """Scores [held, visited] of a block to the base 2, and which of them count (None: all)."""
+        held, visited_first = self.held_mask, number * self.blocks.visited
+        others = self.token_mask.slice_block(pl.ds(visited_first, self.blocks.visited))
+        scores = _dot(self.array, visited.T) * (self.scale * _LOG2E)
+        mask = None
+        if held.segment_ids is not None:
+            ids = held.segment_ids[:, None]
+            mask = (ids == others.segment_ids[None, :]) & (ids > 0)
+        if self.mask_rule.causal:
+            held_positions = (self.first + jnp.arange(self.blocks.held))[:, None]
+            queries, keys = held_positions, (visited_first + jnp.arange(self.blocks.visited))[None]
+            last_visible = None if held.last_visible is None else held.last_visible[:, None]
+            if self.are_keys:
+                queries, keys = keys, queries
+                last_visible = None if held.last_visible is None else others.last_visible[None]
+            is_visible = (queries if last_visible is None else last_visible) >= keys
+            mask = is_visible if mask is None else mask & is_visible
+            if self.mask_rule.window:
+                mask &= queries - keys < self.mask_rule.window
+        return scores, mask
+
+    def weights(self, visited: Array, number: Array, log_sum: Array) -> Array:
+        """Weights [held, visited] of the softmax, from the sums that forward saved."""
+        scores, mask = self.scores(visited, number)
+        weights = jnp.exp2(scores - log_sum)
+        return weights if mask is None else jnp.where(mask, weights, 0.0)
 
 
 def forward_kernel(
@@ -122,18 +118,13 @@ def forward_kernel(
     mask_rule: MaskRule,
 ) -> None:
     """One block of queries of one head, all keys that it sees."""
-    i = pl.program_id(0)
-    first = i * blocks.held
-    q = q_ref[...]
-    held_mask = token_mask.slice_block(pl.ds(first, blocks.held))
+    i, q = pl.program_id(0), q_ref[...]
+    held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         output, peak, total = carry
         block = pl.ds(j * blocks.visited, blocks.visited)
-        block_masks = held_mask, token_mask.slice_block(block)
-        scores, mask = _scores(
-            q, k_ref[block, :], scale, first, j * blocks.visited, block_masks, mask_rule=mask_rule
-        )
+        scores, mask = held.scores(k_ref[block, :], j)
         if mask is not None:
             scores = jnp.where(mask, scores, _MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -175,30 +166,15 @@ def kv_kernel(
     group: int,
 ) -> None:
     """One block of keys of one kv head, all queries of its group that see it."""
-    j = pl.program_id(0)
-    first = j * blocks.held
-    k, v = k_ref[...], v_ref[...]
-    held_mask = token_mask.slice_block(pl.ds(first, blocks.held))
+    j, k, v = pl.program_id(0), k_ref[...], v_ref[...]
+    held = _HeldBlock(k, j, token_mask, blocks, scale, mask_rule, are_keys=True)
     start, stop = start_ref[j], stop_ref[j]
 
     def visit(i: Array, g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         block = pl.ds(i * blocks.visited, blocks.visited)
-        block_masks = held_mask, token_mask.slice_block(block)
         q, dout = q_ref[block, g, :], dout_ref[block, g, :]
-        scores, mask = _scores(
-            k,
-            q,
-            scale,
-            first,
-            i * blocks.visited,
-            block_masks,
-            mask_rule=mask_rule,
-            held_are_keys=True,
-        )
-        weights = jnp.exp2(scores - log_sum_ref[g, block][None, :])
-        if mask is not None:
-            weights = jnp.where(mask, weights, 0.0)
+        weights = held.weights(q, i, log_sum_ref[g, block][None, :])
         dv = dv + _dot(weights.astype(dout.dtype), dout)
         dscores = weights * (_dot(v, dout.T) - dout_times_out_ref[g, block][None, :])
         return dk + _dot(dscores.astype(q.dtype), q), dv
@@ -229,22 +205,14 @@ def q_kernel(
     mask_rule: MaskRule,
 ) -> None:
     """One block of queries of one head, all keys that it sees."""
-    i = pl.program_id(0)
-    first = i * blocks.held
-    q, dout = q_ref[...], dout_ref[...]
+    i, q, dout = pl.program_id(0), q_ref[...], dout_ref[...]
     log_sum, dout_times_out = log_sum_ref[...], dout_times_out_ref[...]
-    held_mask = token_mask.slice_block(pl.ds(first, blocks.held))
+    held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)
 
     def visit(j: Array, dq: Array) -> Array:
         block = pl.ds(j * blocks.visited, blocks.visited)
-        block_masks = held_mask, token_mask.slice_block(block)
         k, v = k_ref[block, :], v_ref[block, :]
-        scores, mask = _scores(
-            q, k, scale, first, j * blocks.visited, block_masks, mask_rule=mask_rule
-        )
-        weights = jnp.exp2(scores - log_sum[:, None])
-        if mask is not None:
-            weights = jnp.where(mask, weights, 0.0)
+        weights = held.weights(k, j, log_sum[:, None])
         dscores = weights * (_dot(dout, v.T) - dout_times_out[:, None])
         return dq + _dot(dscores.astype(k.dtype), k)
 

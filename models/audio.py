@@ -112,8 +112,7 @@ class AudioModule(Encoder):
         return ids.astype(jnp.int32)
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """`mel` float32 [items, mel_bins, frames]; `mel_frames` int32 [items], how many of the
-        frames are real (0 for a chunk that pads); `tokens` is fixed by the chunk."""
+        """`mel` float32 [items, mel_bins, frames]; `mel_frames` int32 [items], 0 for padding."""
         if name == "mel":
             shape = (items, self.size.mel_bins, self.size.frames)
             return jax.ShapeDtypeStruct(shape, jnp.float32)

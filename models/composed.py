@@ -18,11 +18,10 @@ from models.decoder_model import DecoderModel
 from models.hf_config import Config
 from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
-from models.processors import picture_processing, sound_facts
+from models.processors import AUDIO_DEFAULTS, picture_processing, sound_facts
 from models.sizes import AudioSize, ModelSize, SizeFamily, TileLayout, VisionSize
 from models.vit import VisionModule
 
-FRAMES_PER_S = 100  # of log-mel features
 # Modules that are published without the others, and where their checkpoints have the parameters.
 PUBLISHED_ALONE: Mapping[str, Callable[[Any], HfWeightMap]] = {
     "vision": hf.tower_weights,
@@ -126,7 +125,7 @@ def audio_preprocessing(size: AudioSize, max_windows: int) -> dict[str, Any]:
     """Windows of an audio encoder, and how many of a longer sound it is given."""
     return {
         "n_mels": size.mel_bins,
-        "window_s": size.frames / FRAMES_PER_S,
+        "window_s": size.frames * AUDIO_DEFAULTS["hop_length"] / AUDIO_DEFAULTS["sampling_rate"],
         "max_windows": max_windows,
         **dict(size.facts),
     }

@@ -147,8 +147,7 @@ class DecoderModule(LinenModule):
 
     @property
     def attention_flops(self) -> Mapping[str, Any]:
-        """See `dflop_jax.contract`: two products for each pair of tokens of which one sees the
-        other, half of all pairs and half of each token's with itself."""
+        """Two products for each pair of tokens: half of all pairs and half of a token's own."""
         half = 2.0 * self.size.n_heads * self.size.head_dim
         return {"pair": half, "token": half}
 
@@ -199,7 +198,6 @@ class DecoderModule(LinenModule):
         return {f"deepstack_{i}": i + 1 for i in range(self.deepstack)}
 
     def inlet(self, name: str, x: Array, features: Array, batch: Batch) -> Array:
-        """See `dflop_jax.contract`."""
         return x + features
 
     def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
@@ -225,5 +223,4 @@ class DecoderModule(LinenModule):
         return head_logits(*self._head(params, x, entry), cap=self.cap)
 
     def memory(self, kind: str = "layers") -> KVMemory:
-        """See `dflop_jax.contract`."""
         return KVMemory(self.attend)

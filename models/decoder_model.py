@@ -65,15 +65,14 @@ class DecoderModel(AdaptableModel):
 
 @dataclass(frozen=True)
 class TowerModel(DecoderModel):
-    """A tower, if `size.vision` is one, whose features stand at their places among the decoder's
-    tokens."""
+    """A tower, if there is one, whose features stand among the decoder's tokens."""
 
     tower: ClassVar[Callable[..., Any]]
     decoder: ClassVar[Callable[..., Any]]
 
     @property
     def plain(self) -> Mapping[str, Any]:
-        """See `DecoderModel`."""
+        """The modules without adapters, in topological order."""
         s, kernel = self.size, self.attention_kernel
         modules: dict[str, Any] = {}
         if s.vision:

@@ -26,11 +26,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.attention_split import RESIDUAL_NAME
 from models.delta_states import CHUNK_TOKENS, XLA_SCAN, StateScan, product
+from models.layers import NORM_EPS
 
 Array = jax.Array
 
 INVERSE_BLOCK = 16  # tokens of a triangle inverted alone; of more the products outgrow the others
-NORM_EPS = 1e-6  # of queries and keys, as published
 
 _exact = partial(product, precision="highest")  # a GPU else takes 10 bits of each factor
 _dot = partial(_exact, "...ij,...jk->...ik")
@@ -73,8 +73,7 @@ def delta_rule(
 
 
 def last_state(k_BTKH: Array, v_BTVD: Array, decay_BTV: Array, beta_BTV: Array) -> Array:
-    """The state [B, V, H, D] after rows of one piece each; what neither decays nor writes leaves it
-    as it is."""
+    """The state [B, V, H, D] after rows of one piece each."""
     chunk = _fit_chunk(CHUNK_TOKENS, k_BTKH.shape[1])
     fields = _pad_to_chunks(chunk, k_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
     ids = jnp.ones(fields[0].shape[:2], jnp.int32)
@@ -288,8 +287,7 @@ unit_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def short_convolution(x_BTKH: Array, taps_SKH: Array, segment_ids: Array) -> Array:
-    """Causal convolution of each channel over a piece's tokens, the last tap the token's own;
-    float32."""
+    """Causal float32 convolution of each channel in a piece, the last tap the token's own."""
     n = taps_SKH.shape[0]
     x_BTKH, taps_SKH = x_BTKH.astype(jnp.float32), taps_SKH.astype(jnp.float32)
     output = x_BTKH * taps_SKH[None, n - 1 : n]

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import AttentionFunction, attention
-from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply
+from models.layers import NORM_EPS, LayerNorm, LayerScale, Linear, RMSNorm, apply
 from models.linen_module import Batch, LinenModule
 from models.rotary import rotate
 
 Array = jax.Array
-QK_NORM_EPS = 1e-6
 
 
 class EncoderForm(NamedTuple):
@@ -68,8 +67,8 @@ class EncoderBlock(nn.Module):
                 for name, bias in zip(("query", "key", "value"), form.biases, strict=True)
             )
         if form.qk_norm:
-            q = RMSNorm(QK_NORM_EPS, head_names, name="query_norm")(q)
-            k = RMSNorm(QK_NORM_EPS, head_names, name="key_norm")(k)
+            q = RMSNorm(NORM_EPS, head_names, name="query_norm")(q)
+            k = RMSNorm(NORM_EPS, head_names, name="key_norm")(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         h = self.attend(q, k, v, segment_ids, causal=False)
@@ -112,7 +111,7 @@ class Encoder(LinenModule):
 
     @property
     def attention_flops(self) -> Mapping[str, float]:
-        """See `dflop_jax.contract`: two products for each pair of an item's tokens."""
+        """Two products for each pair of an item's tokens."""
         return {"pair": 4.0 * self.size.n_heads * self.size.head_dim}
 
     def segment_ids(self, batch: Batch) -> Array | None:

@@ -26,8 +26,7 @@ Array = jax.Array
 
 
 class SoftTokens(nn.Module):
-    """Final norm of the tower, the mean of `merge` squared neighbouring patches, a norm around one,
-    a projection."""
+    """Final norm, the mean of `merge` squared patches, a norm around one, a projection."""
 
     size: VisionSize
     out_width: int
@@ -84,8 +83,7 @@ class Gemma3(TowerModel):
 def build(
     size: str = "gemma3-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma3:
-    """A model of pictures and text by size ("gemma3-4b", a folder); see
-    `models.composed.build_from_size`."""
+    """Pictures and text by size ("gemma3-4b", a folder); see `composed.build_from_size`."""
     return build_from_size(
         Gemma3, GEMMA3_FAMILY, size, dtype, attention_kernel, gemma_hf.read_gemma3
     )
@@ -94,8 +92,7 @@ def build(
 def build_text(
     size: str = "gemma3-text-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma3:
-    """A model of text alone by size ("gemma3-1b", a folder); see
-    `models.composed.build_from_size`."""
+    """Text alone by size ("gemma3-1b", a folder); see `composed.build_from_size`."""
     return build_from_size(
         Gemma3, GEMMA3_TEXT_FAMILY, size, dtype, attention_kernel, gemma_hf.read_gemma3_text
     )

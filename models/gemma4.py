@@ -52,8 +52,7 @@ class Gemma4(TowerModel):
 def build(
     size: str = "gemma4-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma4:
-    """A model of pictures and text by size ("gemma4-31b", a folder); see
-    `models.composed.build_from_size`."""
+    """Pictures and text by size ("gemma4-31b", a folder); see `composed.build_from_size`."""
     read = gemma4_hf.read_gemma4
     return build_from_size(Gemma4, GEMMA4_FAMILY, size, dtype, attention_kernel, read)
 

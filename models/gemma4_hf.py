@@ -1,5 +1,4 @@
-"""Gemma 4's checkpoints of transformers, without experts, per-layer embeddings or sound: see
-`models.gemma_hf`."""
+"""Gemma 4's checkpoints without experts, per-layer embeddings or sound; see `gemma_hf`."""
 
 from __future__ import annotations
 
@@ -50,29 +49,16 @@ PROJECTOR = module_rules("exit", "", {"projection": "embedding_projection"})
 # ---- configurations ----
 
 TEXT_DEFAULTS: Config = {
-    **gemma_hf.COMMON_TEXT_DEFAULTS,
-    "vocab_size": 262144,
-    "num_hidden_layers": 30,
-    "sliding_window": 512,
-    "use_bidirectional_attention": None,
-    "attention_k_eq_v": False,
-}
+    **gemma_hf.COMMON_TEXT_DEFAULTS, "vocab_size": 262144, "num_hidden_layers": 30,
+    "sliding_window": 512, "use_bidirectional_attention": None, "attention_k_eq_v": False,
+}  # fmt: skip
 VISION_DEFAULTS: Config = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 64,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "pooling_kernel_size": 3,
-    "patch_size": 16,
-    "position_embedding_size": 10240,
-    "use_clipped_linears": False,
-    "standardize": False,
-}
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "attention_bias": False,
+    "pooling_kernel_size": 3, "patch_size": 16, "position_embedding_size": 10240,
+    "use_clipped_linears": False, "standardize": False,
+}  # fmt: skip
 # Fields of a tower, and their keys.
 VISION_KEYS = {
     "width": "hidden_size",

@@ -124,13 +124,13 @@ class Gemma4VisionExit(nn.Module):
 
 @dataclass(frozen=True)
 class Gemma4VisionModule(PackedEncoder):
-    """See `PackedEncoder`."""
+    """The tower as the engine sees it; see `PackedEncoder`."""
 
     size: Gemma4VisionSize
 
     @property
     def float32_names(self) -> frozenset[str]:
-        """See `dflop_jax.contract`; these are not trained either."""
+        """Parameters that are not trained either."""
         bounds = {f"{name}_{bound}" for name in LINEAR_NAMES for bound in NO_CLIPPING}
         return frozenset(bounds | {"std_bias", "std_scale"})
 

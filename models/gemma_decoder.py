@@ -108,17 +108,15 @@ class GemmaModule(DecoderModule):
 
     @property
     def cap(self) -> float:
-        """See `DecoderModule`."""
         return self.size.cap
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """See `dflop_jax.contract`."""
         return self.size.kinds
 
     @property
     def float32_names(self) -> frozenset[str]:
-        """See `dflop_jax.contract`; these are not trained either."""
+        """Parameters that are not trained either."""
         return frozenset({"layer_scalar"}) if self.size.layer_scalar else frozenset()
 
     def _heads(self) -> dict[str, HeadsSize]:
@@ -126,16 +124,14 @@ class GemmaModule(DecoderModule):
 
     @property
     def skips(self) -> Mapping[str, bool]:  # type: ignore[override]
-        """By kind; see `dflop_jax.contract`."""
         kernel_choice = self.attention_kernel, self.chip, self.dtype
         return {
             kind: skips(*kernel_choice, heads.head_dim) for kind, heads in self._heads().items()
         }
 
     def content(self, tokens: int, features_by_edge: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """See `dflop_jax.contract`: pairs of tokens of which one sees the other, itself or one
-        before it, in the windows of all kinds of layers; pairs of which one sees the other, which
-        is behind it in its picture."""
+        """Pairs of tokens of which one sees itself or one before it, by window; and pairs in a
+        picture of which one sees the other behind it."""
         counts = {}
         for heads in self._heads().values():
             pairs_per_token = min(heads.window or tokens, tokens)
@@ -151,7 +147,7 @@ class GemmaModule(DecoderModule):
 
     @property
     def attention_flops(self) -> Mapping[str, Any]:
-        """By kind; see `dflop_jax.contract`: two products for each pair."""
+        """By kind: two products for each pair."""
         flops = {}
         for kind, heads in self._heads().items():
             count_names = (
@@ -195,11 +191,9 @@ class GemmaModule(DecoderModule):
         *,
         kind: str = "",
     ) -> Array:
-        """See `DecoderModule.layer`."""
         fields = [batch[name] for name in self.inputs[kind]]
         block = GemmaBlock(self.size, kind, self.dtype, mix or self.attend)
         return apply(block, params, x, *fields)
 
     def memory(self, kind: str = "") -> KVMemory:
-        """See `dflop_jax.contract`."""
         return KVMemory(self.attend, self.size.heads(kind).window)

@@ -69,26 +69,16 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 # What an absent key of a decoder of either generation means, and of Gemma 3's.
 COMMON_TEXT_DEFAULTS: Config = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "final_logit_softcapping": None,
+    "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6, "attention_bias": False, "final_logit_softcapping": None,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 TEXT_DEFAULTS: Config = {
-    **COMMON_TEXT_DEFAULTS,
-    "vocab_size": 262208,
-    "num_hidden_layers": 26,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "attn_logit_softcapping": None,
+    **COMMON_TEXT_DEFAULTS, "vocab_size": 262208, "num_hidden_layers": 26,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": None,
     "use_bidirectional_attention": False,
-}
+}  # fmt: skip
 
 
 def check_supported(facts: Config, only: Mapping[str, tuple[Any, ...]]) -> None:

@@ -90,8 +90,7 @@ def layer_pattern(n_layers: int, period: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Gemma3Size:
-    """A decoder and, but for text alone, a SigLIP tower: the mean of `vision.merge` squared patches
-    is a token."""
+    """A decoder and perhaps a SigLIP tower, `vision.merge` squared patches a token."""
 
     decoder: GemmaSize
     vision: VisionSize | None = None
@@ -204,8 +203,7 @@ def _gemma4(
     window: int,
     vocab: int = 262144,
 ) -> GemmaSize:
-    """`heads`: of queries, of keys and values, and how large; `global_kv_heads` the latter two of
-    global layers."""
+    """`heads`: of queries, keys and values, head size; `global_kv_heads`: the latter two."""
     sliding_heads = HeadsSize(
         *heads, theta=1e4, scale=1.0, window=window, bidirectional_images=True
     )

@@ -140,8 +140,7 @@ def unchanged(shape: Sequence[int], leading: int = 0) -> HfReshaping:
 
 
 def patch_layout(shape: Sequence[int], patch_px: int) -> HfReshaping:
-    """A kernel [row x column x colour, width], in the file a convolution [width, colour, row,
-    column]."""
+    """A kernel [row x column x colour, width] of a convolution [width, colour, row, column]."""
     _, width = shape
     return HfReshaping(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
 
@@ -167,8 +166,7 @@ def conv_layout(shape: Sequence[int]) -> HfReshaping:
 
 
 def channel_conv_layout(shape: Sequence[int]) -> HfReshaping:
-    """Taps [step, *channels], in the file a convolution of each channel alone [channels, 1,
-    step]."""
+    """Taps [step, *channels], in the file a convolution [channels, 1, step]."""
     steps, *channels = shape
     n = len(channels)
     return HfReshaping((tuple(channels), (), (steps,)), (n, *range(n)), tuple(shape))

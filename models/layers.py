@@ -18,6 +18,7 @@ import jax.numpy as jnp
 Array = jax.Array
 Names = tuple[str | None, ...]
 KERNEL = "kernel"  # of a matrix
+NORM_EPS = 1e-6  # of queries and keys, as published
 
 
 def named_init(init: Callable[..., Array], *names: str | None) -> Callable[..., Any]:
@@ -59,8 +60,7 @@ def apply(module: nn.Module, params: Any, *args: Any) -> Any:
 
 
 class Linear(nn.Module):
-    """x [..., *in_shape] times kernel [*in_shape, *out_shape], plus an optional bias; what
-    `models.lora` adapts."""
+    """x [..., *in_shape] times a kernel, plus an optional bias; what `models.lora` adapts."""
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]

@@ -9,6 +9,5 @@ from models.sizes import LLAVA_FAMILY
 def build(
     size: str = "tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> PublishedComposition:
-    """A model by size ("llava-ov-7b", TOWER+DECODER, a folder); see
-    `models.composed.build_from_size`."""
+    """By size ("llava-ov-7b", TOWER+DECODER, a folder); see `composed.build_from_size`."""
     return build_from_size(PublishedComposition, LLAVA_FAMILY, size, dtype, attention_kernel)

@@ -175,7 +175,6 @@ class AdaptedModule:
         return getattr(self.module, name)
 
     def on_chip(self, chip: str) -> AdaptedModule:
-        """See `dflop_jax.contract.on_chip`."""
         return replace(self, module=self.module.on_chip(chip))
 
     @cached_property
@@ -202,11 +201,9 @@ class AdaptedModule:
 
     @property
     def numbers_layers(self) -> bool:
-        """See `dflop_jax.contract`."""
         return self.lora.dropout > 0
 
     def field_spec(self, name: str, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """See `dflop_jax.contract`."""
         if name != SEEDS:
             return self.module.field_spec(name, rows, tokens)
         packs = any("segment_ids" in names for names in self.module.inputs.values())
@@ -290,8 +287,7 @@ def _add_adapter(
     kwargs: Any,
     context: Any,
 ) -> Any:
-    """What a method of a Linen module gives, with what its adapter adds where it is an adapted
-    `Linear`."""
+    """What a method of a Linen module gives; an adapted `Linear` with its adapter."""
     output, linear = next_call(*args, **kwargs), context.module
     if not isinstance(linear, Linear) or context.method_name != "__call__":
         return output

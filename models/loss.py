@@ -152,8 +152,7 @@ def _token_objective(objective: Objective, logits: Array, total: Array, nll: Arr
 def _over_chunks(
     visit: Visit, carry: Any, tokens: Chunk, chunk: int
 ) -> tuple[Any, tuple[Array, ...]]:
-    """`lax.scan` over chunks of the tokens, the last one shorter if need be; `visit`'s outputs have
-    an entry per token, and so have the results."""
+    """`lax.scan` over chunks of tokens, the last one shorter; `visit` gives an entry a token."""
     n = tokens[0].shape[0]
     n_whole = n // chunk
     cut = n_whole * chunk
@@ -176,8 +175,8 @@ def _at_target(logits: Array, targets: Array) -> Array:
 
 
 def _token_losses(logits: Array, total: Array, targets: Array) -> tuple[Array, Array]:
-    """(negative log-likelihood, 1 where the target is the likeliest) of each token; `total` is the
-    log of its sum of exponentials."""
+    """(negative log-likelihood, 1 where the target is the likeliest) by logits and their
+    log-sum."""
     target_logit = jnp.sum(_at_target(logits, targets) * logits, axis=-1)
     hit = jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
     return total - target_logit, hit.astype(logits.dtype)

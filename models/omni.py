@@ -9,6 +9,5 @@ from models.sizes import OMNI_FAMILY
 def build(
     size: str = "omni-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Composition:
-    """A model by size ("omni-tiny", VISION+AUDIO+DECODER); see
-    `models.composed.build_from_size`."""
+    """By size ("omni-tiny", VISION+AUDIO+DECODER); see `composed.build_from_size`."""
     return build_from_size(Composition, OMNI_FAMILY, size, dtype, attention_kernel)

@@ -1,5 +1,4 @@
-"""What towers have in common that take pictures at their own aspect: a row holds pieces of any
-length, patch by patch."""
+"""Towers that take pictures at their own aspect: a row holds pieces of any length."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class PackedEncoder(Encoder):
         return batch["segment_ids"]
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """`patches` uint8 [items, tokens, values of a patch]; `grid` int32 [items, tokens, 4];
-        `segment_ids` int32 [items, tokens]."""
+        """`patches` uint8 [items, tokens, values]; `grid` int32 [items, tokens, 4]."""
         shapes = {
             "patches": ((self.size.patch_values,), jnp.uint8),
             "grid": ((4,), jnp.int32),

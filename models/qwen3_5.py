@@ -39,8 +39,7 @@ class Qwen35(NativeModel):
 def build(
     size: str = "qwen3.5-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Qwen35:
-    """A model of pictures, clips and text by size ("qwen3.5-9b", a folder); see
-    `models.composed.build_from_size`."""
+    """Pictures, clips and text by size ("qwen3.5-9b", a folder)."""
     read = qwen3_5_hf.read_qwen3_5
     return build_from_size(Qwen35, QWEN3_5_FAMILY, size, dtype, attention_kernel, read)
 

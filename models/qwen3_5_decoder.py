@@ -127,7 +127,6 @@ class HybridModule(DecoderModule):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """See `dflop_jax.contract`."""
         return self.size.kinds
 
     @property
@@ -143,14 +142,12 @@ class HybridModule(DecoderModule):
 
     @property
     def attention_flops(self) -> Mapping[str, Any]:
-        """See `DecoderModule`; a delta net reads a state twice and writes it once a token, and
-        computes as much for any pieces of a row."""
+        """A delta net reads a state twice and writes it once a token."""
         d = self.size.delta
         of_token = 6.0 * d.value_heads * d.key_size * d.value_size
         return {FULL: super().attention_flops, LINEAR: {"token": of_token}}
 
     def memory(self, kind: str = FULL) -> KVMemory | DeltaMemory:  # type: ignore[override]
-        """See `dflop_jax.contract`."""
         return super().memory(kind) if kind == FULL else DeltaMemory(self.size.delta.taps)
 
     def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -175,6 +172,5 @@ class HybridModule(DecoderModule):
         *,
         kind: str,
     ) -> Array:
-        """One layer of a kind; see `DecoderModule`."""
         fields = [batch[name] for name in self.inputs[kind]]
         return apply(self._block(kind, mix), params, x, *fields)

@@ -1,5 +1,4 @@
-"""Qwen3.5's checkpoints of transformers: what their configurations say, and where their tensors
-are."""
+"""Qwen3.5's checkpoints of transformers: their configurations and tensors."""
 
 from __future__ import annotations
 
@@ -60,26 +59,13 @@ def _llm(module: Any, body: str) -> list[HfTensor]:
 _ROPE = "rope_parameters"
 TEXT_RULES = ConfigRules(
     {
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "layer_types": None,
-        "full_attention_interval": 4,
-        f"{_ROPE}.rope_theta": 10000.0,
-        f"{_ROPE}.rope_type": "default",
-        f"{_ROPE}.partial_rotary_factor": 0.25,
+        "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 256, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "layer_types": None,
+        "full_attention_interval": 4, f"{_ROPE}.rope_theta": 10000.0,
+        f"{_ROPE}.rope_type": "default", f"{_ROPE}.partial_rotary_factor": 0.25,
         f"{_ROPE}.mrope_section": [11, 11, 10],
     },
     {
@@ -87,7 +73,7 @@ TEXT_RULES = ConfigRules(
         "partial_rotary_factor": f"{_ROPE}.partial_rotary_factor",
         "rope_scaling.partial_rotary_factor": f"{_ROPE}.partial_rotary_factor",
     },
-)
+)  # fmt: skip
 # Fields of a delta net, and their keys in configurations.
 DELTA_KEYS = {
     "key_heads": "linear_num_key_heads",

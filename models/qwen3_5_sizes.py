@@ -67,8 +67,7 @@ class HybridSize(DecoderSize):
 
 @dataclass(frozen=True)
 class Qwen35Size:
-    """A tower at native resolution, if the model has one, and a decoder with three positions a
-    token."""
+    """Perhaps a tower at native resolution, and a decoder with three positions a token."""
 
     decoder: HybridSize
     vision: NativeVisionSize | None = None

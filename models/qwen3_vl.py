@@ -62,7 +62,6 @@ class Qwen3VL(NativeModel):
 
     @property
     def plain(self) -> Mapping[str, Any]:
-        """See `DecoderModel`."""
         modules = super().plain
         taps = len(self.size.vision.deepstack)
         return {**modules, "llm": replace(modules["llm"], deepstack=taps)}

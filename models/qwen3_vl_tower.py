@@ -64,8 +64,7 @@ class NativeVisionEntry(nn.Module):
 
 
 class Merger(nn.Module):
-    """Blocks of patches side by side, two-layer MLP with GELU. A norm goes first: of each patch
-    or, `joined`, of each block."""
+    """A norm of patches, or of blocks (`joined`); blocks of patches, two-layer MLP with GELU."""
 
     size: NativeVisionSize
     out_width: int
@@ -88,8 +87,7 @@ class Merger(nn.Module):
 
 @dataclass(frozen=True)
 class NativeVisionModule(PackedEncoder):
-    """See `PackedEncoder`. After some layers a tap, "deepstack_0" and on, gives features of its
-    own, by a merger of its own."""
+    """See `PackedEncoder`; taps "deepstack_0" and on have mergers of their own."""
 
     size: NativeVisionSize
 

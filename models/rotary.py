@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
-GRID_THETA = 1e4  # of pictures
+WAVELENGTH_BASE = 1e4  # of grids of pictures and of times of diffusion
 
 
 def rotate(x: Array, angles: Array) -> Array:
-    """Heads [items, tokens, heads, head_dim] turned by their tokens' angles; of angles for fewer
-    pairs than a head has only its first coordinates."""
+    """Heads [items, tokens, heads, head_dim] whose first pairs turn by their tokens' angles."""
     turned = 2 * angles.shape[-1]
     if turned < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :turned], angles), x[..., turned:]], axis=-1)
@@ -69,5 +68,5 @@ def grid_angles(grid: Array, half: int) -> Array:
     """
     row, column = grid[..., 0], grid[..., 1]
     return jnp.concatenate(
-        [angles_of(axis, half // 2, GRID_THETA) for axis in (row, column)], axis=-1
+        [angles_of(axis, half // 2, WAVELENGTH_BASE) for axis in (row, column)], axis=-1
     )

@@ -36,8 +36,8 @@ def patchify(pixels: Array, patch_px: int) -> Array:
 
 
 class VisionEntry(nn.Module):
-    """uint8 pixels -> patch embeddings, behind a class token in the internvit form, plus learned
-    positions."""
+    """uint8 pixels -> patch embeddings plus learned positions, in internvit behind a class
+    token."""
 
     size: VisionSize
     dtype: jnp.dtype
@@ -62,8 +62,7 @@ class VisionEntry(nn.Module):
 
 @dataclass(frozen=True)
 class VisionModule(Encoder):
-    """See `Encoder`; the tower's final norm, if any, is part of the exit and so freezes with the
-    connector."""
+    """See `Encoder`; the tower's final norm, if any, freezes with the connector."""
 
     size: VisionSize
 

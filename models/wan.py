@@ -65,8 +65,7 @@ class WanModule(LinenModule):
 
     @property
     def attention_flops(self) -> Mapping[str, float]:
-        """See `dflop_jax.contract`: two products for each pair of a patch and a patch or a token of
-        text; a clip has few others."""
+        """Two products for each pair of a patch and a patch or a token of text."""
         return {"pair": 4.0 * self.size.width}
 
     @property
@@ -106,8 +105,7 @@ class WanModule(LinenModule):
         return apply(self._linen_part("layers")[0], params, x, *fields)
 
     def velocity(self, params: Any, x: Array, batch: Batch) -> Array:
-        """Of what hidden states after the last layer say: noise - clip, float32 [rows, tokens,
-        values of a patch]. `params` are those of the exit."""
+        """Noise - clip, float32 [rows, tokens, values], by the exit's parameters."""
         return apply(self._linen_part("exit")[0], params, x, batch["segment_ids"])
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
@@ -138,7 +136,6 @@ class TextToVideo(AdaptableModel):
 
     @property
     def plain(self) -> Mapping[str, Any]:
-        """See `AdaptableModel`."""
         return {"llm": self.llm, "generator": self.generator}
 
     @property

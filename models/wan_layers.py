@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import AttentionFunction, attention, masked_attention
 from models.layers import LayerNorm, Linear, RMSNorm, named_init, normal
+from models.rotary import WAVELENGTH_BASE
 from models.wan_sizes import WanSize
 
 Array = jax.Array
@@ -23,14 +24,13 @@ SHIFTS = 6  # shift, scale and gate of a layer's attention, and of its MLP
 TIME_TOKENS = SHIFTS + 1  # of a piece: those, and the time itself, which the head reads
 TEXT, CLIP = TIME_TOKENS + 1, TIME_TOKENS + 2  # roles; time has 1 to TIME_TOKENS, padding 0
 MIN_CLIP_TOKENS = TIME_TOKENS + 2
-WAVELENGTH = 1e4  # of times
 QUERY_BLOCK = 512  # of a long row whose scores for the text are held at once
 
 
 def time_waves(time_BT: Array, dim: int) -> Array:
     """Cosines and sines of times, float32 [B, T, dim]."""
     half = dim // 2
-    frequencies = WAVELENGTH ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = WAVELENGTH_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = time_BT[..., None] * frequencies[None, None]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
@@ -128,8 +128,7 @@ class WanEntry(nn.Module):
 
 
 class WanBlock(nn.Module):
-    """Attention within the clip, attention to its text, MLP; time shifts, scales and gates the
-    first and the last."""
+    """Attention within the clip and to its text, MLP; time shifts, scales and gates."""
 
     size: WanSize
     dtype: jnp.dtype

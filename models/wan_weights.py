@@ -42,8 +42,7 @@ NAMES = (
 
 
 def _patch(size: WanSize) -> HfTensor:
-    """The patches' kernel [time x row x column x channel, width], in the file a convolution
-    [width, channel, time, row, column]."""
+    """The patches' kernel, in the file a convolution [width, channel, time, row, column]."""
     dims = ((size.width,), (size.channels,), *((n,) for n in size.patch))
     layout = HfReshaping(dims, (2, 3, 4, 1, 0), (size.patch_values, size.width))
     return HfTensor(

@@ -82,7 +82,8 @@ def named_shapes(name):
     return {map_.canonical(n): tuple(p.shape) for n, p in model.named_parameters()}
 
 
-def main():
+def make_arrays():
+    """All arrays of the file, by name."""
     stored = {}
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
@@ -101,6 +102,11 @@ def main():
             stored[f"processors/{kind}/values"] = np.array([[*p, n] for p, n in rows], np.float32)
         for name in cases.PUBLISHED:
             stored[f"shapes/{name}"] = np.array(cases.digest(named_shapes(name)))
+    return stored
+
+
+def main():
+    stored = make_arrays()
     np.savez_compressed(cases.FILE, **stored)
     print(f"{cases.FILE}: {cases.FILE.stat().st_size / 1e3:.0f} kB, {len(stored)} arrays")
 

@@ -1,4 +1,6 @@
-"""Which blocks the GPU kernels visit, that a model chooses them, and that they lower."""
+"""Which blocks the GPU kernels visit, how they are chosen, and that they lower."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +18,16 @@ from model_fields import fields, full_params, outputs
 from test_attention import mask_of, pictures_in
 
 from dflop_jax.contract import MODEL_SHARDED
-from models import attention_gpu
+from models import attention_choice, attention_cudnn, attention_gpu
 from models.attention import attention, last_visible_tokens
-from models.attention_choice import check_kernel
+from models.attention_choice import check_kernel, choose_kernel, skips
 from models.attention_kernels import MaskRule, TokenMask
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DECODERS, VISION
 from models.vit import VisionModule
 
-F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+F32, BF16, F16 = (jnp.dtype(n) for n in ("float32", "bfloat16", "float16"))
 
 
 @pytest.mark.parametrize("keys", [False, True])
@@ -62,25 +64,73 @@ def test_visited_blocks_are_those_that_are_seen(causal, window, packed, pictures
 
 
 def test_the_kernel_is_a_choice_of_the_model():
-    batch = fields(DecoderModule(DECODERS["nano"], F32), 2, 150)
-    found = {}
+    batch, found = fields(DecoderModule(DECODERS["nano"], F32), 2, 150), {}
     for kernel in ("xla", "pallas"):
         module = DecoderModule(DECODERS["nano"], F32, attention_kernel=kernel)
         params = full_params(module)
         loss = jax.jit(jax.value_and_grad(lambda p, m=module: outputs(m, p, batch)["loss_sum"]))
         assert ("packed_attention" in str(jax.make_jaxpr(loss)(params))) == (kernel == "pallas")
         found[kernel] = loss(params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), *found.values()
-    )
-    towers = [VisionModule(VISION["nano"], 8, F32, kernel) for kernel in ("xla", "pallas")]
-    params, pixels = full_params(towers[0]), fields(towers[0], 2, 0)
-    a, b = (outputs(tower, params, pixels) for tower in towers)
-    np.testing.assert_allclose(a, b, atol=1e-4)
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
+    jax.tree.map(close, *found.values())
     modules = build("nano", attention_kernel="xla").modules.values()
     assert {m.attention_kernel for m in modules} == {"xla"}
     with pytest.raises(ValueError, match="unknown attention kernel 'fast'; known: auto, cudnn"):
         check_kernel("fast")
+
+
+# ---- the choice by the chip, not the host ----
+
+TEXT, TILES, HEAD_72 = (1, 8192, 28, 128), (64, 729, 16, 64), (64, 729, 16, 72)
+PACKED, WHOLE = True, False
+
+
+@pytest.mark.parametrize(
+    "chip, dtype, shape, packed, auto, cudnn",
+    [
+        # Rows of one piece: cuDNN from Ampere on, with heads as they are.
+        ("sm_80", BF16, TILES, WHOLE, "cudnn", "cudnn"),
+        ("sm_89", BF16, HEAD_72, WHOLE, "cudnn", "cudnn"),
+        ("sm_90", F16, HEAD_72, WHOLE, "cudnn", "cudnn"),
+        ("sm_100", BF16, TILES, WHOLE, "cudnn", "cudnn"),
+        ("sm_80", BF16, (1, 512, 4, 160), WHOLE, "pallas", "pallas"),
+        ("sm_90", BF16, (1, 512, 4, 160), WHOLE, "cudnn", "cudnn"),
+        ("sm_90", BF16, (1, 512, 4, 20), WHOLE, "pallas", "pallas"),
+        ("sm_90", BF16, (1, 8192, 28, 128), WHOLE, "pallas", "cudnn"),  # all scores: 3.5 GiB
+        # Packed rows: cuDNN, in any order, on Hopper and the data centre's Blackwell.
+        ("sm_80", BF16, TEXT, PACKED, "pallas", "pallas"),
+        ("sm_89", BF16, TEXT, PACKED, "pallas", "pallas"),
+        ("sm_90", BF16, TEXT, PACKED, "pallas", "cudnn"),
+        ("sm_100", BF16, TEXT, PACKED, "pallas", "cudnn"),
+        ("sm_120", BF16, TEXT, PACKED, "pallas", "pallas"),
+        ("sm_90", BF16, (80, 8192, 28, 128), PACKED, "pallas", "pallas"),  # places beyond int32
+        # What the kernels do not compute, or no faster.
+        ("sm_90", F32, TEXT, PACKED, "xla", "xla"),
+        ("sm_75", BF16, TEXT, PACKED, "xla", "xla"),
+        ("sm_90", BF16, (4, 64, 2, 64), PACKED, "xla", "xla"),
+        ("sm_90", BF16, (1, 512, 4, 256), PACKED, "pallas", "cudnn"),
+        ("sm_90", BF16, (1, 512, 4, 264), PACKED, "pallas", "pallas"),
+        ("sm_80", BF16, (1, 512, 4, 264), WHOLE, "pallas", "pallas"),
+        ("sm_90", BF16, (1, 512, 4, 512), PACKED, "pallas", "pallas"),
+        ("sm_90", BF16, (1, 512, 4, 520), PACKED, "xla", "xla"),
+        ("cpu", BF16, TEXT, PACKED, "xla", "xla"),
+        ("tpu", BF16, TILES, WHOLE, "xla", "xla"),
+        ("", BF16, TEXT, PACKED, "xla", "xla"),
+    ],
+)
+def test_choice(chip, dtype, shape, packed, auto, cudnn):
+    want = {"auto": auto, "cudnn": cudnn, "pallas": "pallas", "xla": "xla"}
+    assert set(want) == set(attention_choice.KERNELS)
+    for asked, chosen in want.items():
+        assert choose_kernel(asked, chip, dtype, shape, is_packed=packed) == chosen
+        _, tokens, _, dim = shape
+        assert skips(asked, chip, dtype, dim, tokens) == (chosen != "xla")
+
+
+def test_a_jax_that_binds_cudnn_otherwise(monkeypatch):
+    monkeypatch.setattr(attention_cudnn, "AVAILABLE", False)
+    assert choose_kernel("cudnn", "sm_90", BF16, TEXT, is_packed=True) == "pallas"
+    assert choose_kernel("auto", "sm_80", BF16, TILES, is_packed=False) == "pallas"
 
 
 # ---- what the interpreter takes, Triton need not: compiled for a GPU, without one ----

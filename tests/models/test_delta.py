@@ -134,11 +134,8 @@ def test_neighbours_change_no_bit():
 
         with_other = [mixed(a, b) for a, b in zip(fields, other, strict=True)]
         there = with_gradients(8, with_other, ids, mixed(dout, dother))
-        for a, b in zip(
-            jax.tree.leaves(with_gradients(8, fields, ids, dout)),
-            jax.tree.leaves(there),
-            strict=True,
-        ):
+        here = with_gradients(8, fields, ids, dout)
+        for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
             np.testing.assert_array_equal(a[:, own], b[:, own])
             assert not np.array_equal(a, b)
 
@@ -194,20 +191,17 @@ def test_what_runs_where(kernel, chip, sizes, by):
     assert choose_state_scan(kernel, chip, *sizes) is by
 
 
-def test_no_rows():
-    fields = [a[:0] for a in drawn(np.random.default_rng(2), 1, 4)]
-    assert delta_rule(*fields, np.zeros((0, 4), np.int32)).shape == (0, 4, VALUE_HEADS, VALUE)
-
-
-def test_dtype_of_values():
+def test_no_rows_and_the_dtype_of_values():
     fields = drawn(np.random.default_rng(3), 1, 12)
+    none = [a[:0] for a in fields]
+    assert delta_rule(*none, np.zeros((0, 12), np.int32)).shape == (0, 12, VALUE_HEADS, VALUE)
     half = [jnp.asarray(a, jnp.bfloat16) for a in fields[:3]]
-    ids = ids_of([12], 12)[None]
     run = jax.jit(partial(delta_rule, chunk=4))
-    out = run(*half, *fields[3:], ids)
+    out, want = (
+        run(*qkv, *fields[3:], ids_of([12], 12)[None])
+        for qkv in (half, [np.asarray(a, np.float32) for a in half])
+    )
     assert out.dtype == jnp.bfloat16
-    rounded = [np.asarray(a, np.float32) for a in half]
-    want = run(*rounded, *fields[3:], ids)
     np.testing.assert_allclose(out.astype(jnp.float32), want, rtol=2**-7, atol=1e-3)
 
 

@@ -47,26 +47,17 @@ def test_every_parameter_once(name):
         assert map_.is_ignored(u.name)
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("lm_head.weight", "language_model.lm_head.weight"),
-        (
-            "model.language_model.layers.0.mlp.up_proj.weight",
-            "language_model.model.layers.0.mlp.up_proj.weight",
-        ),
-        ("language_model.model.norm.weight", "language_model.model.norm.weight"),
-        (
-            "model.vision_tower.encoder.layers.1.mlp.fc1.bias",
-            "vision_tower.encoder.layers.1.mlp.fc1.bias",
-        ),
-        (
-            "vision_tower.vision_model.encoder.layers.1.mlp.fc1.bias",
-            "vision_tower.encoder.layers.1.mlp.fc1.bias",
-        ),
-        ("model.image_newline", "image_newline"),
-    ],
-)
+@pytest.mark.parametrize("old, new", [
+    ("lm_head.weight", "language_model.lm_head.weight"),
+    ("model.language_model.layers.0.mlp.up_proj.weight",
+     "language_model.model.layers.0.mlp.up_proj.weight"),
+    ("language_model.model.norm.weight", "language_model.model.norm.weight"),
+    ("model.vision_tower.encoder.layers.1.mlp.fc1.bias",
+     "vision_tower.encoder.layers.1.mlp.fc1.bias"),
+    ("vision_tower.vision_model.encoder.layers.1.mlp.fc1.bias",
+     "vision_tower.encoder.layers.1.mlp.fc1.bias"),
+    ("model.image_newline", "image_newline"),
+])  # fmt: skip
 def test_other_spellings(old, new):
     assert llava.build("llava-ov-0.5b").weights.canonical(old) == new
 

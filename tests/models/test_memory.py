@@ -61,13 +61,11 @@ def whole(module, params, batch):
 
 
 def started(module, params, batch, last, slots):
-    """`prefill`, compiled."""
     run = jax.jit(partial(prefill, module, slots=slots, inlets={}))
     return run(params, batch=batch, last_B=jnp.asarray(last, jnp.int32))
 
 
 def steps_of(module):
-    """`decode`, compiled."""
     return jax.jit(partial(decode, module), donate_argnums=1)
 
 

@@ -100,14 +100,6 @@ def test_defaults_of_pictures_are_published(kind):
         # Grids are those of config.json; a native tower says its patches' size.
         if name != "image_grid_pinpoints" and (name != "patch_size" or kind != "qwen3_vl"):
             assert published[name] == value, name
-    with np.load(FILE) as stored:
-        for (tokens, values), n, want in zip(
-            cases.published_values(kind), stored[f"processors/{kind}/tokens"],
-            stored[f"processors/{kind}/values"], strict=True,
-        ):  # fmt: skip
-            products, largest = project(values.reshape(-1), kind)
-            assert tokens == n
-            np.testing.assert_allclose([*products, largest], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 A chart is {"title", "unit", "stacked", "from_zero", "lines"}; a line is {"name", "colour", "dash",
 "axis", "y"}: a number of a kind of dashes, which of the `axes` it is over, and its values there,
-null where there is none. Units are "", "s", "%" (of 1), "bytes" and "FLOP/s".
+null for none. Units are "", "s", "%" (of 1), "bytes" and "FLOP/s".
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.report.metrics import COLUMNS, DEVICE, DEVICE_PEAK, HOST
-from dflop_jax.report.panels import LINE_COLOURS, PHASE_COLOURS, palette
-from dflop_jax.report.reader import MAX_CHART_POINTS, Columns, RunRecord, stretch_means
+from dflop_jax.report.panels import PHASE_COLOURS, line_colour, palette
+from dflop_jax.report.reader import Columns, RunRecord, stretch_length, stretch_means
 
 Values = Sequence[float | None]
-_MAX_OWN_CHARTS = 12  # charts of the user's own metrics
 # Of lines that are of no module.
 _COLOURS = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239", **PHASE_COLOURS}
 
@@ -32,41 +31,37 @@ class _Drawing:
         self.axes: list[list[float]] = []
         self.charts: list[dict[str, Any]] = []
         for run in runs:
-            self.axis(run.rows.chart_steps())
+            self.axis(run.rows.column("step")[:: stretch_length(run.rows.n_steps)].tolist())
 
     def axis(self, x: Sequence[float]) -> int:
         self.axes.append([_round_for_json(v) or 0.0 for v in x])
         return len(self.axes) - 1
 
     def chart(self, title: str, unit: str, lines: Sequence[dict[str, Any]], **more: Any) -> None:
-        visible_lines = [line for line in lines if any(y is not None for y in line["y"])]
-        if visible_lines:
-            usual = {"stacked": False, "from_zero": True}
-            self.charts.append(
-                {"title": title, "unit": unit, **usual, **more, "lines": visible_lines}
-            )
+        visible = [line for line in lines if any(y is not None for y in line["y"])]
+        if visible:
+            options = {"stacked": False, "from_zero": True, **more}
+            self.charts.append({"title": title, "unit": unit, **options, "lines": visible})
 
     def by_run(self, name: str, values: Callable[[Columns], Values]) -> list[dict[str, Any]]:
         """Return a line for each run; `name` is the line's name if there is one run."""
         return [
-            _make_line(run.name if self.several else name, _colour_of(i), 0, i, values(run.rows))
+            _make_line(run.name if self.several else name, line_colour(i), 0, i, values(run.rows))
             for i, run in enumerate(self.runs)
         ]
 
     def by_key(self, field_name: str, run_indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return a line for each key of a field of some runs, in the key's colour and the run's
-        dashes."""
+        """Return a line for each key of a field, in the key's colour and the run's dashes."""
         keys = [(i, key) for i in run_indices for key in self.runs[i].rows.keys(field_name)]
         modules = palette(list(dict.fromkeys(key for _, key in keys)))
         colours = {module: pair[1] for module, pair in modules.items()} | _COLOURS
-        return [
-            _make_line(
-                f"{key}, {run.name}" if len(run_indices) > 1 else key, colours[key], i, i, values
-            )
-            for i, key in keys
-            for run in [self.runs[i]]
-            for values in [run.rows.chart_points((field_name, key))]
-        ]
+        lines = []
+        for i, key in keys:
+            run = self.runs[i]
+            name = f"{key}, {run.name}" if len(run_indices) > 1 else key
+            values = run.rows.chart_points((field_name, key))
+            lines.append(_make_line(name, colours[key], i, i, values))
+        return lines
 
 
 def make_charts(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -83,30 +78,25 @@ def make_charts(runs: Sequence[RunRecord]) -> dict[str, Any]:
     for name, schema in COLUMNS.items():
         if schema.chart and (name != "flops_per_s_by_module" or not has_mfu):
             d.chart(schema.chart, schema.unit, d.by_key(name, range(len(runs))))
-    replaced_lines = d.by_run(
-        "samples", lambda rows: stretch_means(np.nancumsum(rows.column("n_bad")))
-    )
-    d.chart("samples replaced so far", "", replaced_lines)
-    own_metrics = dict.fromkeys(key for run in runs for key in run.rows.keys("own"))
-    for key in [*own_metrics][:_MAX_OWN_CHARTS]:
+    replaced = d.by_run("samples", lambda rows: stretch_means(np.nancumsum(rows.column("n_bad"))))
+    d.chart("samples replaced so far", "", replaced)
+    for key in dict.fromkeys(key for run in runs for key in run.rows.keys("own")):
         column = partial(Columns.chart_points, name=("own", key))
         d.chart(key, "", d.by_run(key, column), from_zero=False)
     return {"axes": d.axes, "charts": d.charts}
 
 
 def _loss_lines(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
-    steps, losses = run.rows.curve(MAX_CHART_POINTS)
-    lines = [_make_line(run.name if d.several else "loss", _colour_of(i), 0, d.axis(steps), losses)]
+    steps, losses = run.rows.curve()
+    lines = [
+        _make_line(run.name if d.several else "loss", line_colour(i), 0, d.axis(steps), losses)
+    ]
     if evaluations := run.evaluations:
         axis = d.axis([row.step for row in evaluations])
         name = "held out" + f", {run.name}" * d.several
-        lines.append(_make_line(name, _colour_of(i + (not d.several)), 1, axis,
+        lines.append(_make_line(name, line_colour(i + (not d.several)), 1, axis,
                            [row.loss for row in evaluations]))  # fmt: skip
     return lines
-
-
-def _colour_of(i: int) -> str:
-    return LINE_COLOURS[i % len(LINE_COLOURS)]
 
 
 def _make_line(name: str, colour: str, dash: int, axis: int, y: Values) -> dict[str, Any]:

@@ -26,16 +26,14 @@ _WORKLOAD_FIELDS = (
 
 
 def compare(runs: Sequence[RunRecord], picture_path: Path, only: Sequence[str] = ()) -> Table:
-    """Return a table of the runs' figures, a column per run, and write the picture to a .png.
+    """Return a table of the runs' figures, a column per run, and write the picture to a .png: one
+    timeline per run (its measured trace, else its first one), and all loss curves.
 
     Args:
       only: prefixes of the labels of the figures that are shown; () for all.
 
-    The picture holds one timeline per run (its measured trace, else its first one) under a common
-    time axis, and all loss curves.
-
     Raises:
-      ValueError: one of them did no step, or `out` cannot be written.
+      ValueError: one of them did no step, or the picture cannot be written.
     """
     from dflop_jax.report.timeline import draw
 
@@ -70,39 +68,30 @@ def summary_table(run: RunRecord) -> Group:
 def comparison_rows(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return (label, a text per run): speed-ups of several runs, then every figure of any run."""
     cells = [{f.label: f.text for f in figures(run)} for run in runs]
-    speedup_texts = [
-        "-" if math.isnan(speedup) else f"{number(speedup)} x" for speedup in speedups(runs)
-    ]
+    ratios = ["-" if math.isnan(ratio) else f"{number(ratio)} x" for ratio in speedups(runs)]
     rows = [(label, [c.get(label, "-") for c in cells]) for label in _merge_labels(cells)]
-    return [(SPEEDUP, speedup_texts), *rows] if len(runs) > 1 else rows
+    return [(SPEEDUP, ratios), *rows] if len(runs) > 1 else rows
 
 
 def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the figures as JSON: {"runs": [{"name", "folder", "speedup", "figures"}]}, where
     figures have "unit" and "values" by label; unknown values are null."""
-    return {
-        "runs": [
-            {
-                "name": run.name,
-                "folder": str(run.folder),
-                "speedup": _finite_or_none(speedup),
-                "figures": {
-                    f.label: {"unit": f.unit, "values": [*map(_finite_or_none, f.values)]}
-                    for f in figures(run)
-                },
-            }
-            for run, speedup in zip(runs, speedups(runs))
-        ]
-    }
+    rows = []
+    for run, speedup in zip(runs, speedups(runs)):
+        values = {
+            f.label: {"unit": f.unit, "values": [*map(_finite_or_none, f.values)]}
+            for f in figures(run)
+        }
+        head = {"name": run.name, "folder": str(run.folder), "speedup": _finite_or_none(speedup)}
+        rows.append({**head, "figures": values})
+    return {"runs": rows}
 
 
 def speedups(runs: Sequence[RunRecord]) -> list[float]:
-    """Return the median step time of the first run over each run's; nan for a run of another model,
-    other data or another global batch."""
-    times_s, workloads = (
-        [run.rows.median("step_s") for run in runs],
-        [_workload(run) for run in runs],
-    )
+    """Return the first run's median step time over each run's; nan for another model, data or
+    batch."""
+    times_s = [run.rows.median("step_s") for run in runs]
+    workloads = [_workload(run) for run in runs]
     return [
         times_s[0] / s if s > 0 and workload == workloads[0] else math.nan
         for s, workload in zip(times_s, workloads)

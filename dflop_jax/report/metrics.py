@@ -4,12 +4,13 @@ metrics.jsonl, the trackers, summaries, charts and comparisons derive their name
 from the fields of `StepMetrics`.
 """
 
+# ruff: noqa: RUF009 (what is called gives a `field`)
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
@@ -24,168 +25,100 @@ DEVICE, DEVICE_PEAK, HOST = "device", "device_peak", "host"
 
 @dataclass(frozen=True)
 class SkippedUpdate:
-    """Why a step changed no parameter ("not finite" or "spike"); the modules whose gradients are
-    not finite, the first one in backward's order first; the batch's samples by name."""
+    """Why a step changed no parameter."""
 
-    why: str
-    modules: tuple[str, ...]
-    samples: tuple[str, ...]
+    why: str  # "not finite" or "spike"
+    modules: tuple[str, ...]  # whose gradients are not finite, in backward's order
+    samples: tuple[str, ...]  # of the batch, by name
 
 
 class Column(NamedTuple):
-    """What a field of a row holds, and how trackers and reports show it.
+    """How trackers and reports show a field of a row."""
 
-    Attributes:
-      doc: what it holds.
-      unit: of its numbers: "s", "%" (of 1), "bytes", "FLOP", "FLOP/s", or "" for others.
-      label: what tables of figures call its median over the steps, with "{}" for a key; "": such
-        tables do not have it.
-      chart: title of its chart over the steps; "": there is none.
-      is_tracked: whether TensorBoard and W&B get it.
-    """
-
-    doc: str
-    unit: str = ""
-    label: str = ""
-    chart: str = ""
-    is_tracked: bool = False
+    unit: str = ""  # "s", "%" (of 1), "bytes", "FLOP", "FLOP/s", or "" for others
+    label: str = ""  # of its median in tables of figures, with "{}" for a key; "": not there
+    chart: str = ""  # title of its chart over the steps; "": there is none
+    is_tracked: bool = False  # whether TensorBoard and W&B get it
 
 
 Keyed = Mapping[str, float]  # numbers by name: of a submesh, a module, a process
 
 
+def _number(*column: Any, default: Any = 0.0, is_tracked: bool = False) -> Any:
+    shown = {"column": Column(*column)._replace(is_tracked=is_tracked)}
+    return field(metadata=shown) if default is MISSING else field(default=default, metadata=shown)
+
+
+def _by_key(*column: Any, is_tracked: bool = False) -> Any:
+    shown = {"column": Column(*column)._replace(is_tracked=is_tracked)}
+    return field(default_factory=dict, metadata=shown)
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """What one optimizer step did; a row of metrics.jsonl has exactly these fields. Numbers that
-    are not finite are null in the file. docs/watching.md explains every field to users."""
+    are not finite are null in the file. docs/watching.md explains every field."""
 
-    step: Annotated[int, Column("number of the step, from 0")]
-    loss: Annotated[
-        float,
-        Column("loss per supervised token of the global batch, over all modules", is_tracked=True),
-    ]
-    supervised_tokens: Annotated[int, Column("tokens of the batch with a weight above 0")]
-    step_s: Annotated[
-        float, Column("from the end of the previous step to its own", "s", is_tracked=True)
-    ]
-    learning_rate: Annotated[float, Column("of parts without a rate of their own")] = 0.0
-    learning_rates: Annotated[Keyed, Column("of each part that trains", is_tracked=True)] = field(
-        default_factory=dict
-    )
-    losses: Annotated[Keyed, Column("loss of each module, without its weight in the sum")] = field(
-        default_factory=dict
-    )
-    grad_norm: Annotated[float, Column("global gradient norm before clipping", is_tracked=True)] = (
-        0.0
-    )
-    skipped: Annotated[
-        SkippedUpdate | None, Column("why the step changed no parameter; null: it did")
-    ] = None
-    tokens_per_s: Annotated[
-        float, Column("tokens of samples in the last module", label="tokens / s", is_tracked=True)
-    ] = 0.0
-    model_flops: Annotated[
-        float, Column("needed, without padding and recomputation", "FLOP", "model FLOP a step")
-    ] = 0.0
-    model_flops_by_module: Annotated[Keyed, Column("`model_flops` of a module", "FLOP")] = field(
-        default_factory=dict
-    )
-    flops_per_s: Annotated[
-        float, Column("`model_flops` over `step_s`", "FLOP/s", "model FLOP / s", is_tracked=True)
-    ] = 0.0
-    mfu: Annotated[
-        float | None,
-        Column("`flops_per_s` over the peak of all devices", "%", "MFU", is_tracked=True),
-    ] = None
-    mfu_by_module: Annotated[
-        Keyed, Column("`mfu` over the devices that hold the module", "%", "MFU, {}", "MFU")
-    ] = field(default_factory=dict)
-    flops_per_s_by_module: Annotated[
-        Keyed,
-        Column("`flops_per_s` of a module", "FLOP/s", "model FLOP / s, {}", "model FLOP a second"),
-    ] = field(default_factory=dict)
-    padding_fraction: Annotated[
-        Keyed,
-        Column("padding in a module's tokens", "%", "padding, {}", "padding", is_tracked=True),
-    ] = field(default_factory=dict)
-    imbalance: Annotated[
-        Keyed,
-        Column(
-            "tokens of the fullest data rank over the mean one, less 1, over all groups",
-            "%",
-            "imbalance, {}",
-            "imbalance: fullest over mean data rank",
-        ),
-    ] = field(default_factory=dict)
-    phase_s: Annotated[
-        Keyed, Column("what the mean device did in the step", "s", "{}, of a step")
-    ] = field(default_factory=dict)
-    busy_fraction: Annotated[Keyed, Column("of the makespan, by submesh", "%", is_tracked=True)] = (
-        field(default_factory=dict)
-    )
-    memory_bytes: Annotated[
-        Keyed,
-        Column(
-            "of the process or device that holds most: in use (device), the most so far "
-            "(device_peak), on the host",
-            "bytes",
-            "memory, {}",
-            "memory in use",
-        ),
-    ] = field(default_factory=dict)
-    groups: Annotated[
-        Mapping[str, int], Column("groups of a module and shape, MODULE:ROWSxTOKENS")
-    ] = field(default_factory=dict)
-    compiles: Annotated[int, Column("programs compiled during the step")] = 0
-    n_bad: Annotated[
-        int, Column("samples of the batch that could not be decoded and were replaced")
-    ] = 0
-    schedule_wait_s: Annotated[float, Column("wait for the schedule", "s")] = 0.0
-    save_wait_s: Annotated[float, Column("wait for a checkpoint", "s")] = 0.0
-    schedule_s: Annotated[
-        float, Column("solver time off the training path", "s", "schedule solved in")
-    ] = 0.0
-    schedule_work: Annotated[int, Column("units of work of the solver")] = 0
-    made_by: Annotated[str, Column("what found the schedule")] = ""
-    makespan_s: Annotated[float, Column("of the schedule", "s", "makespan, scheduled")] = 0.0
-    lower_bound_s: Annotated[float, Column("that no schedule undercuts", "s")] = 0.0
-    integer_bound_s: Annotated[
-        float, Column("what an integer program proved of that; 0: it was not solved", "s")
-    ] = 0.0
-    schedule_gap: Annotated[
-        float, Column("makespan over its bound, less 1", "%", "schedule over its proved bound")
-    ] = math.nan
-    moved_in_node: Annotated[
-        Keyed, Column("features sent to another data rank of the node, by SOURCE > TARGET", "bytes")
-    ] = field(default_factory=dict)
-    moved_across_nodes: Annotated[Keyed, Column("features sent to other nodes", "bytes")] = field(
-        default_factory=dict
-    )
-    correction: Annotated[
-        Keyed,
-        Column(
-            "of the last sample of task times: sampling (1: now), farthest_factor, "
-            "predicted_gain_s, overhead_s; empty where predictions are not corrected"
-        ),
-    ] = field(default_factory=dict)
-    process_s: Annotated[
-        Keyed, Column("computing without waiting, of the 32 slowest processes; empty of one", "s")
-    ] = field(default_factory=dict)
-    own: Annotated[
-        Keyed, Column("of the user's callbacks", label="own metric {}, median", is_tracked=True)
-    ] = field(default_factory=dict)
+    step: int = _number(default=MISSING)  # from 0
+    loss: float = _number(default=MISSING, is_tracked=True)  # per supervised token, all modules
+    supervised_tokens: int = _number(default=MISSING)  # of the batch, with a weight above 0
+    step_s: float = _number("s", default=MISSING, is_tracked=True)  # since the previous step's end
+    learning_rate: float = _number()  # of parts without a rate of their own
+    learning_rates: Keyed = _by_key(is_tracked=True)  # of each part that trains
+    losses: Keyed = _by_key()  # of each module, without its weight in the sum
+    grad_norm: float = _number(is_tracked=True)  # global, before clipping
+    skipped: SkippedUpdate | None = _number(default=None)  # why no parameter changed
+    # Of samples in the last module.
+    tokens_per_s: float = _number("", "tokens / s", is_tracked=True)
+    # Needed FLOPs, without padding and recomputation.
+    model_flops: float = _number("FLOP", "model FLOP a step")
+    model_flops_by_module: Keyed = _by_key("FLOP")
+    # `model_flops` over `step_s`.
+    flops_per_s: float = _number("FLOP/s", "model FLOP / s", is_tracked=True)
+    # `flops_per_s` over the peak of all devices, or of those that hold a module.
+    mfu: float | None = _number("%", "MFU", default=None, is_tracked=True)
+    mfu_by_module: Keyed = _by_key("%", "MFU, {}", "MFU")
+    flops_per_s_by_module: Keyed = _by_key("FLOP/s", "model FLOP / s, {}", "model FLOP a second")
+    # Padding in a module's tokens.
+    padding_fraction: Keyed = _by_key("%", "padding, {}", "padding", is_tracked=True)
+    # Tokens of the fullest data rank over the mean one, less 1, over all groups.
+    imbalance: Keyed = _by_key("%", "imbalance, {}", "imbalance: fullest over mean data rank")
+    phase_s: Keyed = _by_key("s", "{}, of a step")  # what the mean device did
+    busy_fraction: Keyed = _by_key("%", is_tracked=True)  # of the makespan, by submesh
+    # Of the process or device that holds most: in use, peak so far, on the host.
+    memory_bytes: Keyed = _by_key("bytes", "memory, {}", "memory in use")
+    groups: Mapping[str, int] = _by_key()  # of a module and shape, MODULE:ROWSxTOKENS
+    compiles: int = _number(default=0)  # programs compiled during the step
+    n_bad: int = _number(default=0)  # samples that could not be decoded and were replaced
+    schedule_wait_s: float = _number("s")
+    save_wait_s: float = _number("s")
+    schedule_s: float = _number("s", "schedule solved in")  # off the training path
+    schedule_work: int = _number(default=0)  # units of work of the solver
+    made_by: str = _number(default="")  # what found the schedule
+    makespan_s: float = _number("s", "makespan, scheduled")
+    lower_bound_s: float = _number("s")  # that no schedule undercuts
+    # What an integer program proved of that; 0: it was not solved.
+    integer_bound_s: float = _number("s")
+    # Makespan over its bound, less 1.
+    schedule_gap: float = _number("%", "schedule over its proved bound", default=math.nan)
+    # Features sent to another data rank of the node, or to other nodes, by SOURCE > TARGET.
+    moved_in_node: Keyed = _by_key("bytes")
+    moved_across_nodes: Keyed = _by_key("bytes")
+    # Of the last sample of task times: sampling (1: now), farthest_factor, predicted_gain_s,
+    # overhead_s; empty where predictions are not corrected.
+    correction: Keyed = _by_key()
+    # Computing without waiting, of the 32 slowest processes; empty of one.
+    process_s: Keyed = _by_key("s")
+    own: Keyed = _by_key("", "own metric {}, median", is_tracked=True)  # of the user's callbacks
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:
             raise ValueError(f"a step needs step >= 0 and a finite step_s >= 0, got {self}")
 
 
-COLUMNS: dict[str, Column] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(StepMetrics, include_extras=True).items()
-}
+COLUMNS: dict[str, Column] = {f.name: f.metadata["column"] for f in fields(StepMetrics)}
 _HINTS = get_type_hints(StepMetrics)
-# Fields that hold a number, and those that hold one by name (of a submesh, a module, a process).
+# Fields that hold a number, and those that hold one by name.
 SCALAR_FIELDS = tuple(n for n, kind in _HINTS.items() if kind in (int, float, float | None))
 KEYED_FIELDS = tuple(n for n, k in _HINTS.items() if k in (Keyed, Mapping[str, int]))
 TRACKED_FIELDS = tuple(name for name, column in COLUMNS.items() if column.is_tracked)
@@ -217,14 +150,12 @@ MetricsRow = msgspec.defstruct(
 
 
 class Percentiles(NamedTuple):
-    """The 10th, 50th and 90th percentile of a sample."""
-
     p10: float
     median: float
     p90: float
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:
-    """That of the finite values; all nan when there is none."""
+    """Return those of the finite values; all nan when there is none."""
     finite = [v for v in values if math.isfinite(v)] or [math.nan]
     return Percentiles(*np.percentile(finite, [10, 50, 90]).tolist())

@@ -30,9 +30,8 @@ def flops_text(value: float) -> str:
     """Return FLOPs with a unit: MFLOP, GFLOP or TFLOP; "-" for nan."""
     if math.isnan(value):
         return "-"
-    unit, name = (1e12, "TFLOP") if value >= 1e12 else (1e9, "GFLOP")
-    if value < 1e9:
-        unit, name = 1e6, "MFLOP"
+    units = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+    unit, name = next((u for u in units if value >= u[0]), units[-1])
     return f"{number(value / unit)} {name}"
 
 

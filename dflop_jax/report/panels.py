@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE, Event, Layout, Trace
 from dflop_jax.report.metrics import IDLE as IDLE_PHASE
@@ -33,11 +34,12 @@ PHASE_COLOURS = {
 
 def palette(modules: Sequence[str]) -> Palette:
     """Return the colours of modules: their own, or in turn those of `OTHER_COLOURS`."""
-    unnamed_modules = [m for m in modules if m not in MODULE_COLOURS]
-    fallback_colours = {
-        m: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, m in enumerate(unnamed_modules)
-    }
-    return {m: MODULE_COLOURS.get(m) or fallback_colours[m] for m in modules}
+    others = cycle(OTHER_COLOURS)
+    return {m: MODULE_COLOURS.get(m) or next(others) for m in modules}
+
+
+def line_colour(i: int) -> str:
+    return LINE_COLOURS[i % len(LINE_COLOURS)]
 
 
 def ink_on(colour: str) -> str:
@@ -48,16 +50,14 @@ def ink_on(colour: str) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """A trace to draw: its title, the module of each segment (default: the segment's name) and
-    submeshes that get a row even when they stay idle."""
+    """A trace to draw."""
 
     title: str
     trace: Trace
-    modules: Mapping[str, str] = field(default_factory=dict)
-    submeshes: Sequence[str] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)  # of segments; default: their names
+    submeshes: Sequence[str] = ()  # that get a row even when they stay idle
 
     def module(self, e: Event) -> str:
-        """Return the module of a task."""
         return self.modules.get(e.segment, e.segment)
 
     def label(self, e: Event) -> str:
@@ -68,18 +68,16 @@ class Panel:
 
     @property
     def links(self) -> dict[str, str]:
-        """Row of a link -> the submesh that sends over it."""
+        """Return the submesh that sends over each link, by the link's row."""
         names = {e.submesh for e in self.trace.events if e.direction in (SEND, RETURN)}
         return {name: name.split(" → ")[0] for name in names}
 
     @property
     def rows(self) -> list[str]:
-        """Submeshes from top to bottom: in the plan's order, each followed by the links that leave
-        it, then others in the order of their first event."""
+        """Submeshes in the plan's order, each followed by the links that leave it, then others."""
         links, rows = self.links, list[str]()
-        first_order = dict.fromkeys(
-            e.submesh for e in sorted(self.trace.events, key=lambda e: e.start_s)
-        )
+        events = sorted(self.trace.events, key=lambda e: e.start_s)
+        first_order = dict.fromkeys(e.submesh for e in events)
         for name in dict.fromkeys([*self.submeshes, *first_order]):
             if name not in links:
                 rows += [name, *(row for row in first_order if links.get(row) == name)]
@@ -87,7 +85,6 @@ class Panel:
 
 
 def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
-    """The panel of a plan's trace."""
     modules = {s.name: s.module for s in layout.segments}
     return Panel(title, trace, modules, [m.name for m in layout.submeshes])
 
@@ -95,17 +92,15 @@ def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
 def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
     """Return label -> colour of everything drawn: modules in the order of their plans, modules that
     only traces name, sends, tasks at the end of a step, and idle time."""
+    events = [(p, e) for p in panels for e in p.trace.events]
     planned = [m for p in panels for m in p.modules.values()]
-    traced = [p.module(e) for p in panels for e in p.trace.events]
-    colours = palette(list(dict.fromkeys([*planned, *traced])))
+    colours = palette(list(dict.fromkeys([*planned, *(p.module(e) for p, e in events)])))
     labels = [f"{m} {direction}" for m in colours for direction in (FORWARD, BACKWARD)]
     position = {label: i for i, label in enumerate([*labels, SEND, RETURN, REDUCE, UPDATE])}
     entries = {
         p.label(e): DIRECTION_COLOURS.get(e.direction)
         or colours[p.module(e)][e.direction == BACKWARD]
-        for p in panels
-        for e in p.trace.events
+        for p, e in events
     }
-    return {
-        label: entries[label] for label in sorted(entries, key=lambda x: position.get(x, -1))
-    } | {"idle": IDLE}
+    ordered = sorted(entries, key=lambda label: position.get(label, -1))
+    return {label: entries[label] for label in ordered} | {"idle": IDLE}

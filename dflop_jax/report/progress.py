@@ -18,10 +18,9 @@ class Progress:
     """A bar with loss, tokens/s, FLOP/s, MFU, busy fraction and time left.
 
     Args:
-      total_steps: steps of the whole run.
       start: steps done before (a resumed run).
       log_interval: steps between plain lines without a terminal; 0: about 20 lines in all.
-      console: where to write; by default standard error, so that standard output has results only.
+      console: where to write; by default standard error.
       quiet: write nothing, as all processes of a run but the first.
     """
 
@@ -77,8 +76,7 @@ class Progress:
 
 
 def describe(row: StepMetrics, remaining_s: float) -> str:
-    """One line of figures: loss, rates, MFU where a peak is known, busy share of each submesh, time
-    left."""
+    """Return one line of figures."""
     busy = row.busy_fraction
     texts = [f"loss {number(row.loss, digits=4)}", f"{number(row.tokens_per_s)} tok/s"]
     texts.append(f"{flops_text(row.flops_per_s)}/s")
@@ -87,7 +85,5 @@ def describe(row: StepMetrics, remaining_s: float) -> str:
     if len(busy) > 3:  # a line has no room for more
         texts.append(f"busy {min(busy.values()):.0%}-{max(busy.values()):.0%}")
     elif busy:
-        texts.append(
-            "busy " + " ".join(f"{name} {fraction:.0%}" for name, fraction in busy.items())
-        )
+        texts.append(" ".join(["busy", *(f"{name} {share:.0%}" for name, share in busy.items())]))
     return "  ".join([*texts, f"left {duration(remaining_s)}"])

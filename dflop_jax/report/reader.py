@@ -19,47 +19,24 @@ import msgspec
 import numpy as np
 
 from dflop_jax.records import Plan
-from dflop_jax.report.metrics import (
-    KEYED_FIELDS,
-    SCALAR_FIELDS,
-    WARMUP_STEPS,
-    ColumnKey,
-    iter_numbers,
-    percentiles,
-)
+from dflop_jax.report import metrics, run_folder
+from dflop_jax.report.metrics import WARMUP_STEPS, ColumnKey
 from dflop_jax.report.panels import Panel, panel_of
-from dflop_jax.report.run_folder import (
-    CONFIG,
-    METRICS,
-    SIMULATED,
-    TRACE,
-    EvaluationRow,
-    metrics_file,
-    metrics_rows,
-    no_step_error,
-    read_evaluations,
-    read_plan,
-)
+from dflop_jax.report.run_folder import CONFIG, METRICS, SIMULATED, TRACE, EvaluationRow
 from dflop_jax.report.trace import read_trace
 from dflop_jax.report.wall_time import WallTime, read_wall_time
 
-MAX_LOSS_STRETCHES = (
-    4096  # stretches of the loss curve: two points for each pixel of the widest picture
-)
-MAX_CHART_POINTS = 600  # max. points of a page's curve
+MAX_STRETCHES = 600  # of a curve, each of one point or of a lowest and a highest one
 
 
 @dataclass
 class Columns:
-    """The columns of a run's rows.
-
-    `values` has, by field (or field and key), a number for each step, float64, NaN where a step has
-    none. `made_by` counts the schedules by what found them.
-    """
+    """The columns of a run's rows."""
 
     n_steps: int = 0
     n_skipped: int = 0
-    made_by: Counter[str] = field(default_factory=Counter)
+    made_by: Counter[str] = field(default_factory=Counter)  # schedules by what found them
+    # By field (or field and key) a number for each step, float64, NaN where a step has none.
     values: dict[ColumnKey, np.ndarray] = field(default_factory=dict)
 
     def column(self, name: ColumnKey) -> np.ndarray:
@@ -76,22 +53,17 @@ class Columns:
 
     def median(self, name: ColumnKey) -> float:
         """Return the median of a field over the steps after warm-up; nan if it has no value."""
-        return percentiles(self.after_warmup(name)).median
+        return metrics.percentiles(self.after_warmup(name)).median
 
     def medians(self, name: str) -> dict[str, float]:
         """Return the medians of a keyed field by key."""
         return {key: self.median((name, key)) for key in self.keys(name)}
 
-    def curve(self, max_stretches: int = MAX_LOSS_STRETCHES) -> tuple[list[float], list[float]]:
-        """Return (steps, losses); for a run of more than `max_stretches` steps, the lowest and the
-        highest loss of each of as many stretches."""
+    def curve(self, max_stretches: int = MAX_STRETCHES) -> tuple[list[float], list[float]]:
+        """Return (steps, losses); of a longer run the lowest and the highest loss of a stretch."""
         losses = self.column("loss")
         indices = extreme_indices(losses, max_stretches)
         return self.column("step")[indices].tolist(), losses[indices].tolist()
-
-    def chart_steps(self) -> list[float]:
-        """Return the first step of each stretch of a page's curve."""
-        return self.column("step")[:: _stretch_length(self.n_steps, MAX_CHART_POINTS)].tolist()
 
     def chart_points(self, name: ColumnKey) -> list[float | None]:
         """Return the mean of a field over each stretch of a page's curve; None without a value."""
@@ -99,23 +71,21 @@ class Columns:
 
 
 def read_columns(folder: str | Path) -> Columns:
-    """Read the columns of a run folder's metrics.
-
-    Raises:
-      ValueError: as for `read_metrics`.
-    """
-    path, columns = metrics_file(folder), Columns()
+    """Read the columns of a run folder's metrics; ValueError: as for `read_metrics`."""
+    path, columns = run_folder.metrics_file(folder), Columns()
     values: dict[ColumnKey, array[float]] = {}
-    for n, row in enumerate(metrics_rows(path)):
+    for n, row in enumerate(run_folder.metrics_rows(path)):
         columns.n_steps += 1
         columns.n_skipped += row.skipped is not None
         columns.made_by[row.made_by or "unknown"] += 1
-        for name, value in iter_numbers(row, (*SCALAR_FIELDS, *KEYED_FIELDS)):
+        for name, value in metrics.iter_numbers(
+            row, (*metrics.SCALAR_FIELDS, *metrics.KEYED_FIELDS)
+        ):
             column = values.setdefault(name, array("d"))
             column.extend([math.nan] * (n - len(column)))  # of the steps since it was there last
             column.append(value)
     if not columns.n_steps:
-        raise no_step_error(path)
+        raise run_folder.no_step_error(path)
     for name, column in values.items():
         column.extend([math.nan] * (columns.n_steps - len(column)))
         columns.values[name] = np.frombuffer(column)
@@ -124,8 +94,8 @@ def read_columns(folder: str | Path) -> Columns:
 
 def extreme_indices(values: np.ndarray, max_stretches: int) -> np.ndarray:
     """Return the ascending indices of the lowest and the highest value of each stretch of equal
-    length; all indices if there are at most `max_stretches` values."""
-    length = _stretch_length(len(values), max_stretches)
+    length; all where there are at most `max_stretches` values."""
+    length = stretch_length(len(values), max_stretches)
     if length == 1:
         return np.arange(len(values))
     padded = np.full(-(-len(values) // length) * length, math.nan)
@@ -138,18 +108,18 @@ def extreme_indices(values: np.ndarray, max_stretches: int) -> np.ndarray:
     return np.unique([starts + lowest, starts + highest])
 
 
-def stretch_means(values: np.ndarray, max_stretches: int = MAX_CHART_POINTS) -> list[float | None]:
+def stretch_means(values: np.ndarray, max_stretches: int = MAX_STRETCHES) -> list[float | None]:
     """Return the mean of the finite values of each stretch of equal length; None without any."""
     if not len(values):
         return []
-    starts = np.arange(0, len(values), _stretch_length(len(values), max_stretches))
+    starts = np.arange(0, len(values), stretch_length(len(values), max_stretches))
     is_finite = np.isfinite(values)
     totals = np.add.reduceat(np.where(is_finite, values, 0.0), starts)
     counts = np.add.reduceat(is_finite.astype(int), starts)
     return [float(t / n) if n else None for t, n in zip(totals, counts)]
 
 
-def _stretch_length(n: int, max_stretches: int) -> int:
+def stretch_length(n: int, max_stretches: int = MAX_STRETCHES) -> int:
     """Return the length of each of at most `max_stretches` stretches of `n` values."""
     return max(1, -(-n // max_stretches))
 
@@ -159,25 +129,19 @@ _TITLES = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as reports show it.
-
-    Attributes:
-      rows: of its steps; empty where it did none.
-      config: its config.json; empty where that is missing or broken.
-      wall_time: where its time went; None if unknown.
-    """
+    """A run as reports show it."""
 
     name: str
     folder: Path
     plan: Plan
-    rows: Columns
+    rows: Columns  # of its steps; empty where it did none
     evaluations: Sequence[EvaluationRow]
-    config: dict[str, Any]
-    wall_time: WallTime | None
+    config: dict[str, Any]  # empty where it is missing or broken
+    wall_time: WallTime | None  # None if unknown
 
     @cached_property
     def traces(self) -> list[tuple[Panel, dict[int, str]]]:
-        """Panels of its traces that hold an event, each with the labels of its groups."""
+        """The panels of its traces that hold an event, each with the labels of its groups."""
         return [*self._panels(TRACE), *self._panels(SIMULATED)]
 
     @property
@@ -197,32 +161,25 @@ class RunRecord:
 
 
 def read_run(folder: str | Path, name: str = "") -> RunRecord:
-    """All of a run folder that has steps or a timeline; `name` is the folder's unless given.
-
-    Raises:
-      ValueError: it holds neither, no plan, or a broken row, named as file:line.
-    """
+    """Return all of a run folder that has steps or a timeline; `name` is the folder's unless given.
+    ValueError: it holds neither, no plan, or a broken row, named as file:line."""
     path = Path(folder)
     # Without a timeline there is nothing to show of a run without steps: errors say what to do.
     needs_steps = not any((path / file).exists() for file in _TITLES)
-    has_steps = next(metrics_rows(path / METRICS), None) is not None
+    has_steps = next(run_folder.metrics_rows(path / METRICS), None) is not None
     return RunRecord(
         name or path.resolve().name,
         path,
         rows=read_columns(path) if needs_steps or has_steps else Columns(),
-        plan=read_plan(path),
-        evaluations=read_evaluations(path),
+        plan=run_folder.read_plan(path),
+        evaluations=run_folder.read_evaluations(path),
         config=_read_config(path),
         wall_time=read_wall_time(path),
     )
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Runs by a name that tells them apart: the folder's, or its path where that repeats.
-
-    Raises:
-      ValueError: no folder; or see `read_run`.
-    """
+    """Return runs by a name that tells them apart: the folder's, or its path where that repeats."""
     if not folders:
         raise ValueError("no run folder given; name at least one, for example runs/demo/dflop")
     paths = list(dict.fromkeys(Path(f) for f in folders))

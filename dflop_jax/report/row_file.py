@@ -20,11 +20,8 @@ Row = TypeVar("Row")
 
 
 class RowFile:
-    """Appends rows to a file, which is created with its first row.
-
-    While the disk is full, rows are pending in memory and are written before later ones, so the run
-    continues.
-    """
+    """Appends rows to a file, which is created with its first row. While the disk is full, rows are
+    pending in memory and are written before later ones, so the run continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,11 +31,7 @@ class RowFile:
 
     def append(self, row: Any) -> None:
         """Add a row, a mapping or a record; it is on its way to disk when this returns, unless the
-        disk is full.
-
-        Raises:
-          OSError: it cannot be written for another reason than a full disk.
-        """
+        disk is full. OSError: it cannot be written for another reason."""
         # JSON has no nan or infinity: msgspec writes null, which readers take for nan.
         self._pending += msgspec.json.encode(row) + b"\n"
         self._flush()
@@ -83,19 +76,16 @@ class RowFile:
                 self._pending.clear()
                 raise
             if not self._has_warned:
-                log.warning(
-                    "%s: %s; rows wait in memory until there is room again, the run goes on",
-                    self.path,
-                    e.strerror,
-                )
+                text = "%s: %s; rows wait in memory until there is room again, the run goes on"
+                log.warning(text, self.path, e.strerror)
             self._has_warned = True
 
 
 class RowHeader(msgspec.Struct):
-    """The fields that decide which rows are kept; `prices` are those of a sampled step."""
+    """The fields that decide which rows are kept."""
 
     step: int
-    prices: str = ""
+    prices: str = ""  # of a sampled step
 
 
 _HEADER_DECODER = msgspec.json.Decoder(RowHeader)
@@ -110,8 +100,7 @@ def read_header(line: bytes) -> RowHeader | None:
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file of rows, without a last line that a kill cut short; none if there
-    is no file."""
+    """Yield the lines of a file (none: no lines) without a last one that a kill cut short."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -123,11 +112,7 @@ def complete_lines(path: Path) -> Iterator[bytes]:
 def read_rows(
     path: Path, kind: type[Row], description: str, remedy: str = "remove the line"
 ) -> Iterator[Row]:
-    """Yield the whole rows of a file as records of a type; none if there is no file.
-
-    Raises:
-      ValueError: a line is not such a record; the message names file:line.
-    """
+    """Yield the whole rows of a file, if any, as records of a type; ValueError names a bad line."""
     decoder = msgspec.json.Decoder(kind)
     for n, line in enumerate(complete_lines(path), 1):
         try:

@@ -13,26 +13,14 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from dflop_jax.folders import (
-    DISK_FULL_ERRNOS,
-    make_folder,
-    missing_folders,
-    remove_empty_folders,
-    tolerate_full_disk,
-    writable_path,
-)
+from dflop_jax import folders
 from dflop_jax.records import Plan, Profile, Trace
 from dflop_jax.records.files import load, save
+from dflop_jax.report import trackers
 from dflop_jax.report.metrics import MetricsRow, StepMetrics
 from dflop_jax.report.row_file import RowFile, complete_lines, read_header, read_rows
 from dflop_jax.report.trace import write_trace
-from dflop_jax.report.trackers import (
-    TENSORBOARD,
-    WANDB_ID,
-    Tracker,
-    evaluation_scalars,
-    step_scalars,
-)
+from dflop_jax.report.trackers import TENSORBOARD, WANDB_ID
 from dflop_jax.report.wall_time import EVENTS
 
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
@@ -44,11 +32,8 @@ HUNG = "hung"  # a folder of the stacks of every process of a run that hung
 _LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
 _OTHER_RUN_DIR = "choose another --run_dir"
-_NO_LOCK_ERRNOS = {
-    errno.ENOLCK,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-}  # of a file system that knows no flock
+# Of a file system that knows no flock.
+_NO_LOCK_ERRNOS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # Files of answers: a command about a run's folder writes its answer to a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
@@ -57,14 +42,8 @@ _REPORT_FILES = (TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _OUTPUTS = (*_ROW_FILES, _LAUNCH, TRACE, *_REPORT_FILES)
 # A folder without any of these is no run folder; other programs write files like config.json, too.
 _RUN_MARKERS = (METRICS, PROFILE, PLAN, _LOCK, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
-_LOG_SUFFIXES = {
-    ".log",
-    ".out",
-    ".err",
-}  # of what a shell or Slurm writes to a folder before its run
+_LOG_SUFFIXES = {".log", ".out", ".err"}  # of what a shell or Slurm writes to it before a run
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
-
-
 log = logging.getLogger("dflop_jax")
 
 
@@ -76,18 +55,17 @@ class RunFolder:
     """Writes one run's files; process 0 makes it. Use as a context manager, or call `close`.
 
     As a context manager it removes a folder that it made, not under a launch, where the run has
-    come to no step and no checkpoint: a start that fails, or a dry one, leaves none behind.
+    come to no step and no checkpoint.
 
     Args:
-      path: the folder, made with its parents.
       existing: what to do with another run's metrics there: "error", "overwrite" (its outputs
         and checkpoints are removed) or "resume" (they stay; call `restart`).
       launch: the name of the launch that the run belongs to; "" for none.
 
     Raises:
       FolderInUse: another run is writing to the folder.
-      ValueError: it holds metrics and `existing` is "error", it cannot be written, `path` is a
-        file, or see `check_run_dir`.
+      ValueError: it holds metrics and `existing` is "error", it cannot be written, or is no folder
+        for a run (see `check_run_dir`).
       OSError: the disk is full.
     """
 
@@ -99,12 +77,14 @@ class RunFolder:
         launch: str = "",
     ) -> None:
         self.path = Path(path)
-        self.trackers: Sequence[Tracker] = ()
+        self.trackers: Sequence[trackers.Tracker] = ()
         self.tracking_interval = 1  # steps between those that trackers get
         self.rows = {name: RowFile(self.path / name) for name in _ROW_FILES}
         check_run_dir(self.path)
-        self._created_folders = [] if launch else missing_folders(self.path)
-        with writable_path(make_folder(self.path, _OTHER_RUN_DIR) / _LOCK, _OTHER_RUN_DIR) as lock:
+        self._created_folders = [] if launch else folders.missing_folders(self.path)
+        with folders.writable_path(
+            folders.make_folder(self.path, _OTHER_RUN_DIR) / _LOCK, _OTHER_RUN_DIR
+        ) as lock:
             self._lock = lock.open("ab")
         try:
             self._open(existing)
@@ -119,15 +99,12 @@ class RunFolder:
             # Held until the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FolderInUse(
-                f"{self.path}: another run is writing to it; wait for it, or choose another "
-                "--run_dir"
-            ) from None
+            remedy = f"wait for it, or {_OTHER_RUN_DIR}"
+            raise FolderInUse(f"{self.path}: another run is writing to it; {remedy}") from None
         except OSError as e:
             if e.errno not in _NO_LOCK_ERRNOS:
-                raise ValueError(
-                    f"{self.path}: cannot be locked ({e.strerror}); choose another --run_dir"
-                ) from None
+                reason = f"cannot be locked ({e.strerror}); {_OTHER_RUN_DIR}"
+                raise ValueError(f"{self.path}: {reason}") from None
             _warn_unlocked(self.path, e.strerror or str(e))
         metrics = self.path / METRICS
         metrics.touch()
@@ -135,8 +112,7 @@ class RunFolder:
         if existing == "error" and self._is_worth_keeping((CHECKPOINTS,)):
             raise ValueError(
                 f"{self.path}: holds {content} of another run; choose another --run_dir, go on "
-                "with "
-                "that run (--resume auto) or replace it (--overwrite)"
+                "with that run (--resume auto) or replace it (--overwrite)"
             )
         if existing == "overwrite":
             for name in _OUTPUTS:
@@ -146,8 +122,7 @@ class RunFolder:
             metrics.touch()
 
     def restart(self, start_step: int) -> None:
-        """Drop the rows of `start_step` and later steps, which run again, and a row that a kill cut
-        short."""
+        """Drop the rows of `start_step` and later steps, and a row that a kill cut short."""
         self.rows[METRICS].drop_except(lambda row: row.step < start_step)
         # An evaluation is numbered by the steps before it.
         self.rows[EVALUATIONS].drop_except(lambda row: row.step <= start_step)
@@ -159,7 +134,7 @@ class RunFolder:
         self.close()
         if self._created_folders and not self._is_worth_keeping():
             shutil.rmtree(self.path, ignore_errors=True)
-            remove_empty_folders(self._created_folders[1:])
+            folders.remove_empty_folders(self._created_folders[1:])
 
     def close(self) -> None:
         try:
@@ -171,12 +146,10 @@ class RunFolder:
             self._lock.close()
 
     def _is_worth_keeping(self, folders: Sequence[str] = (CHECKPOINTS, HUNG)) -> bool:
-        """Whether there are rows, or files in one of the folders."""
         has_rows = (self.path / METRICS).stat().st_size > 0
         return has_rows or any(any(self.path.glob(f"{name}/*")) for name in folders)
 
     def write_config(self, config: Any) -> None:
-        """Write the run's configuration, a dataclass, as plain JSON."""
         text = msgspec.json.format(msgspec.json.encode(config), indent=1)
         (self.path / CONFIG).write_bytes(text)
 
@@ -187,17 +160,14 @@ class RunFolder:
         save(plan, self.path / PLAN)
 
     def append(self, row: StepMetrics) -> None:
-        """Add one row to metrics.jsonl and to the trackers. When this returns, the row is on its
-        way to disk, or pending if the disk is full (see `RowFile`)."""
+        """Add one row to metrics.jsonl and to the trackers."""
         self.rows[METRICS].append(row)
         if (row.step + 1) % self.tracking_interval == 0:
-            self._track(row.step, step_scalars(row))
+            self._track(row.step, trackers.step_scalars(row))
 
     def append_evaluation(self, row: Any) -> None:
-        """Add one row to evaluations.jsonl, in place of one of the same step.
-
-        Trackers get it at the last step before it, unless they have it already.
-        """
+        """Add one row to evaluations.jsonl, in place of one of the same step. Trackers get it at
+        the last step before it, unless they have it already."""
         rows = self.rows[EVALUATIONS]
         headers = [read_header(line) for line in complete_lines(rows.path)]
         is_repeated = any(header is not None and header.step >= row.step for header in headers)
@@ -205,7 +175,7 @@ class RunFolder:
             rows.drop_except(lambda old: old.step != row.step)
         rows.append(row)
         if not is_repeated:
-            self._track(row.step - 1, evaluation_scalars(row))
+            self._track(row.step - 1, trackers.evaluation_scalars(row))
 
     def _track(self, step: int, scalars: Mapping[str, float]) -> None:
         """Send scalars to the trackers; a tracker that finds the disk full gets no more."""
@@ -213,43 +183,27 @@ class RunFolder:
             try:
                 tracker.log(step, scalars)
             except OSError as e:
-                if e.errno not in DISK_FULL_ERRNOS:
+                if e.errno not in folders.DISK_FULL_ERRNOS:
                     raise
                 self.trackers = [t for t in self.trackers if t is not tracker]
-                log.warning(
-                    "step %d: %s cannot write (%s) and gets no more of this run; %s has it all",
-                    step,
-                    type(tracker).__name__,
-                    e.strerror,
-                    METRICS,
-                )
+                text = "step %d: %s cannot write (%s) and gets no more of this run; %s has it all"
+                log.warning(text, step, type(tracker).__name__, e.strerror, METRICS)
 
     def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
-        """Write trace.json, if the disk has room; `labels` are those of the traced schedule's
-        groups."""
-        with tolerate_full_disk(self.path / TRACE):
+        """Write trace.json, if the disk has room; `labels` are those of the traced groups."""
+        with folders.tolerate_full_disk(self.path / TRACE):
             write_trace(self.path / TRACE, traces, labels)
 
 
 @cache  # once for a folder
 def _warn_unlocked(path: Path, reason: str) -> None:
-    log.warning(
-        "%s: the file system knows no locks (%s), so nothing keeps a second run out of this "
-        "folder: start none there while this one runs",
-        path,
-        reason,
-    )
+    text = "the file system knows no locks (%s), so nothing keeps a second run out of this folder"
+    log.warning(f"%s: {text}: start none there while this one runs", path, reason)
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl (a folder or the file itself), in file order; of a long run
-    `reader.read_columns` needs less.
-
-    A last line that a kill cut short is ignored.
-
-    Raises:
-      ValueError: no such folder or file, no row in it, or a broken line, named as file:line.
-    """
+    """Return the rows of a run's metrics.jsonl; ValueError: no such file, no row, or a broken
+    one."""
     path = metrics_file(folder)
     if not [*metrics_rows(path)]:
         raise no_step_error(path)
@@ -257,7 +211,7 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def metrics_rows(path: Path) -> Iterator[Any]:
-    """Yield the rows of a metrics.jsonl as reports read them; ValueError names a broken line."""
+    """Yield the rows of a metrics.jsonl as reports read them."""
     return read_rows(path, MetricsRow, "a row of metrics")
 
 
@@ -287,21 +241,18 @@ class EvaluationRow(msgspec.Struct):
 
 
 def read_evaluations(folder: str | Path) -> list[EvaluationRow]:
-    """Return the whole rows of a run's evaluations.jsonl, none without the file; ValueError names a
-    broken row."""
+    """Return the whole rows of a run's evaluations.jsonl, none without the file."""
     return [*read_rows(Path(folder) / EVALUATIONS, EvaluationRow, "a row of evaluations")]
 
 
 def holds_run(folder: str | Path) -> bool:
-    """Whether a folder has records of a run, which may be running or done, or of another version of
-    this program."""
+    """Return whether a folder has records of a run, also of another version of this program."""
     names = (_LOCK, CONFIG, METRICS, TRACE, CHECKPOINTS)
     return any((Path(folder) / name).exists() for name in names)
 
 
 def check_run_dir(folder: str | Path) -> None:
-    """Raise ValueError if a folder is neither empty nor a run folder, so that a run does not write
-    among other files."""
+    """Raise ValueError if a folder is neither empty nor a run folder."""
     path = Path(folder)
     if not path.is_dir() or any(any(path.glob(mark)) for mark in _RUN_MARKERS):
         return
@@ -317,8 +268,7 @@ def answer_folder(
     run_dir: str | Path, answer_name: str, out: str | None = None, *, is_kept: bool = True
 ) -> Path:
     """Return the folder that the answer to a question is written to, made where it is missing:
-    `out`, or `run_dir`, where a run has begun there `run_dir`/`answer_name`. So no run's record is
-    written over.
+    `out`, or `run_dir`, where a run has begun there `run_dir`/`answer_name`.
 
     Args:
       is_kept: whether a new folder stays; if not, the function only tries to make it.
@@ -334,10 +284,10 @@ def answer_folder(
         folder /= answer_name
     if holds_run(folder):
         raise ValueError(f"{folder}: holds a run, whose records stay; {remedy}")
-    created_folders = missing_folders(folder)
-    make_folder(folder, remedy)
+    created_folders = folders.missing_folders(folder)
+    folders.make_folder(folder, remedy)
     if not is_kept:
-        remove_empty_folders(created_folders)
+        folders.remove_empty_folders(created_folders)
     return folder
 
 

@@ -13,18 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
+from dflop_jax.report import run_folder
 from dflop_jax.report.metrics import COLUMNS, KEYED_FIELDS, WARMUP_STEPS, percentiles
 from dflop_jax.report.number_format import duration, flops_text, number, percent
 from dflop_jax.report.reader import RunRecord, read_run
-from dflop_jax.report.run_folder import (
-    LOSS,
-    METRICS,
-    SUMMARY,
-    TIMELINE,
-    TRACE,
-    EvaluationRow,
-    no_step_error,
-)
+from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE, EvaluationRow
 from dflop_jax.report.wall_time import TRAINING, WallTime
 
 # How numbers of units are written that are no suffix: shares, FLOPs and seconds of a whole run.
@@ -35,13 +28,10 @@ _DISPLAY_UNITS = {"s": ("ms", 1e3), "bytes": ("GiB", 2.0**-30), "FLOP/s": ("FLOP
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a run, or several of a kind side by side; nan if the run has none.
-
-    `unit` is that of the numbers: "ms", "GiB", "MB", "FLOP", "s", "%" (of 1), or "".
-    """
+    """A figure of a run, or several of a kind side by side; nan if the run has none."""
 
     label: str
-    unit: str
+    unit: str  # "ms", "GiB", "MB", "FLOP", "s", "%" (of 1), or ""
     values: tuple[float | str, ...]
     between: str = " / "
 
@@ -59,19 +49,15 @@ class Figure:
 
 
 def figures(run: RunRecord) -> list[Figure]:
-    """Return the figures of a run.
+    """Return the figures of a run; ValueError: it did no step.
 
     The planner chose the plan by one predicted step time, and predicts another by the plan's own
-    programs. Held-out figures are loss and token accuracy of the last evaluation, of all held-out
-    samples and of each dataset of a mixture. Steps without a row are those whose row did not fit on
-    the disk.
-
-    Raises:
-      ValueError: it did no step.
+    programs. Held-out figures are of the last evaluation, of all samples and of each dataset of a
+    mixture. Steps without a row are those whose row did not fit on the disk.
     """
     rows, predicted = run.rows, run.plan.predicted
     if not rows.n_steps:
-        raise no_step_error(run.folder / METRICS)
+        raise run_folder.no_step_error(run.folder / run_folder.METRICS)
 
     def one(label: str, *values: float | str, unit: str = "", between: str = " / ") -> Figure:
         return Figure(label, unit, values, between)
@@ -89,6 +75,7 @@ def figures(run: RunRecord) -> list[Figure]:
     step_s = percentiles(rows.after_warmup("step_s"))
     n_lost = max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps)
     waited_ms = 1e3 * float(np.nansum(rows.after_warmup("schedule_wait_s")))
+    n_bounded = int((rows.column("integer_bound_s") > 0).sum())
     across = rows.medians("moved_across_nodes")
     busy = predicted.busy_fraction, rows.medians("busy_fraction")
     return [
@@ -112,9 +99,7 @@ def figures(run: RunRecord) -> list[Figure]:
         one("step predicted, own programs", 1e3 * (predicted.makespan_s or math.nan), unit="ms"),
         *medians("makespan_s", "schedule_gap"),
         one("schedules found by", ", ".join(f"{k} {n}" for k, n in rows.made_by.most_common())),
-        one(
-            "steps with an integer program's bound", int((rows.column("integer_bound_s") > 0).sum())
-        ),
+        one("steps with an integer program's bound", n_bounded),
         one("compiles after warm-up", int(np.nansum(rows.column("compiles")[WARMUP_STEPS:]))),
         *medians("schedule_s"),
         one("schedule waited for, total", waited_ms, unit="ms"),
@@ -138,31 +123,17 @@ def _evaluation_figures(row: EvaluationRow) -> list[Figure]:
 
 
 def _wall_time_figures(spent: WallTime) -> list[Figure]:
-    """Return the figures of a run's wall time."""
+    shares = {f"time of {k}": v for k, v in spent.fractions().items() if k != TRAINING}
+    shares = {"goodput: time of steps that count": spent.goodput, **shares}
     return [
         Figure("wall time", "s", (spent.wall_s,)),
         Figure("starts", "", (spent.starts,)),
-        Figure("goodput: time of steps that count", "%", (spent.goodput,)),
-        *(
-            Figure(f"time of {category}", "%", (fraction,))
-            for category, fraction in spent.fractions().items()
-            if category != TRAINING
-        ),
+        *(Figure(label, "%", (share,)) for label, share in shares.items()),
     ]
 
 
 def shape_text(module: str, shape: Shape) -> str:
-    """Return rows and tokens of a module's microbatch on one data rank as text."""
     return f"{module} {shape.rows} x {shape.tokens}"
-
-
-def label_texts(layout: Layout) -> dict[str, str]:
-    """Return the long texts of group labels (see `report.trace`)."""
-    return {
-        f"{m}:{s.name}": f"{shape_text(m, s)} tokens"
-        for m in layout.modules
-        for s in layout.shapes(m)
-    }
 
 
 def bucket_text(bucket: Bucket) -> str:
@@ -177,14 +148,10 @@ def submesh_rows(layout: Layout) -> list[tuple[str, str, str, str]]:
         rounds = f" in {s.rounds} rounds" if s.rounds > 1 else ""
         layers[s.submesh].append(f"{s.module} {_span(s.start, s.stop)}{rounds}")
     return [
-        (
-            m.name,
-            _span(m.first, m.devices.stop),
-            " × ".join(map(str, m.sizes)),
-            ", ".join(layers[m.name]) or "none",
-        )
+        (m.name, _span(m.first, m.devices.stop), " × ".join(map(str, m.sizes)),
+         ", ".join(layers[m.name]) or "none")
         for m in layout.submeshes
-    ]
+    ]  # fmt: skip
 
 
 def _span(first: int, stop: int) -> str:
@@ -203,14 +170,14 @@ def plan_lines(run: RunRecord) -> list[str]:
 
 
 def markdown(run: RunRecord, pictures: list[str]) -> str:
-    """Return the text of summary.md: figures, plan, pictures (file names beside it)."""
+    """Return the text of summary.md; `pictures` are files beside it."""
     lines = [f"# Run {run.name}", "", "| figure | value |", "|---|---:|"]
     lines += [f"| {figure.label} | {figure.text} |" for figure in figures(run)]
     warmup_note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
     lines += ["", warmup_note, "", "## Plan", "", *(f"- {line}" for line in plan_lines(run))]
     lines += ["", "## Pictures", "", *(f"![{name}]({name})\n" for name in pictures)]
     if TIMELINE in pictures:
-        lines.append(f"Open `{TRACE}` at https://ui.perfetto.dev to look closer.")
+        lines.append(f"Open `{run_folder.TRACE}` at https://ui.perfetto.dev to look closer.")
     return "\n".join(lines).rstrip() + "\n"
 
 

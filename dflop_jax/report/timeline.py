@@ -1,9 +1,8 @@
 """Pictures of traces and losses, drawn without any global matplotlib state.
 
 A timeline has one panel per trace, all under one time axis: a row per submesh, a bar per task
-coloured by module and direction, the group's number inside, idle time left light, and the busy
-share of each submesh at the right. Import this module where a picture is drawn: matplotlib takes
-a second to load.
+coloured by module and direction with the group's number, and the busy share of each submesh at the
+right. Import this module where a picture is drawn: matplotlib takes a second to load.
 """
 
 from __future__ import annotations
@@ -20,30 +19,27 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from dflop_jax.report.number_format import number
-from dflop_jax.report.panels import FAINT, IDLE, INK, LINE_COLOURS, Panel, ink_on, legend_entries
+from dflop_jax.report.panels import FAINT, IDLE, INK, Panel, ink_on, legend_entries, line_colour
 
 WIDTH_IN, DPI = 14.0, 100
 # Inches, which fit its letters: a row of bars, a title above and the gap below, axis and legend at
 # the foot, the curve of losses; names at the left, shares at the right.
 ROW_IN, HEAD_IN, GAP_IN, FOOT_IN, LOSS_IN = 0.40, 0.34, 0.10, 0.75, 2.9
 LEFT_IN, RIGHT_IN = 1.35, 0.85
-LEGEND_COLUMNS = 8  # of entries, for which the width is enough
+LEGEND_COLUMNS = int(WIDTH_IN / 1.75)  # of entries, of 1.75 inches
 BAR = 0.80  # height of a bar in a row of height 1
 Curve = tuple[Sequence[float], Sequence[float]]  # steps, losses
 
 
 def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], picture_path: str | Path) -> None:
-    """Draw panels, each with an event, under one time axis and, below them, the loss curves by run,
-    to a PNG; either part may be empty."""
+    """Draw panels under one time axis and, below them, loss curves by run, to a PNG."""
     legend = legend_entries(panels) if panels else {}
     foot_in = FOOT_IN + 0.2 * math.ceil(len(legend) / LEGEND_COLUMNS)
     losses_in = LOSS_IN if curves else 0.0
     rows_in = [ROW_IN * len(p.rows) + HEAD_IN + GAP_IN for p in panels]
     fig = Figure((WIDTH_IN, losses_in + sum(rows_in) + foot_in * bool(panels)), facecolor="white")
-    longest_s, bottom_in = (
-        max((p.trace.makespan_s for p in panels), default=0.0),
-        losses_in + foot_in,
-    )
+    longest_s = max((p.trace.makespan_s for p in panels), default=0.0)
+    bottom_in = losses_in + foot_in
     units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
     unit, per_s = next(((u, k) for u, k in units if longest_s * k >= 1), units[-1])
     for panel, height in zip(reversed(panels), reversed(rows_in)):
@@ -56,7 +52,12 @@ def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], picture_path: str
             ax.tick_params(axis="x", bottom=False, labelbottom=False)
         bottom_in += height
     if legend:
-        _draw_legend(fig, legend, losses_in)
+        fig.legend(
+            handles=[Patch(facecolor=c, edgecolor="#cbd2d9", label=k) for k, c in legend.items()],
+            loc="lower center", frameon=False, fontsize=9, labelcolor=INK,
+            bbox_to_anchor=(0.5, (losses_in + 0.08) / fig.get_size_inches()[1]),
+            ncols=min(len(legend), LEGEND_COLUMNS),
+        )  # fmt: skip
     if curves:
         _draw_losses(_axes(fig, 0.6, LOSS_IN - 1.0), curves)
     fig.savefig(picture_path, dpi=DPI)
@@ -111,24 +112,12 @@ def _draw_heading(ax: Axes, x: float, text: str, **style: Any) -> None:
     ax.annotate(text, (x, 1), (0, 5), "axes fraction", "offset points", color=INK, **style)
 
 
-def _draw_legend(fig: Figure, entries: Mapping[str, str], bottom_in: float) -> None:
-    fig.legend(
-        handles=[Patch(facecolor=c, edgecolor="#cbd2d9", label=k) for k, c in entries.items()],
-        loc="lower center",
-        bbox_to_anchor=(0.5, (bottom_in + 0.08) / fig.get_size_inches()[1]),
-        ncols=min(len(entries), LEGEND_COLUMNS),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-    )
-
-
 def _draw_losses(ax: Axes, curves: Mapping[str, Curve]) -> None:
     for i, (name, (steps, losses)) in enumerate(curves.items()):
-        colour = LINE_COLOURS[i % len(LINE_COLOURS)]
         marker = "o" if len(steps) == 1 else ""
         dashes = "-" if i == 0 else (0, (5, 1 + 0.5 * i))  # equal curves stay visible
-        ax.plot(steps, losses, color=colour, label=name, linewidth=1.8, ls=dashes, marker=marker)
+        style: Any = {"linewidth": 1.8, "ls": dashes, "marker": marker}
+        ax.plot(steps, losses, color=line_colour(i), label=name, **style)
     _draw_heading(ax, 0.0, "loss", weight="bold")
     ax.set_xlabel("step", color=FAINT, fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))

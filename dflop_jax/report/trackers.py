@@ -1,8 +1,4 @@
-"""Trackers: the numbers of metrics.jsonl in TensorBoard and Weights & Biases.
-
-Both packages are optional. A resumed run continues its earlier files, so each step is there once,
-as in metrics.jsonl.
-"""
+"""Trackers: the numbers of metrics.jsonl in TensorBoard and Weights & Biases, each step once."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ _OPTIONS = {"wandb_project": "wandb", "tensorboard": "tensorboardX"}  # option -
 
 
 class Tracker(Protocol):
-    """Somewhere that scalars of steps go."""
-
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
@@ -32,10 +26,8 @@ class Tracker(Protocol):
 
 def step_scalars(row: StepMetrics) -> dict[str, float]:
     """Return the tracked numbers of a step, by field or "field/key"."""
-    return {
-        name if isinstance(name, str) else "/".join(name): value
-        for name, value in iter_numbers(row, TRACKED_FIELDS)
-    }
+    numbers = iter_numbers(row, TRACKED_FIELDS)
+    return {name if isinstance(name, str) else "/".join(name): v for name, v in numbers}
 
 
 def evaluation_scalars(row: Any) -> dict[str, float]:
@@ -50,8 +42,7 @@ def evaluation_scalars(row: Any) -> dict[str, float]:
 
 
 def check_trackers(config: Config) -> list[Any]:
-    """Return the packages of `_OPTIONS` that the run needs, None for the others. ValueError if a
-    package is missing."""
+    """Return the packages of `_OPTIONS`, None where not needed; ValueError: one is missing."""
     packages = []
     for option, name in _OPTIONS.items():
         try:
@@ -65,11 +56,7 @@ def check_trackers(config: Config) -> list[Any]:
 
 
 def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
-    """Return the configured trackers of a run folder, which continue at step `start`.
-
-    Raises:
-      ValueError: a package is missing, or W&B does not start.
-    """
+    """Return the configured trackers of a run folder, which continue at step `start`."""
     wandb, tensorboard = check_trackers(config)
     trackers: list[Tracker] = [WeightsAndBiases(wandb, config, folder)] if wandb else []
     if tensorboard:
@@ -78,8 +65,8 @@ def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
 
 
 class TensorBoard:
-    """Writes an event file in `folder`. A session start at step `start` makes TensorBoard drop
-    that step and later ones of earlier files."""
+    """Writes an event file in a folder. A session start at step `start` makes TensorBoard drop that
+    step and later ones of earlier files."""
 
     def __init__(self, package: Any, folder: Path, start: int) -> None:
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
@@ -111,25 +98,20 @@ class WeightsAndBiases:
     that it already has, since its steps only increase."""
 
     def __init__(self, package: Any, config: Config, folder: Path) -> None:
-        project = config.train.wandb_project
-        file = folder / WANDB_ID
+        train, file = config.train, folder / WANDB_ID
         if not file.exists():
             file.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
             self._run = package.init(
-                project=project,
-                entity=config.train.wandb_entity or None,
-                name=config.train.wandb_name or folder.name,
-                tags=config.train.wandb_tags or None,
-                id=file.read_text(encoding="utf-8"),
-                resume="allow",
-                dir=str(folder),
+                project=train.wandb_project, entity=train.wandb_entity or None,
+                name=train.wandb_name or folder.name, tags=train.wandb_tags or None,
+                id=file.read_text(encoding="utf-8"), resume="allow", dir=str(folder),
                 config=msgspec.to_builtins(config),
-            )
+            )  # fmt: skip
         except Exception as e:  # wandb has errors of its own for a login or a network that fails
             raise ValueError(
-                f"train.wandb_project={project}: W&B does not start ({e}); run wandb login, or set "
-                "WANDB_MODE=offline"
+                f"train.wandb_project={train.wandb_project}: W&B does not start ({e}); run wandb "
+                "login, or set WANDB_MODE=offline"
             ) from None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

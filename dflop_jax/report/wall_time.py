@@ -1,8 +1,7 @@
 """Where the wall time of a run goes, from its first start to its end, over all restarts.
 
 A run folder's events.jsonl has a row for every past interval of process 0's time; each begins where
-the row before ends. Rows are never removed: steps that a later start repeats count as lost. So the
-seconds add up to the wall time.
+the row before ends. Steps that a later start repeats count as lost, so seconds add up to wall time.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -28,27 +28,19 @@ CATEGORIES = (
     TRAINING, DATA, SCHEDULE, SAVE, EVALUATION, REDECISION, LOST,
     CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
 )  # fmt: skip
+NO_WAITS: Mapping[str, float] = MappingProxyType({})
 _MIN_ROW_S = 1e-3  # of a row that tells nothing but seconds
 _MAX_PENDING_ROWS = 1_000  # rows: a run begins with dozens, and only process 0 has a file
 
 
 class EventRow(msgspec.Struct):
-    """The seconds of an interval by category.
+    """The seconds of an interval by category."""
 
-    Attributes:
-      until_s: the end of the interval, in seconds since the epoch.
-      seconds: by category; their sum reaches back to the row before.
-      step: the step that ended the interval; -1 for none.
-      begun_s: in the first row of a process, the time when it began. The run was stopped between
-        the row before and that time.
-      resumed: the step that the process resumed at; earlier rows of later steps are lost.
-    """
-
-    until_s: float
-    seconds: dict[str, float]
-    step: int = -1
-    begun_s: float | None = None
-    resumed: int | None = None
+    until_s: float  # end of the interval, in seconds since the epoch
+    seconds: dict[str, float]  # by category; their sum reaches back to the row before
+    step: int = -1  # that ended the interval; -1 for none
+    begun_s: float | None = None  # of a process's first row: when it began; stopped until then
+    resumed: int | None = None  # step that the process resumed at; earlier rows of it are lost
 
 
 class TimeLog:
@@ -57,9 +49,7 @@ class TimeLog:
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
-        self.on_category: Callable[[str], None] = lambda name: (
-            None
-        )  # called when another one begins
+        self.on_category: Callable[[str], None] = lambda name: None  # called when one begins
         self._until_s = clock()
         self._run_start_s: float | None = self._until_s
         self._category = START
@@ -102,24 +92,19 @@ class TimeLog:
         self._rows = None
 
     def _add_row(
-        self,
-        *,
-        step: int = -1,
-        resumed: int | None = None,
-        waits_s: Mapping[str, float] | None = None,
+        self, step: int = -1, resumed: int | None = None, waits_s: Mapping[str, float] = NO_WAITS
     ) -> None:
         now_s = max(self._clock(), self._until_s)  # a clock that is set back
         is_needed = step >= 0 or resumed is not None or self._run_start_s is not None
         if now_s - self._until_s < _MIN_ROW_S and not is_needed:
             return  # goes to what comes next
         remaining_s, seconds = now_s - self._until_s, {}
-        for name, wait_s in (waits_s or {}).items():
+        for name, wait_s in waits_s.items():
             if (waited_s := min(wait_s, remaining_s)) > 0:
                 seconds[name] = waited_s
                 remaining_s -= waited_s
-        row = EventRow(
-            now_s, {self._category: remaining_s, **seconds}, step, self._run_start_s, resumed
-        )
+        seconds = {self._category: remaining_s, **seconds}
+        row = EventRow(now_s, seconds, step, self._run_start_s, resumed)
         self._run_start_s, self._until_s = None, now_s
         self._pending_rows.append(row)
         self._flush()
@@ -133,12 +118,9 @@ class TimeLog:
 
 @dataclass(frozen=True)
 class WallTime:
-    """Seconds of a run by what they went to, in the order of `PARTS`; `starts` counts the processes
-    0 that it had."""
-
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # by category, in the order of `CATEGORIES`
     wall_s: float
-    starts: int
+    starts: int  # of process 0
 
     @property
     def goodput(self) -> float:
@@ -152,11 +134,7 @@ class WallTime:
 
 
 def read_wall_time(folder: str | Path) -> WallTime | None:
-    """Return the wall time of a run from its events; None if there are none.
-
-    Raises:
-      ValueError: a broken row, named as file:line.
-    """
+    """Return the wall time of a run from its events, None if there are none."""
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     training_s_by_step: dict[int, float] = {}  # training seconds of every step that counts
     first_s = until_s = 0.0  # when the run began and when the last row was written, since the epoch
@@ -169,11 +147,8 @@ def read_wall_time(folder: str | Path) -> WallTime | None:
         for category, s in row.seconds.items():
             seconds[category] = seconds.get(category, 0.0) + s
         if row.resumed is not None:
-            lost_s = sum(
-                training_s_by_step.pop(step)
-                for step in [*training_s_by_step]
-                if step >= row.resumed
-            )
+            lost_steps = [step for step in training_s_by_step if step >= row.resumed]
+            lost_s = sum(map(training_s_by_step.pop, lost_steps))
             seconds[TRAINING] -= lost_s
             seconds[LOST] += lost_s
         if row.step >= 0:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -21,20 +22,12 @@ from dflop_jax.report.run_folder import PAGE, RunFolder, read_metrics, read_plan
 from tests.report.runs import make_plan, make_row, read_traces
 
 WATCHING = Path(__file__).resolve().parents[2] / "docs" / "watching.md"
-# The names that design.md promises to readers of metrics.jsonl.
-DESIGN_FIELDS = {
-    *("step", "loss", "supervised_tokens", "step_s", "busy_fraction", "padding_fraction"),
-    *("compiles", "schedule_s", "schedule_wait_s", "makespan_s", "lower_bound_s"),
-}
 
 
 def test_everything_written_is_read_back(make_run):
     path = make_run(n_steps=3)
-    rows = read_metrics(path)
-    assert [msgspec.convert(r, StepMetrics) for r in rows][1:] == [
-        make_row(i, step_s=0.5 + 0.01 * i) for i in (1, 2)
-    ]
-    assert set(rows[0]) >= DESIGN_FIELDS
+    rows = [msgspec.convert(row, StepMetrics) for row in read_metrics(path)]
+    assert rows[1:] == [make_row(1), make_row(2)]
     assert read_plan(path) == make_plan()
     assert [t.source for t in read_traces(path)] == ["measured", "simulated"]
     assert msgspec.convert(json.loads((path / "config.json").read_text()), Config) == Config()
@@ -64,7 +57,7 @@ def test_a_run_without_a_step_leaves_no_folder_that_it_made(tmp_path):
     assert run.path.exists()
 
 
-@pytest.mark.parametrize("existing", ["error", "overwrite", "resume"])
+@pytest.mark.parametrize("existing", ["error", "overwrite"])
 def test_a_folder_of_other_files_is_refused(tmp_path, existing):
     for name in ("slurm-7.out", ".cache", "lost+found"):  # what may be there before a run
         (tmp_path / name).mkdir()
@@ -82,6 +75,8 @@ def test_another_runs_metrics_are_kept_unless_asked(make_run):
     with pytest.raises(ValueError, match=r"another run; choose another --run_dir"):
         RunFolder(path)
     assert len(read_metrics(path)) == 5
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # a kill cut it short
     with RunFolder(path, existing="resume") as run:
         run.restart(3)
         run.append(make_row(3))
@@ -97,17 +92,7 @@ def test_another_runs_metrics_are_kept_unless_asked(make_run):
     assert not (path / "xprof").exists()
 
 
-def test_resuming_after_a_kill_drops_the_cut_line(make_run):
-    path = make_run(n_steps=2)
-    with (path / "metrics.jsonl").open("a") as f:
-        f.write('{"step": 2, "lo')
-    with RunFolder(path, existing="resume") as run:
-        run.restart(2)
-        run.append(make_row(2))
-    assert [r["step"] for r in read_metrics(path)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("broken", ["{", "[1]", "", "null", '{"step": 1}', '{"step_s": 1.0}'])
+@pytest.mark.parametrize("broken", ["{", "[1]", "", '{"step": 1}', '{"step_s": 1, "loss": "x"}'])
 def test_another_broken_line_is_named(tmp_path, broken):
     good = '{"step": 0, "step_s": 1.0}'
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{broken}\n{good}\n")
@@ -130,8 +115,11 @@ def test_folders_that_are_no_runs_are_named_with_a_remedy(tmp_path):
         RunFolder(tmp_path / "file")
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog, number):
+def test_a_file_system_without_locks_is_said_once_and_other_failures_end(
+    tmp_path, monkeypatch, caplog
+):
+    number = errno.ENOLCK
+
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
@@ -143,55 +131,33 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog,
     assert record.levelname == "WARNING"
     assert f"{tmp_path / 'run'}: the file system knows no locks" in record.getMessage()
 
-
-def test_a_folder_whose_lock_fails_otherwise_is_named(tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    number = errno.EIO
     with pytest.raises(ValueError, match=r"run: cannot be locked .*choose another --run_dir"):
         RunFolder(tmp_path / "run")
 
 
-def test_a_row_with_impossible_time_cannot_be_made():
+def test_impossible_times_and_statistics():
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="step_s"):
             make_row(0, step_s=bad)
-
-
-def test_statistics_against_closed_forms():
     s = percentiles([float(i) for i in range(11)])
     assert (s.median, s.p10, s.p90) == (5.0, 1.0, 9.0)
     assert percentiles([3.0]) == percentiles([3.0, math.nan, math.inf])
     assert all(map(math.isnan, percentiles([])))
 
 
-class Kept:
-    """A tracker that keeps the steps it is told."""
-
-    def __init__(self):
-        self.steps = []
-
-    def log(self, step, scalars):
-        self.steps.append(step)
-
-    def close(self):
-        pass
-
-
 @pytest.mark.parametrize("every, told", [(1, range(7)), (3, (2, 5)), (9, ())])
 def test_trackers_get_every_so_many_steps_and_rows_are_all_there(tmp_path, every, told):
-    tracker = Kept()
+    tracker = Mock()
     with RunFolder(tmp_path) as run:
         run.trackers, run.tracking_interval = [tracker], every
         for i in range(7):
             run.append(make_row(i))
-    assert tracker.steps == [*told]
+    assert [c.args[0] for c in tracker.log.call_args_list] == [*told]
     assert [row["step"] for row in read_metrics(tmp_path)] == [*range(7)]
 
 
-def test_every_key_is_explained():
-    """docs/watching.md names every key of metrics.jsonl, and no other."""
+def test_every_key_is_explained_in_the_docs():
     table = WATCHING.read_text(encoding="utf-8").partition("## metrics.jsonl")[2]
     named = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
     keys = [key for cell in named for key in re.findall(r"`(\w+)`", cell)]

@@ -6,6 +6,7 @@ import dataclasses
 import struct
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,8 +22,8 @@ RATES = {"llm": 1e-3, "vision": 2e-6}
 
 
 def events_of(folder) -> dict[str, dict[int, float]]:
-    """Tag -> step -> value, as TensorBoard shows them: records one file after the other, where the
-    start of a session at a step voids what was seen of it and later ones."""
+    """Tag -> step -> value, as TensorBoard shows them: the start of a session at a step voids what
+    was seen of it and later ones."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     seen: list[tuple[str, int, float]] = []
     for file in sorted((folder / "tensorboard").iterdir()):
@@ -35,7 +36,6 @@ def events_of(folder) -> dict[str, dict[int, float]]:
             if event.session_log.status == event.session_log.START:
                 seen = [entry for entry in seen if entry[1] < event.step]
             seen += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
-            assert event.wall_time > 1.6e9
     found: dict[str, dict[int, float]] = {}
     for tag, step, value in seen:
         assert step not in found.setdefault(tag, {}), f"{tag} twice at {step}"
@@ -57,24 +57,18 @@ def tracked(path, rows, start=0, *, existing="error", evaluations=(), config=CON
 def test_every_scalar_of_every_step(tmp_path):
     tracked(tmp_path, range(3), evaluations=(2,))
     found = events_of(tmp_path)
-    want = {
-        "loss": lambda row: row.loss,
-        "grad_norm": lambda row: row.grad_norm,
-        "step_s": lambda row: row.step_s,
-        "tokens_per_s": lambda row: row.tokens_per_s,
-        "flops_per_s": lambda row: row.flops_per_s,
-        "mfu": lambda row: row.mfu,
-        "learning_rates/llm": lambda row: 1e-3,
-        "learning_rates/vision": lambda row: 2e-6,
-        "busy_fraction/enc": lambda row: row.busy_fraction["enc"],
-        "busy_fraction/llm": lambda row: row.busy_fraction["llm"],
-        "padding_fraction/vision": lambda row: row.padding_fraction["vision"],
-        "padding_fraction/llm": lambda row: row.padding_fraction["llm"],
-    }
-    for tag, value in want.items():
-        assert found.pop(tag) == pytest.approx({k: value(make_row(k, mfu=0.3)) for k in range(3)})
+    rows = [make_row(k, learning_rates=RATES, mfu=0.3) for k in range(3)]
+    tags = ["loss", "grad_norm", "step_s", "tokens_per_s", "flops_per_s", "mfu"]
+    tags += [f"learning_rates/{part}" for part in RATES] + ["busy_fraction/enc"]
+    tags += ["busy_fraction/llm", "padding_fraction/vision", "padding_fraction/llm"]
+    for tag in tags:
+        name, _, key = tag.partition("/")
+        values = [getattr(row, name)[key] if key else getattr(row, name) for row in rows]
+        assert found.pop(tag) == pytest.approx(dict(enumerate(values)))
     # The evaluation after two steps stands at the second one.
     assert found == {"held_out/loss": {1: 3.0}, "held_out/accuracy": {1: 0.5}}
+    tracked(tmp_path, range(1), existing="overwrite")
+    assert set(events_of(tmp_path)["loss"]) == {0}
 
 
 @pytest.mark.parametrize("start", [0, 1, 4])
@@ -98,12 +92,6 @@ def test_a_resumed_run_has_each_step_once(tmp_path, start):
     assert events_of(tmp_path) == found
 
 
-def test_an_overwritten_run_leaves_nothing(tmp_path):
-    tracked(tmp_path, range(3))
-    tracked(tmp_path, range(1), existing="overwrite")
-    assert set(events_of(tmp_path)["loss"]) == {0}
-
-
 @pytest.mark.parametrize(
     "train, package",
     [({"tensorboard": True}, "tensorboardX"), ({"wandb_project": "mine"}, "wandb")],
@@ -117,20 +105,12 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, train, package
     assert next(iter(train)) in str(failed.value)
 
 
-def test_nothing_is_needed_when_nothing_is_asked_for(monkeypatch, tmp_path):
-    for package in ("tensorboardX", "wandb"):
-        monkeypatch.setitem(sys.modules, package, None)
-    check_trackers(Config())
-    assert open_trackers(Config(), tmp_path, 0) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- W&B ----
 
 
 @dataclasses.dataclass
 class StubRun:
-    """Keeps a step's scalars as W&B does: steps only go up, what comes late is dropped."""
+    """As W&B does, it drops what comes late."""
 
     logged: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
     finished: int = 0
@@ -185,11 +165,6 @@ def test_wandb_is_told_whose_run_it_is(wandb, tmp_path):
         {"entity": None, "name": tmp_path.name, "tags": None},
     ]
 
-
-def test_wandb_that_does_not_start_says_what_to_do(wandb, tmp_path):
-    def init(**kwargs):
-        raise RuntimeError("no API key configured")
-
-    wandb.init = init
+    wandb.init = Mock(side_effect=RuntimeError("no API key configured"))
     with pytest.raises(ValueError, match=r"\(no API key configured\); run wandb login, or set"):
         open_trackers(Config(train=TrainConfig(wandb_project="mine")), tmp_path, 0)

@@ -27,12 +27,6 @@ def share(picture: np.ndarray, colour: str) -> float:
     return float((np.abs(picture - rgb(colour)).max(-1) <= 2).mean())
 
 
-def row_band(trace_rows: int, row: int, height_px: int, foot_px: float) -> int:
-    """Pixel row through the bars of a submesh, above its number."""
-    from_bottom = foot_px + (trace_rows - row - 0.5 + 0.3) * tl.ROW_IN * tl.DPI
-    return round(height_px - from_bottom)
-
-
 def test_bars_stand_at_their_times_in_their_colours(tmp_path):
     events = (
         Event("enc", "vision", 0, "forward", 0.0, 0.25),
@@ -43,22 +37,19 @@ def test_bars_stand_at_their_times_in_their_colours(tmp_path):
     tl.draw([panel], {}, tmp_path / "t.png")
     image = pixels(tmp_path / "t.png")
     assert image.shape[1] == tl.WIDTH_IN * tl.DPI
-    foot = (tl.FOOT_IN + 0.2) * tl.DPI  # of one row of the legend
 
     def at(row: int, time: float) -> np.ndarray:
+        """Pixel of a bar of a submesh, above its number."""
         x = tl.LEFT_IN + time * (tl.WIDTH_IN - tl.LEFT_IN - tl.RIGHT_IN)
-        return image[row_band(3, row, image.shape[0], foot), round(x * tl.DPI)]
+        y = tl.FOOT_IN + 0.2 + (3 - row - 0.5 + 0.3) * tl.ROW_IN  # 0.2: one row of the legend
+        return image[round(image.shape[0] - y * tl.DPI), round(x * tl.DPI)]
 
     vision, llm = panels.MODULE_COLOURS["vision"], panels.MODULE_COLOURS["llm"]
+    idle = panels.IDLE
     for row, time, colour in [
-        (0, 0.13, vision[0]),
-        (0, 0.45, panels.IDLE),
-        (0, 0.95, panels.IDLE),
-        (1, 0.13, panels.IDLE),
-        (1, 0.33, llm[0]),
-        (1, 0.77, llm[1]),
-        (2, 0.47, panels.IDLE),
-    ]:
+        (0, 0.13, vision[0]), (0, 0.45, idle), (0, 0.95, idle), (1, 0.13, idle), (1, 0.33, llm[0]),
+        (1, 0.77, llm[1]), (2, 0.47, idle),
+    ]:  # fmt: skip
         assert np.abs(at(row, time) - rgb(colour)).max() <= 2, (row, time)
 
 
@@ -98,8 +89,7 @@ def test_modules_without_a_colour_of_their_own_take_turns():
     assert shades["nose"] == shades["eye"]  # there are only so many
 
 
-@pytest.mark.parametrize("seconds", [1e-5, 1e-2, 900.0])
-@pytest.mark.parametrize("groups", [1, 120])
+@pytest.mark.parametrize("seconds, groups", [(1e-5, 1), (1e-2, 120), (900.0, 1)])
 def test_any_scale_and_size_draws_without_a_warning(tmp_path, seconds, groups):
     stages = {f"submesh with a long name {i}": (seconds, 2 * seconds) for i in range(5)}
     tl.draw([panels.Panel("x", one_f_one_b(stages, [1.0] * groups, "x"))], {}, tmp_path / "t.png")
@@ -110,10 +100,10 @@ def test_any_scale_and_size_draws_without_a_warning(tmp_path, seconds, groups):
 def test_loss_curves_of_any_length(tmp_path, n):
     curve = ([float(i) for i in range(n)], [float("nan")] * (n // 2) + [1.0] * (n - n // 2))
     tl.draw([], {"run": curve}, tmp_path / "l.png")
-    drawn = share(pixels(tmp_path / "l.png"), tl.LINE_COLOURS[0])
+    drawn = share(pixels(tmp_path / "l.png"), panels.LINE_COLOURS[0])
     assert drawn > 0  # the legend at least
     tl.draw([], {"run": curve, "other": curve}, tmp_path / "c.png")
-    assert share(pixels(tmp_path / "c.png"), tl.LINE_COLOURS[1]) > 0
+    assert share(pixels(tmp_path / "c.png"), panels.LINE_COLOURS[1]) > 0
 
 
 def test_matplotlib_is_loaded_only_to_draw():

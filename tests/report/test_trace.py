@@ -1,6 +1,7 @@
 """Chrome traces: every event comes back, and the file has what Perfetto needs."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,25 +17,15 @@ TRACE = one_f_one_b({"enc": (0.0123, 0.03), "llm": (0.02, 0.0456789)}, [1.0, 0.3
 def assert_close(a: Trace, b: Trace) -> None:
     assert (a.step, a.source, len(a.events)) == (b.step, b.source, len(b.events))
     for x, y in zip(a.events, b.events, strict=True):
-        assert (x.submesh, x.segment, x.group, x.direction) == (
-            y.submesh,
-            y.segment,
-            y.group,
-            y.direction,
-        )
+        assert replace(x, start_s=0.0, end_s=0.0) == replace(y, start_s=0.0, end_s=0.0)
         assert abs(x.start_s - y.start_s) <= 1e-9
         assert abs(x.end_s - y.end_s) <= 1e-9
 
 
-@pytest.mark.parametrize(
-    "traces",
-    [
-        [],
-        [Trace(0, "simulated", ())],
-        [TRACE],
-        [TRACE, Trace(7, "simulated", (Event("a", "b", 0, "forward", 1e-7, 3600.0),))],
-    ],
-)
+LONG = Trace(7, "simulated", (Event("a", "b", 0, "forward", 1e-7, 3600.0),))
+
+
+@pytest.mark.parametrize("traces", [[], [Trace(0, "simulated", ())], [TRACE, LONG]])
 def test_traces_come_back(tmp_path, traces):
     write_trace(tmp_path / "trace.json", traces, {0: "vision:8x16"})
     back = [trace for trace, _ in read_trace(tmp_path / "trace.json")]
@@ -53,12 +44,8 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert threads == {"enc", "llm"}
     first = slices[0]
-    assert first["args"] == {
-        "segment": "enc",
-        "direction": "forward",
-        "group": 0,
-        "bucket": "vision:8x16",
-    }
+    task = {"segment": "enc", "direction": "forward", "group": 0}
+    assert first["args"] == task | {"bucket": "vision:8x16"}
     assert first["dur"] == pytest.approx(12300)  # microseconds
     assert "bucket" not in next(e for e in slices if e["args"]["group"] == 2)["args"]
 
@@ -71,7 +58,6 @@ def test_groups_are_called_by_module_and_shape():
 
 
 def test_neighbouring_slices_do_not_overlap_after_rounding(tmp_path):
-    """Perfetto misdraws slices of a thread that overlap: rounding must not make them."""
     ends = [0.1 * i / 3 for i in range(200)]
     events = [Event("a", "a", i, "forward", s, e) for i, (s, e) in enumerate(pairwise(ends))]
     write_trace(tmp_path / "trace.json", [Trace(0, "s", tuple(events))])

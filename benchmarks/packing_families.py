@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ import numpy as np
 from dflop_jax.config import ModelConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample
+from dflop_jax.data.datasets.clip_lists import Clip
 from dflop_jax.data.datasets.clips import ClipSource, Grid, clip_format_of
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.train.run_context import build_model
@@ -153,30 +154,6 @@ def _records(model: MultimodalModel) -> list[Drawing]:
     return [partial(drawn, n, form) for n, form in enumerate(forms)]
 
 
-@dataclass(frozen=True)
-class _Noise:
-    """One clip of noise, and a caption that spells its tokens."""
-
-    ids: Sequence[int]
-    values: np.ndarray
-    name: str = "noise"
-
-    def __len__(self) -> int:
-        return 1
-
-    def caption(self, index: int) -> str:
-        return " ".join(map(str, self.ids))
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self.values.shape
-
-    def latents(self, index: int) -> np.ndarray:
-        return self.values
-
-    def label(self, index: int) -> str:
-        return self.name
-
-
 class _Spelled(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
@@ -189,7 +166,9 @@ def _clips(model: MultimodalModel) -> list[Drawing]:
         rng = np.random.default_rng(seed)
         ids = rng.integers(1, model.vocab_size, n_text).tolist()
         shape = (form.channels, *(n * p for n, p in zip(grid, form.patch, strict=True)))
-        clip = _Noise(ids, rng.standard_normal(shape, np.float32))
-        return ClipSource(clip, form, _Spelled(), Limits(), seed=seed, split="train").sample(0)  # type: ignore[arg-type]
+        values = rng.standard_normal(shape, np.float32)
+        clip = Clip("noise", " ".join(map(str, ids)), shape, lambda: values)
+        source = ClipSource("noise", [clip], form, _Spelled(), Limits(), seed=seed, split="train")
+        return source.sample(0)
 
     return [partial(drawn, n_text, grid) for n_text, grid in CLIPS]

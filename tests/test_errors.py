@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SAID = ("ValueError", "TransientError", "RunFailed", "FolderInUse")
 # Rooms whose messages are reasons within another one, which says what to do: why a record, a
 # picture or a file of an index is no good.
-REASONS = ("data/datasets/", "data/media/", "data/text/", "data/pool/", "data/bounds.py",
+REASONS = ("data/datasets/", "data/media/", "data/text/", "data/process_pool.py", "data/bounds.py",
            "data/gathers.py", "data/packing.py", "data/sample.py")  # fmt: skip
 # Functions that are called from Python: what they ask for is the remedy.
 LIBRARY = ("checkpoint/format.py", "checkpoint/reader.py", "contract.py",

@@ -220,7 +220,7 @@ def long_files(root: Path) -> list[str]:
 # ---- what runs ----
 
 # Started as processes of their own, by file or by name.
-STARTED = ("dflop_jax.data.pool.fork_server_main", "dflop_jax.data.build", "dflop_jax.aot.worker")
+STARTED = ("dflop_jax.data.process_pool", "dflop_jax.data.build", "dflop_jax.aot.worker")
 NAMED = re.compile(r"dflop_jax[\w.]*:\w+")  # MODULE:FUNCTION, as configurations and models have it
 
 

@@ -1,7 +1,7 @@
 """Sources of samples, decoding, tiling, tokenizing, packing and loading."""
 
 from dflop_jax.data.build import make_source
-from dflop_jax.data.datasets.scene_source import SceneSource
+from dflop_jax.data.datasets.scenes import SceneSource
 from dflop_jax.data.decoder import BadSample, ThreadDecoder
 from dflop_jax.data.loader import Loader, make_loader
 from dflop_jax.data.media.limits import Limits

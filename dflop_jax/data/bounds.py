@@ -1,9 +1,6 @@
-"""How large other people's files may be, and what becomes of everything else: a ValueError.
-
-A header is a claim. Sizes, rates, counts and durations are compared with these bounds before
-anything is allocated by them; what a format's own library lets out on a broken file is turned into
-one line that names the file.
-"""
+"""How large other people's files may be. What a header says is compared with these bounds before
+anything is allocated by it; what a library raises on a broken file becomes a ValueError of one line
+that names the file."""
 
 from __future__ import annotations
 
@@ -24,25 +21,22 @@ MAX_PIXELS = 80_000_000  # of a picture or a frame; below Pillow's own warning
 MAX_SQUARE_PX = 20_000  # pixels of a side of the square that a picture is padded to
 # clips and sounds
 MAX_DURATION_S = 7 * 24 * 3600  # a week
-MAX_CLIP_FRAMES = 1 << 30  # such as a week of 1,775 frames a second
+MAX_CLIP_FRAMES = 1000 * MAX_DURATION_S  # 1,000 frames a second
 MIN_RATE_HZ, MAX_RATE_HZ = 1000, 768_000
 MAX_RESAMPLING = 50_000  # numerator and denominator of the ratio of two rates
 MAX_CHANNELS = 64  # of a sound
 # records
 MAX_RECORD_BYTES = 64 * MiB  # of one record's JSON, or a caption
 MAX_LIST_BYTES = 8192 * MiB  # of a .json list, which is read as a whole
-MAX_MEDIA = 1000  # of one record
-MAX_TURNS = 1000  # a chat template is rendered once for each
-MAX_ID_CHARS = 200  # characters of a record's id
-MAX_NAME_CHARS = 200  # characters of a file's or a member's name in messages
+MAX_PARTS = 1000  # media of one record, or turns; a chat template is rendered once for each
+MAX_NAME_CHARS = 200  # characters in messages of the name of a file or member, or a record's id
+MAX_EXAMPLES = 3  # of records or warnings that a message names
 # files beside the records
 MAX_YAML_BYTES = 4 * MiB
-MAX_SHARDS = 1_000_000  # of one data set
+MAX_MEMBERS = 2_000_000  # files of one data set, or members of one shard
 MAX_TAR_HEADER_BYTES = MiB  # bytes of one header of a tar: long names, extended attributes
-MAX_MEMBERS = 2_000_000  # of one shard
 MAX_FOOTER_BYTES = 64 * MiB  # of what a table says of itself
-MAX_ROWS = 200_000_000  # of one table
-MAX_EPOCH_SAMPLES = 200_000_000  # samples of a mixture's epoch
+MAX_ROWS = 200_000_000  # of one table, or samples of a mixture's epoch
 MAX_TOKENIZER_BYTES = 256 * MiB  # of a file of a tokenizer
 _FILE_OBJECT = re.compile(r" <_io\.[^>]*>")  # what Pillow calls a file
 

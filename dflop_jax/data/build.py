@@ -16,31 +16,22 @@ from huggingface_hub.utils import HfUri
 
 from dflop_jax.config import DataConfig
 from dflop_jax.config_fields import named_columns
-from dflop_jax.data.datasets.find_tables import HUB_PREFIX, hub_name
-from dflop_jax.data.datasets.index_build import IndexRules
-from dflop_jax.data.datasets.json_file import find_file
+from dflop_jax.data.datasets.index_build import IndexRules, LocalRowReader, ProcessRowReader
 from dflop_jax.data.datasets.mixture import Mixture, MixtureEntry, load_mixture
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
+from dflop_jax.data.datasets.readers import HUB_PREFIX, find_files, hub_name
 from dflop_jax.data.datasets.record_reader import RecordReader
-from dflop_jax.data.datasets.row_reader import LocalRowReader, ProcessRowReader
-from dflop_jax.data.datasets.scene_source import SceneSource
+from dflop_jax.data.datasets.scenes import SceneSource
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.pool.processes import DecoderReply
+from dflop_jax.data.process_pool import DecoderReply
 from dflop_jax.data.sample import Source, SourceFactory
+from dflop_jax.data.text import tokenize
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import (
-    BYTE_TOKENIZER,
-    ByteTokenizer,
-    FileTokenizer,
-    TemplateFields,
-    Tokenizer,
-    TokenRun,
-    encode_chatml,
-)
+from dflop_jax.data.text.tokenize import BYTE_TOKENIZER, TemplateFields, Tokenizer, TokenRun
 from dflop_jax.data.text.tokenizer_files import FolderTokenizer
 
 # Of what is one file; names on the hub have none.
@@ -58,21 +49,18 @@ def make_source(
     in_processes: bool = True,
     check_media: bool = True,
 ) -> Source:
-    """Return the dataset of `config.path`, or the embedded scenes where it is empty.
-
-    A dataset on disk (a LLaVA-format file or its folder, tar shards, tables, a YAML mixture) is
-    read through an index of headers, kept in `index_dir`.
+    """Return the dataset of `config.path` (see `datasets.readers`; or a YAML mixture), or the
+    embedded scenes where it is empty.
 
     Args:
       n_held_out: records that the eval split has and the train split lacks; a float: their
-        fraction.
-        The embedded scenes have other scenes in their eval split: as many, or `n_samples` for 0.
-      in_processes: make the index in processes that can be killed (see `pool`).
-      check_media: see `update_index`; one process of a run does.
+        fraction. The embedded scenes have as many other scenes in it, or `n_samples` for 0.
+      index_dir: where an index of headers is kept.
+      in_processes: make the index in processes that can be killed (see `process_pool`).
+      check_media: see `IndexRules`; one process of a run does.
 
     Raises:
-      ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
-        ids than the model's `vocab_size`.
+      ValueError: data or a tokenizer that cannot be read or that the model cannot take.
     """
     if config.path:
         records = RecordDataset(config, spec, vocab_size, split, n_held_out, str(index_dir))
@@ -80,34 +68,21 @@ def make_source(
     if config.tokenizer and Path(config.tokenizer).is_dir():
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     if config.loss_on_prompts:
-        raise ValueError(
-            "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
-        )
+        raise ValueError("data.loss_on_prompts is of records: give data.path, or leave it out")
     tokenizer = open_tokenizer(config.tokenizer, vocab_size)
     assert not isinstance(tokenizer, ChatTokenizer)
     n_all = config.n_samples if isinstance(n_held_out, float) else 1
     n_eval_samples = math.ceil(n_held_out * n_all) or config.n_samples
     return SceneSource(
-        n_eval_samples if split == "eval" else config.n_samples,
-        config.seed,
-        spec,
-        tokenizer,
-        Limits.of(config),
-        split=split,
-        blank_images=config.blank_images,
-    )
+        n_eval_samples if split == "eval" else config.n_samples, config.seed, spec, tokenizer,
+        Limits.of(config), split=split, blank_images=config.blank_images,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RecordDataset:
-    """The dataset of `config.path` as a model takes it; it may be sent to another process as JSON.
-
-    Attributes:
-      resolved: the tokenizer's folder as `transformers` resolved it in another process.
-
-    Raises:
-      ValueError: on use, where there is no such data or tokenizer.
-    """
+    """The dataset of `config.path` as a model takes it; it may be sent to another process as
+    JSON."""
 
     config: DataConfig
     spec: MediaSpec
@@ -115,22 +90,20 @@ class RecordDataset:
     split: str = "train"
     n_held_out: int | float = 0
     index_dir: str = "."
+    # The tokenizer's folder as `transformers` resolved it in another process.
     resolved: FolderTokenizer | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | ChatTokenizer:
-        return open_tokenizer(
-            self.config.tokenizer, self.vocab_size, self.spec.kinds, self.resolved
-        )
+        path = self.config.tokenizer
+        return open_tokenizer(path, self.vocab_size, self.spec.kinds, self.resolved)
 
     @cached_property
     def readers(self) -> dict[str, RecordReader]:
-        """The readers of all datasets, by key."""
         return open_readers(_load_mixture(self.config), self.spec.kinds)
 
     @cached_property
     def preparation(self) -> Preparation:
-        """How the model takes media."""
         return self.spec.prepared(Limits.of(self.config), self.tokenizer)
 
     def encode_turns(
@@ -138,13 +111,12 @@ class RecordDataset:
     ) -> tuple[TokenRun, ...]:
         if isinstance(self.tokenizer, ChatTokenizer):
             return self.tokenizer.encode_turns(turns, fields)
-        return encode_chatml(turns, self.tokenizer, tag_of(self.spec.kinds))
+        return tokenize.encode_chatml(turns, self.tokenizer, tag_of(self.spec.kinds))
 
     def local_row_reader(self, *, decoded: bool = False) -> LocalRowReader:
         """Return a reader of index rows in this process. `decoded`: a record is also unusable when
         its media cannot be decoded as the model takes them."""
-        chat = self.tokenizer if isinstance(self.tokenizer, ChatTokenizer) else None
-        reads_variable = chat.reads_variable if chat else lambda _: False
+        reads_variable = getattr(self.tokenizer, "reads_variable", lambda _: False)
         preparation = self.preparation if decoded else None
         return LocalRowReader(
             self.readers, self.encode_turns, self.spec.kinds, preparation, reads_variable
@@ -163,25 +135,22 @@ class RecordDataset:
         extra_kinds = [kind.name for kind in self.spec.kinds if kind not in BUILT_IN]
         data_key = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
         name = hashlib.sha256(data_key.encode()).hexdigest()[:16]
-        source = MixtureSource(
-            _load_mixture(config),
-            self.preparation,
-            self.encode_turns,
-            IndexRules(
-                Path(self.index_dir) / f"index-{name}.npz",
-                getattr(self.tokenizer, "digest", "") or _tokenizer_digest(config.tokenizer),
-                self.process_row_reader
-                if in_processes and hasattr(os, "fork")
-                else self.local_row_reader,
-                config.max_bad_fraction,
-                config.workers,
-                check_media,
-            ),
-            config,
-            placeholder=self.tokenizer.placeholder_id,
-            split=self.split,
-            n_held_out=self.n_held_out,
+        digest = getattr(self.tokenizer, "digest", "") or BYTE_TOKENIZER
+        if isinstance(self.tokenizer, tokenize.FileTokenizer):
+            digest = hashlib.sha256(Path(config.tokenizer).read_bytes()).hexdigest()[:16]
+        reads_in_processes = in_processes and hasattr(os, "fork")
+        rules = IndexRules(
+            Path(self.index_dir) / f"index-{name}.npz",
+            digest,
+            self.process_row_reader if reads_in_processes else self.local_row_reader,
+            config.max_bad_fraction,
+            config.workers,
+            check_media,
         )
+        source = MixtureSource(
+            _load_mixture(config), self.preparation, self.encode_turns, rules, config,
+            placeholder=self.tokenizer.placeholder_id, split=self.split, n_held_out=self.n_held_out,
+        )  # fmt: skip
         source.factory = SourceFactory(f"{__name__}:open_source", self._to_builtins())
         return source
 
@@ -208,14 +177,13 @@ def open_tokenizer(
     resolved: FolderTokenizer | None = None,
 ) -> Tokenizer | ChatTokenizer:
     """Return the tokenizer of a model's folder with its chat template, of a tokenizer.json, or of
-    bytes (an empty path or "bytes").
-
-    Raises:
-      ValueError: it cannot be read, or does not fit an embedding of `vocab_size` rows.
-    """
+    bytes (an empty path or "bytes"). ValueError: it cannot be read, or does not fit an embedding of
+    `vocab_size` rows."""
     if path and Path(path).is_dir():
         return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds, resolved=resolved)
-    tokenizer: Tokenizer = ByteTokenizer() if path in ("", BYTE_TOKENIZER) else FileTokenizer(path)
+    tokenizer: Tokenizer = (
+        tokenize.ByteTokenizer() if path in ("", BYTE_TOKENIZER) else tokenize.FileTokenizer(path)
+    )
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"{path or 'the byte tokenizer'} has {tokenizer.vocab_size} ids, the model's "
@@ -225,13 +193,12 @@ def open_tokenizer(
 
 
 def check_paths(config: DataConfig) -> None:
-    """Raise ValueError for data, media folders or a tokenizer that do not exist; only a mixture is
-    read."""
+    """Raise ValueError for data, media folders or a tokenizer that do not exist."""
     if config.factory or not config.path:
         return
     for entry in _load_mixture(config):
         if entry.path.endswith((".json", ".jsonl")):
-            find_file(Path(entry.path))
+            find_files(entry.path)
     if config.tokenizer not in ("", BYTE_TOKENIZER) and not Path(config.tokenizer).exists():
         raise ValueError(
             f"{config.tokenizer}: no such tokenizer.json or folder with one; leave data.tokenizer "
@@ -240,22 +207,19 @@ def check_paths(config: DataConfig) -> None:
 
 
 def hub_datasets(config: DataConfig) -> list[tuple[str, HfUri]]:
-    """Return (path, uri) of the datasets that the configuration names on the hub. A path in an
-    existing folder, or with the ending of a file, is treated as a mistyped path."""
+    """Return (path, uri) of the hub's datasets that are named; local-looking paths are mistyped
+    ones."""
     if config.factory or not config.path:
         return []
     paths = [entry.path for entry in _load_mixture(config)]
     if config.eval_path:
         paths += [entry.path for entry in _load_mixture(replace(config, path=config.eval_path))]
-    return [
-        (path, uri)
-        for path in paths
-        if (uri := hub_name(path))
-        and (
-            path.startswith(HUB_PREFIX)
-            or not (Path(path).parent.is_dir() or path.endswith(FILE_ENDINGS))
-        )
-    ]
+
+    def is_meant(path: str) -> bool:
+        is_local = Path(path).parent.is_dir() or path.endswith(FILE_ENDINGS)
+        return path.startswith(HUB_PREFIX) or not is_local
+
+    return [(path, uri) for path in paths if (uri := hub_name(path)) and is_meant(path)]
 
 
 def _load_mixture(config: DataConfig) -> Mixture:
@@ -266,15 +230,7 @@ def _load_mixture(config: DataConfig) -> Mixture:
     columns = named_columns(config.columns)
     if config.path.endswith((".yaml", ".yml")):
         if columns:
-            raise ValueError(
-                f"data.columns is for one dataset; give `columns` to the parts of {config.path}"
-            )
+            remedy = f"give `columns` to the parts of {config.path}"
+            raise ValueError(f"data.columns is for one dataset; {remedy}")
         return load_mixture(config.path)
     return (MixtureEntry(config.path, root=config.root, columns=columns),)
-
-
-def _tokenizer_digest(tokenizer: str) -> str:
-    """Return what identifies the tokens of a tokenizer.json, or of bytes."""
-    if tokenizer in ("", BYTE_TOKENIZER):
-        return BYTE_TOKENIZER
-    return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]

@@ -58,11 +58,7 @@ def content_counter(model: MultimodalModel) -> Callable[[Load], Load]:
 
 
 def _outputs_per_run(source: Module, edge: Edge, tokens: int, load: Load) -> list[int]:
-    """Return the outputs of an edge's source in each run of adjacent pieces.
-
-    Args:
-      tokens: of a row whose number of outputs is known from the module.
-    """
+    """Return the outputs of an edge's source in each run of adjacent pieces."""
     lengths = load.lengths(edge.source)
     if not lengths:
         return []

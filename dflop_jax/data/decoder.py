@@ -1,9 +1,5 @@
-"""Decoding behind one interface, and what happens to samples that cannot be decoded.
-
-What goes to a decoder is the index of a sample, what comes back is a `Sample` (plain arrays by
-name) or the reason why there is none, as data. So a decoder may work in threads, as here, or in
-processes that have opened the same source (see `pool`).
-"""
+"""Decoding of samples, in threads here or in processes (see `process_pool`), and what happens to
+samples that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -12,22 +8,17 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from dflop_jax.data.sample import EMPTY, Sample, Source, fits_in
+from dflop_jax.data.sample import EMPTY, MAX_CANDIDATES, Sample, Source, fits_in
 
-MAX_REPLACEMENT_TRIES = 64  # samples looked at to replace one that cannot be decoded
-MIN_DRAWN_SAMPLES = (
-    64  # samples that the share of bad ones is judged over, at least (or all there are)
-)
 logger = logging.getLogger("dflop_jax.data")
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be decoded: the reason in one line that names it; `files` as in an
-    `IndexRow`."""
+    """A sample that cannot be decoded."""
 
-    reason: str
-    files: Mapping[str, str] = field(default_factory=dict)
+    reason: str  # in one line that names it
+    files: Mapping[str, str] = field(default_factory=dict)  # as in an `IndexRow`
 
 
 DecodeResult = Sample | BadSample
@@ -56,8 +47,7 @@ def decode(source: Source, index: int) -> DecodeResult:
 
 
 class ThreadDecoder:
-    """Decodes samples of one source in `workers` background threads; the libraries that read media
-    release the GIL."""
+    """Decodes samples of one source in `workers` threads; media libraries release the GIL."""
 
     def __init__(self, source: Source, workers: int) -> None:
         self._source = source
@@ -76,27 +66,23 @@ class ThreadDecoder:
 
 
 class Replacements:
-    """Counts, logs and replaces the samples of a source that cannot be decoded.
-
-    A bad sample is replaced by the next sample in the source's order that is no larger, piece by
-    piece, and can be decoded, else by an empty one: the same in every process and every run.
-    """
+    """Counts, logs and replaces the samples of a source that cannot be decoded: by the next sample
+    in the source's order that is no larger, piece by piece, and can be decoded, else by an empty
+    one; the same in every process and every run."""
 
     def __init__(self, source: Source, max_bad_fraction: float, global_batch: int) -> None:
         self._source, self._max_bad_fraction = source, max_bad_fraction
         self._global_batch = global_batch
         self._tried: set[int] = set()  # in vain, by this process
-        self._step_of_bad: dict[
-            int, int
-        ] = {}  # of all processes: the step whose batch each was tried for
+        # Of all processes: the step for whose batch each bad sample was tried.
+        self._step_of_bad: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Return the number of distinct bad samples so far, in all processes."""
         return len(self._step_of_bad)
 
     def __contains__(self, index: int) -> bool:
-        """Return whether this process has found the sample bad, so that it need not be tried
-        again."""
+        """Return whether this process has found the sample bad."""
         return index % len(self._source) in self._tried
 
     def bad_samples(self, steps: range) -> list[int]:
@@ -104,8 +90,7 @@ class Replacements:
         return [index for index, step in [*self._step_of_bad.items()] if step in steps]
 
     def add_bad(self, step: int, indices: Iterable[int]) -> None:
-        """Count bad samples that other processes, or this run before a resume, found for the batch
-        of a step; this process still tries them."""
+        """Count bad samples that other processes, or this run before a resume, found for a step."""
         for index in indices:
             self._step_of_bad.setdefault(index, step)
 
@@ -116,19 +101,13 @@ class Replacements:
         decoded: DecodeResult | None,
         decode_again: Callable[[int], DecodeResult],
     ) -> Sample:
-        """Return a sample of a step's batch, or its replacement, which `decode_again` decodes.
-
-        Args:
-          decoded: the decoded sample; None: it is known to be bad.
-
-        Raises:
-          ValueError: bad samples exceed the share `max_bad_fraction` of the samples drawn until
-            this step.
-        """
+        """Return a sample of a step's batch, or its replacement, which `decode_again` decodes;
+        `decoded` is None where it is known to be bad. ValueError: bad samples exceed the share
+        `max_bad_fraction` of those drawn so far."""
         if decoded is not None and (sample := self._count_bad(step, index, decoded)) is not None:
             return sample
         n, limit = len(self._source), self._source.load(index)
-        for candidate in ((index + k) % n for k in range(1, min(MAX_REPLACEMENT_TRIES, n))):
+        for candidate in ((index + k) % n for k in range(1, min(MAX_CANDIDATES, n))):
             if candidate in self or not fits_in(self._source.load(candidate), limit):
                 continue
             if (sample := self._count_bad(step, candidate, decode_again(candidate))) is not None:
@@ -145,7 +124,8 @@ class Replacements:
         self._tried.add(source_index)
         self._step_of_bad.setdefault(source_index, step)
         logger.warning("replaced a sample that cannot be decoded: %s", decoded.reason)
-        n_drawn = min(len(self._source), max(MIN_DRAWN_SAMPLES, (step + 1) * self._global_batch))
+        # A share of a few samples says nothing.
+        n_drawn = min(len(self._source), max(MAX_CANDIDATES, (step + 1) * self._global_batch))
         if (n_bad := len(self)) > self._max_bad_fraction * n_drawn:
             raise ValueError(
                 f"{self._source.name}: {n_bad} of {n_drawn} samples cannot be decoded, the last is "

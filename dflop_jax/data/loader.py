@@ -17,7 +17,7 @@ import numpy as np
 from dflop_jax.config import Config
 from dflop_jax.data.content import content_counter
 from dflop_jax.data.decoder import DecodeResult, Replacements, ThreadDecoder
-from dflop_jax.data.pool.processes import make_decoder
+from dflop_jax.data.process_pool import make_decoder
 from dflop_jax.data.sample import Sample, Source, get_loads
 from dflop_jax.data.shuffle import shuffled_indices
 from dflop_jax.records import Load
@@ -27,28 +27,20 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
 
 T = TypeVar("T")
 DATA_FIELDS = ("n", "digest")  # of what a checkpoint's order follows from
-MAX_CACHED_STEPS = 32  # whose samples are remembered: a step is asked for several times
-FindOversize = Callable[[Sequence[Load]], Sequence[int]]
+FindOversize = Callable[[Sequence[Load]], Sequence[int]]  # indices of loads that no bucket holds
+# (place in the batch, index, its decoding) of each.
+PendingSamples = list[tuple[int, int, Future[DecodeResult] | None]]
 logger = logging.getLogger("dflop_jax.data")
-PendingSamples = list[
-    tuple[int, int, Future[DecodeResult] | None]
-]  # (place in the batch, index, its decoding)
 
 
 class OversizeFilter:
-    """Replaces samples that no compiled bucket holds; each is logged once.
-
-    Args:
-      find_oversize: returns the indices of loads that no compiled bucket holds.
-      refuse: raise ValueError for such a sample; else the next sample that fits replaces it
-        (data.oversize).
-    """
+    """Replaces samples that no compiled bucket holds by the next that fits, or refuses them."""
 
     def __init__(
         self, source: Source, find_oversize: FindOversize, *, refuse: bool = False
     ) -> None:
         self._source, self._find_oversize, self._refuse = source, find_oversize, refuse
-        self._replacement_of: dict[int, int] = {}  # what takes the place of one without room
+        self._replacement_of: dict[int, int] = {}
 
     def replace_oversize(self, indices: Sequence[int]) -> list[int]:
         """Return the samples, oversize ones replaced; ValueError if they are refused."""
@@ -64,9 +56,8 @@ class OversizeFilter:
             raise ValueError(f"{message}; lower data.max_tokens or set data.oversize to drop")
         for candidate in ((index + k) % n for k in range(1, n)):
             if not self._find_oversize([self._source.load(candidate)]):
-                logger.warning(
-                    "left out: %s; %s takes its place", message, self._source.label(candidate)
-                )
+                replacement = self._source.label(candidate)
+                logger.warning("left out: %s; %s takes its place", message, replacement)
                 return candidate
         raise ValueError(f"{message}, and so are all others; plan for this data")
 
@@ -76,11 +67,9 @@ class Loader:
 
     Args:
       workers: how many samples are decoded at once; one more thread runs `prepare` of `batches`.
-      prefetch: batches kept under way ahead of the consumer.
-      max_bad_fraction: share of undecodable samples, among the distinct ones seen, above which
-        decoding raises ValueError.
+      prefetch: batches that are prepared ahead of the consumer.
+      max_bad_fraction: share of undecodable samples, of the distinct ones seen, that is an error.
       decoder: makes what decodes the source's samples, `workers` at once.
-      oversize_filter: replaces samples that no compiled bucket holds; None: all samples fit.
     """
 
     def __init__(
@@ -103,17 +92,15 @@ class Loader:
         self.replaced = Replacements(source, max_bad_fraction, global_batch)
         self._oversize_filter = oversize_filter
         self.add_content: Callable[[Load], Load] = lambda load: load  # gives loads their content
-        self.indices = lru_cache(MAX_CACHED_STEPS)(self._indices)
+        self.indices = lru_cache(self._indices)  # a step is asked for several times
 
     def _indices(self, step: int) -> list[int]:
-        """Source indices of the batch of a step; of a source that varies with the epoch, each has
-        its epoch times the source's length added."""
+        """Return the source indices of a step's batch, plus epoch x length if the source varies."""
         n = len(self.source)
         positions = np.arange(self.global_batch) + step * self.global_batch
         indices: list[int] = shuffled_indices(positions, n, self.seed).tolist()
-        indices = (
-            self._oversize_filter.replace_oversize(indices) if self._oversize_filter else indices
-        )
+        if self._oversize_filter:
+            indices = self._oversize_filter.replace_oversize(indices)
         if not getattr(self.source, "varies", False):
             return indices
         return [i + k * n for i, k in zip(indices, (positions // n).tolist())]
@@ -129,13 +116,13 @@ class Loader:
         select: Callable[[int], Iterable[int]] | None = None,
         indices_of: Callable[[int], Sequence[int]] | None = None,
     ) -> Generator[T, None, None]:
-        """Yield `prepare(step, samples)` of each of the steps, in order; `indices_of` gives the
-        source indices of a step's batch (those of `indices`, unless given).
+        """Yield `prepare(step, samples)` of each of the steps, in order; samples are by their place
+        in the batch.
 
-        `samples` are by their place in the batch; `select(step)` says which places are wanted (all,
-        unless given). `select`, decoding and `prepare` run in the background, `prefetch` batches
-        ahead, each in the order of the steps. Their errors are raised here. Closing the generator
-        (or leaving `contextlib.closing`) ends them.
+        `select`, decoding and `prepare` run in the background, `prefetch` batches ahead, each in
+        the order of the steps. Their errors are raised here. Closing the generator ends them.
+        `select` says which places of a step's batch are wanted (None: all), `indices_of` what the
+        source indices of a step's batch are (None: `indices`).
         """
         selector = ThreadPoolExecutor(1, thread_name_prefix="dflop-select")
         decoder = self._make_decoder()
@@ -150,22 +137,19 @@ class Loader:
             ]
 
         def finish_batch(step: int, pending: Future[PendingSamples]) -> T:
-            samples = {
-                k: self.replaced.usable_sample(
-                    step,
-                    index,
-                    None if decoded is None else decoded.result(),
-                    lambda candidate: decoder.submit(candidate).result(),
-                )
-                for k, index, decoded in pending.result()
-            }
+            def decode_again(index: int) -> DecodeResult:
+                return decoder.submit(index).result()
+
+            samples = {}
+            for k, index, future in pending.result():
+                decoded = None if future is None else future.result()
+                samples[k] = self.replaced.usable_sample(step, index, decoded, decode_again)
             return prepare(step, samples)
 
         try:
             for step in steps:
-                batches.append(
-                    preparer.submit(finish_batch, step, selector.submit(start_decoding, step))
-                )
+                pending = selector.submit(start_decoding, step)
+                batches.append(preparer.submit(finish_batch, step, pending))
                 if len(batches) > self._prefetch:
                     yield batches.popleft().result()
             while batches:
@@ -184,22 +168,18 @@ class Loader:
 
     def restore(self, state: dict[str, Any], changed: str = "refuse") -> int:
         """Return the step at which to resume, and count the samples that were bad before.
-
-        Raises:
-          ValueError: the order differs, or the data do and `changed` is not "ok".
-        """
+        ValueError: the order differs, or the data do and `changed` is not "ok"."""
         current = self.state(0)
         saved = {**current, **state}  # older ones have no digest
-        changed_fields = [
-            name for name in ("seed", "global_batch", *DATA_FIELDS) if saved[name] != current[name]
-        ]
+        fields = ("seed", "global_batch", *DATA_FIELDS)
+        changed_fields = [name for name in fields if saved[name] != current[name]]
         for name in changed_fields:
             if name in DATA_FIELDS and changed == "ok":
                 continue
-            remedy = (
-                f"use {saved['name']} as it was, --data.changed ok for {current['name']} as it is"
-            )
-            remedy = remedy if name in DATA_FIELDS else "use the same data and settings"
+            remedy = "use the same data and settings"
+            if name in DATA_FIELDS:
+                remedy = f"use {saved['name']} as it was, --data.changed ok for {current['name']} "
+                remedy += "as it is"
             raise ValueError(
                 f"checkpoint was made with data {name}={saved[name]}, this run has "
                 f"{current[name]}; {remedy}, or start a new run"
@@ -214,28 +194,24 @@ def make_loader(
     find_oversize: FindOversize | None = None,
     model: MultimodalModel | None = None,
 ) -> Loader:
-    """Return the run's batches of a source.
-
-    Args:
-      find_oversize: see `OversizeFilter`; None: no sample is replaced.
-      model: adds its content to loads; None: loads have none.
-    """
-    refuse = config.data.oversize == "error"
+    """Return the run's batches of a source, with the content of `model` in their loads."""
+    data = config.data
+    limits: Any = {
+        "timeout_s": data.sample_timeout_s,
+        "memory_bytes": int(data.sample_memory_bytes),
+    }
+    oversize_filter = None
+    if find_oversize:
+        oversize_filter = OversizeFilter(source, find_oversize, refuse=data.oversize == "error")
     loader = Loader(
         source,
         global_batch=config.train.global_batch,
-        seed=config.data.seed,
-        workers=config.data.workers,
-        prefetch=config.data.prefetch,
-        max_bad_fraction=config.data.max_bad_fraction,
-        decoder=partial(
-            make_decoder,
-            timeout_s=config.data.sample_timeout_s,
-            memory_bytes=int(config.data.sample_memory_bytes),
-        ),
-        oversize_filter=OversizeFilter(source, find_oversize, refuse=refuse)
-        if find_oversize
-        else None,
+        seed=data.seed,
+        workers=data.workers,
+        prefetch=data.prefetch,
+        max_bad_fraction=data.max_bad_fraction,
+        decoder=partial(make_decoder, **limits),
+        oversize_filter=oversize_filter,
     )
     if model:
         loader.add_content = content_counter(model)

@@ -1,8 +1,8 @@
 """One group of microbatches as host arrays: pieces of samples in the rows that a schedule says.
 
 Shape legend: M microbatches, D data ranks of R rows of L tokens each (rank r owns the rows r*R up
-to (r+1)*R), K features that one place is a weighted sum of. No module is known by name: what to
-fill is read off the model's field specs, what reads what off the plan's edges.
+to (r+1)*R), K features that one place is a weighted sum of. What to fill is read off the model's
+field specs, what reads what off the plan's edges; no module is known by name.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dflop_jax.data import gathers
 from dflop_jax.data.content import content_counter
-from dflop_jax.data.gathers import (
-    DecodedPiece,
-    PieceNumbers,
-    Samples,
-    build_gathers,
-    decoded_pieces,
-)
+from dflop_jax.data.gathers import DecodedPiece, PieceNumbers, Samples
+from dflop_jax.data.shuffle import mix_bits
 from dflop_jax.records import Content, Layout, Load, Schedule
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
@@ -33,9 +29,8 @@ SEGMENTS, POSITIONS, WEIGHTS, SEEDS = "segment_ids", "positions", "weights", "se
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """The data ranks, by module, whose arrays this process fills (`filled`), and those that it
-    counts (`counted`). A rank on devices of several processes is filled by each and counted by
-    one."""
+    """The data ranks, by module, whose arrays this process fills, and those that it counts. A rank
+    on devices of several processes is filled by each and counted by one."""
 
     filled: Mapping[str, Collection[int]]
     counted: Mapping[str, Collection[int]]
@@ -49,19 +44,17 @@ class LocalRanks:
 
 @dataclass(frozen=True, eq=False)
 class PackedGroup:
-    """Arrays of one group.
+    """Arrays of one group; in a run of several processes with the rows of this one filled.
 
     fields: by name [M, D*R, ...], all that the module reads but what edges bring. Segment ids count
       from 1 in each row, 0 is padding; positions count from 0 in each piece, unless samples say.
-    places: by the place in the schedule of each group that feeds it, (index int32 [M, D*R, L, K],)
-      into that group's features of the same microbatch, flattened over its ranks and rows; -1 where
-      there are fewer or none; with weights float32 of the same shape where K > 1.
-    reads: by the same, how many features each rank of this group reads from each of that group's,
-      int64 [ranks of the source, D].
-    lengths, content: tokens of each of its pieces, and what it asks beside; the rest is padding.
-    loss_weights: the field "weights", zeros without one.
-
-    With `ranks` only their rows are filled, and only those that they count are counted.
+    gathers: by the number of each group that feeds it, (index int32 [M, D*R, L, K],) into that
+      group's features of the same microbatch, flattened over its ranks and rows, -1 for none; with
+      weights float32 of the same shape where K > 1.
+    read_counts: by the same, how many features each rank of this group reads from each of that
+      group's, int64 [ranks of the source, D].
+    lengths, content: tokens of each of its pieces that count, and what it asks beside.
+    loss_weights: the field "weights" of the rows that count, zeros without one.
     """
 
     fields: dict[str, np.ndarray]
@@ -79,8 +72,7 @@ class PackedGroup:
 def local_samples(
     layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: LocalRanks
 ) -> list[int]:
-    """Return the sorted indices in the batch of samples with a piece in a row that the ranks
-    fill."""
+    """Return the sorted batch indices of samples with a piece in a row that the ranks fill."""
     needed: set[int] = set()
     for module in layout.modules:
         numbers = PieceNumbers.from_loads(loads, module)
@@ -131,7 +123,7 @@ def _pack_group(
     packed = schedule.groups[group]
     module, rows = packed.module, packed.shape.rows
     one_per_row = module in model.piece_tokens
-    pieces = decoded_pieces(
+    pieces = gathers.decoded_pieces(
         packed, numbers[module], samples, ranks.filled[module], one_per_row=one_per_row
     )
     # Of the model, not the plan, which may leave out modules that the data does not use.
@@ -147,16 +139,16 @@ def _pack_group(
     counted_ranks = sorted(ranks.counted[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
     counted_weights = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counted_ranks]
-    gathers, read_counts = build_gathers(layout, schedule, group, pieces, numbers, model)
-    counted_pieces = [p for p in pieces if p.rank in counted_ranks]
-    add_content, loads = (
-        content_counter(model),
-        {p.batch_index: p.sample.load for p in counted_pieces},
+    group_gathers, read_counts = gathers.build_gathers(
+        layout, schedule, group, pieces, numbers, model
     )
+    counted_pieces = [p for p in pieces if p.rank in counted_ranks]
+    add_content = content_counter(model)
+    loads = {p.batch_index: p.sample.load for p in counted_pieces}
     content = {place: add_content(load).content_of(module) for place, load in loads.items()}
     return PackedGroup(
         fields=fields,
-        gathers=gathers,
+        gathers=group_gathers,
         read_counts=read_counts,
         lengths=tuple(p.length for p in counted_pieces),
         content=tuple(content[p.batch_index][p.piece_index] for p in counted_pieces),
@@ -165,10 +157,8 @@ def _pack_group(
 
 
 class _FieldLayout(NamedTuple):
-    """Whether a field has a value for every token, its dims after the rows, and its dtype."""
-
-    per_token: bool
-    dims: tuple[int, ...]
+    per_token: bool  # whether it has a value for every token
+    dims: tuple[int, ...]  # after the rows
     dtype: Any
 
 
@@ -203,12 +193,11 @@ def _fill_piece(
         elif name == SEEDS:
             if draws:
                 seed_name = f"{draws}/{module}/{piece.batch_index}/{piece.piece_index}"
-                target = (*piece.row, piece.columns) if field.per_token else piece.row
-                array[target] = (
-                    derive_seeds(seed_name, piece.length)
-                    if field.per_token
-                    else derive_seeds(seed_name, 1)[0]
-                )
+                seeds = derive_seeds(seed_name, piece.length if field.per_token else 1)
+                if field.per_token:
+                    array[piece.row][piece.columns] = seeds
+                else:
+                    array[piece.row] = seeds[0]
         elif name == POSITIONS and name not in sample_fields:
             counts = np.arange(piece.length, dtype=field.dtype)
             array[piece.row][piece.columns] = counts.reshape(-1, *[1] * (len(field.dims) - 1))
@@ -219,10 +208,7 @@ def _fill_piece(
 
 
 def derive_seeds(name: str, n: int) -> np.ndarray:
-    """Return n numbers uint32 above 0 that follow from a name: the first outputs of SplitMix64
-    (Steele, Lea and Flood, OOPSLA 2014), started with the hash of the name."""
+    """Return n numbers uint32 above 0 that follow from a name: the first outputs of SplitMix64."""
     start = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), "<u8")
-    z = start + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+    z = mix_bits(start + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return (z >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

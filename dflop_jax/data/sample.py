@@ -11,19 +11,16 @@ import numpy as np
 from dflop_jax.records import Load
 
 STREAMS = {"train": 0, "eval": 1}  # what draws of a split begin with
+MAX_CANDIDATES = 64  # samples looked at for one that can stand in the place of another
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureGather:
-    """Which features of a source module each token of a target module reads, for one sample.
+    """Which features of a source module each token of a target module reads, for one sample."""
 
-    index: int32 [target tokens, K], numbers of features of the sample's pieces in the source, in
-    order; -1 for none.
-    weight: float32 of the same shape, for a token that is a weighted sum; None: a plain copy, K =
-    1.
-    """
-
+    # int32 [target tokens, K], numbers of features of the sample's pieces in the source; -1: none
     index: np.ndarray
+    # float32 of the same shape, where a token is a weighted sum; None: a plain copy, K = 1
     weight: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -38,8 +35,7 @@ class Sample:
     """A decoded sample: plain arrays by module and name, and how modules are joined.
 
     `fields[module][name]` concatenates all pieces of the sample in the module: dim 0 counts tokens
-    if every token has a value, else pieces. `gathers` are by (source module, target module); pairs
-    that the sample does not join are absent.
+    if every token has a value, else pieces. `gathers` are by (source module, target module).
     """
 
     fields: Mapping[str, Mapping[str, np.ndarray]]
@@ -67,13 +63,10 @@ EMPTY = Sample({}, {}, Load({}))  # stands for a sample that nothing can replace
 
 
 def fits_in(load: Load, limit: Load) -> bool:
-    """Return whether a sample of this load can replace one of load `limit`: no module has more or
-    longer pieces."""
+    """Return whether no module has more or longer pieces in a load than in `limit`."""
     return all(
         len(lengths) <= len(limit.lengths(module))
-        and all(
-            n_tokens <= max_tokens for n_tokens, max_tokens in zip(lengths, limit.lengths(module))
-        )
+        and all(n <= max_n for n, max_n in zip(lengths, limit.lengths(module)))
         for module, lengths in load.pieces.items()
     )
 
@@ -93,12 +86,10 @@ class Source(Protocol):
     Optional attributes and methods:
       factory: a `SourceFactory`; samples are then decoded in child processes, else in threads. Set
         it where files of other people are read.
-      varies: True where samples differ from epoch to epoch; `sample(i + k n)` of n samples is then
-        sample i in epoch k, with the load of sample i.
+      varies: True where `sample(i + k n)` of n samples is sample i in epoch k, of the same load.
       dataset_of(index): the name of the dataset of a mixture that a sample is from.
       digest: of the records; a resumed run refuses other data by it.
-      largest_samples(): indices of samples such that every sample asks for no more of any module
-        than one of them.
+      largest_samples(): indices of samples of which one asks for as much of every module as any.
       loads(indices): many loads at once, for less work than one by one.
     """
 
@@ -108,28 +99,16 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Load:
-        """Return the tokens that the sample needs of every module, from headers and text; nothing
-        is decoded."""
+        """Return the tokens that the sample needs of every module; nothing is decoded."""
         ...
 
     def sample(self, index: int) -> Sample:
-        """Return the decoded sample. Raises ValueError that names it when it cannot be decoded."""
+        """Return the decoded sample; ValueError, which names it: it cannot be decoded."""
         ...
 
     def label(self, index: int) -> str:
         """Return the name of the sample in logs and errors."""
         ...
-
-
-def check_hook_names(source: Source) -> None:
-    """Raise ValueError if a source has an optional attribute of `Source` under its former name."""
-    for former, name in {
-        "opened_by": "factory",
-        "part_of": "dataset_of",
-        "tail": "largest_samples",
-    }.items():
-        if hasattr(source, former):
-            raise ValueError(f"{source.name}: rename its {former!r} to {name!r}")
 
 
 def get_loads(source: Source, indices: Sequence[int]) -> list[Load]:

@@ -1,10 +1,9 @@
 """The order of samples: every index once an epoch, shuffled anew each epoch, with random access.
 
 An epoch is a keyed permutation: a Feistel cipher with the round function of Simon
-(https://eprint.iacr.org/2013/404) on blocks of at least 16 bits, applied again where it leaves the
-range ("cycle walking", Black and Rogaway 2002). Keys, rounds and seeds are those of Grain's
-`range(n).seed(seed).shuffle().repeat()`, with which earlier runs were trained: the order is its
-own, number by number. Only for n = 4^k + 1 > 65536 it differs, where Grain's repeats an index.
+(https://eprint.iacr.org/2013/404), applied again where it leaves the range ("cycle walking", Black
+and Rogaway 2002). Keys, rounds and seeds are those of Grain's `range(n).seed(seed).shuffle()
+.repeat()`: the order is its own. Only for n = 4^k + 1 > 65536 Grain's repeats an index.
 """
 
 from __future__ import annotations
@@ -21,15 +20,22 @@ MASK_32_BITS = 0xFFFFFFFF  # a mask of 32 bits
 Cipher = Callable[[np.ndarray], np.ndarray]
 
 
+def mix_bits(z: np.ndarray) -> np.ndarray:
+    """Return other numbers uint64, one to one: the last steps of SplitMix64 (OOPSLA 2014)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
 def shuffled_indices(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the index of 0..n-1 that stands at each place of an endless run of epochs, int64."""
     epochs, position_in_epoch = np.divmod(np.asarray(positions, np.int64), n)
     indices = np.zeros_like(position_in_epoch)
+    first_seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])  # of epoch 0
     for epoch in np.unique(epochs):
         is_in_epoch = epochs == epoch
-        indices[is_in_epoch] = _permute(
-            position_in_epoch[is_in_epoch], n, (_first_seed(seed) + int(epoch)) & MASK_32_BITS
-        )
+        epoch_seed = (first_seed + int(epoch)) & MASK_32_BITS
+        indices[is_in_epoch] = _permute(position_in_epoch[is_in_epoch], n, epoch_seed)
     return indices
 
 
@@ -71,11 +77,6 @@ def _cipher(bits: int, keys: tuple[int, ...]) -> Cipher:
         return (left << half) | right
 
     return encrypt
-
-
-def _first_seed(seed: int) -> int:
-    """Return the seed of epoch 0; each later epoch has the next."""
-    return int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])
 
 
 def _round_keys(seed: int) -> tuple[int, ...]:

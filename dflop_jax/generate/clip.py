@@ -15,6 +15,7 @@ from PIL import Image
 from dflop_jax.config import Config
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
 from dflop_jax.data.build import open_tokenizer
+from dflop_jax.data.datasets.clip_lists import SIDE_PX, block_of, frames_of
 from dflop_jax.data.datasets.clips import (
     GENERATOR,
     MAX_TIME,
@@ -23,7 +24,6 @@ from dflop_jax.data.datasets.clips import (
     clip_format_of,
     clip_sample,
 )
-from dflop_jax.data.datasets.moving_scenes import SIDE_PX, block_of, frames_of
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.folders import make_folder
 from dflop_jax.generate.programs import TOKEN_MULTIPLE

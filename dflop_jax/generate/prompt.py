@@ -12,9 +12,9 @@ from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.datasets.blob import MediaFile
+from dflop_jax.data.datasets.index_build import read_header
 from dflop_jax.data.datasets.record_parser import Record
 from dflop_jax.data.datasets.record_table import RecordTable, build_table
-from dflop_jax.data.datasets.row_reader import read_header
 from dflop_jax.data.media.compose import DecodedMedia, compose, decode_media
 from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.kind import Kind, Kinds, tag_of

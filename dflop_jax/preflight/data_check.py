@@ -20,11 +20,10 @@ import numpy as np
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec
 from dflop_jax.data.build import RecordDataset
-from dflop_jax.data.datasets.index_build import group_by_reason
+from dflop_jax.data.datasets.index_build import RowReader, group_by_reason
 from dflop_jax.data.datasets.record_parser import Record
 from dflop_jax.data.datasets.record_reader import RecordLocation
 from dflop_jax.data.datasets.record_table import IndexRow, RecordTable, build_table
-from dflop_jax.data.datasets.row_reader import RowReader
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.counts import (
     describe_cut_media,

@@ -14,7 +14,7 @@ from huggingface_hub.utils import HfUri
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.build import hub_datasets
-from dflop_jax.data.datasets.find_tables import HUB_ID, hub_files
+from dflop_jax.data.datasets.readers import HUB_ID, hub_files
 from dflop_jax.distributed.process_exit import TransientError
 from dflop_jax.folders import make_folder
 

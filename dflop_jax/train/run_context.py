@@ -20,7 +20,6 @@ from jax._src import compilation_cache, compiler
 from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
 from dflop_jax.contract import MultimodalModel, chip_of
 from dflop_jax.data import MediaSpec, Source, make_source
-from dflop_jax.data.sample import check_hook_names
 from dflop_jax.distributed.devices import connect_process_pairs
 from dflop_jax.distributed.hang_watch import Sections
 from dflop_jax.distributed.initialize import initialize, run_devices
@@ -202,9 +201,7 @@ class RunContext:
     def source(self, split: str = "train") -> Source:
         """Open the dataset, as the model wants its media and tokens; for all processes together."""
         if factory := self.config.data.factory or getattr(self.model, "data_factory", ""):
-            source = import_object("data.factory", factory)(self.config.data, self.model, split)
-            check_hook_names(source)
-            return source
+            return import_object("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
         train, barrier_name = self.config.train, split
         data, n_held_out = self.config.data, float(train.eval_fraction) or train.eval_samples

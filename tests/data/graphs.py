@@ -113,27 +113,19 @@ def random_case(rng, *, group_size=1, ranks=None, smaller=0.0):
     for d in range(len(trees)):
         inside = [s for s, (x, _, _) in enumerate(chosen) if x == d]
         groups += deal(rng, "d", 1, inside, loads, chosen, group_size, ranks["d"], ())
-    plan = Plan(
-        "test",
-        Layout(
-            tuple(SubmeshPlan(m, 0, 1, ranks[m], 1) for m in BLOCKS),
-            tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in BLOCKS),
-            (
-                Bucket.from_shapes(
-                    {m: next(g.shape for g in groups if g.module == m) for m in BLOCKS}
-                ),
-            ),
-            edges=EDGES,
-            group_size=group_size,
-        ),
-    )
+    shapes = {m: next(g.shape for g in groups if g.module == m) for m in BLOCKS}
+    layout = Layout(
+        tuple(SubmeshPlan(m, 0, 1, ranks[m], 1) for m in BLOCKS),
+        tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in BLOCKS),
+        (Bucket.from_shapes(shapes),), edges=EDGES, group_size=group_size,
+    )  # fmt: skip
+    plan = Plan("test", layout)
     edges = tuple(asdict(e) for e in EDGES)
     model = SimpleNamespace(modules=BLOCKS, piece_tokens={"a": 5}, edges=edges)
     case = Case(plan, model, Schedule(0, tuple(groups)), loads)
     for s, load in enumerate(loads):
-        case.samples.append(
-            random_sample(rng, s, less(rng, load) if rng.random() < smaller else load)
-        )
+        real = less(rng, load) if rng.random() < smaller else load
+        case.samples.append(random_sample(rng, s, real))
     return case
 
 

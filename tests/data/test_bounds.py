@@ -5,42 +5,18 @@ from __future__ import annotations
 import socket
 import struct
 import tarfile
-import threading
 
 import numpy as np
 import pytest
 
-from dflop_jax.data.bounds import MAX_RATE_HZ, MAX_RECORD_BYTES, errors_as, parse_json, read_bounded
+from dflop_jax.data.bounds import MAX_RATE_HZ, MAX_RECORD_BYTES, errors_as, read_bounded
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.datasets.shards import find_shards
+from dflop_jax.data.datasets.readers import find_files, open_reader
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.tiling import picture_size
 from dflop_jax.data.media.video import read_frames
 from dflop_jax.data.text.tokenizer_files import read_json
 from tests.data.media_cases import count_frames
-
-
-@pytest.fixture
-def listener():
-    """(port, requests): whoever connects leaves a request."""
-    requests = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve():
-            while True:
-                try:
-                    with server.accept()[0]:
-                        requests.append(True)
-                except OSError:
-                    return
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield server.getsockname()[1], requests
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
 
 PLAYLISTS = {
     "m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nhttp://127.0.0.1:{}/a.ts\n",
@@ -50,17 +26,19 @@ PLAYLISTS = {
 
 
 @pytest.mark.parametrize("kind", PLAYLISTS)
-def test_a_playlist_fetches_nothing(tmp_path, listener, kind):
-    port, requests = listener
-    for suffix in (kind, "mp4"):
-        path = tmp_path / f"a.{suffix}"
-        path.write_text(PLAYLISTS[kind].format(port))
-        for read in (lambda p: count_frames(p, 4), lambda p: read_frames(p, 1, np.asarray),
-                     lambda p: count_samples(p, 16000)):  # fmt: skip
-            with pytest.raises(ValueError, match=f"a.{suffix}: not a readable") as caught:
-                read(path)
-            assert "\n" not in str(caught.value)
-    assert not requests
+def test_a_playlist_fetches_nothing(tmp_path, kind):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        for suffix in (kind, "mp4"):
+            path = tmp_path / f"a.{suffix}"
+            path.write_text(PLAYLISTS[kind].format(server.getsockname()[1]))
+            for read in (lambda p: count_frames(p, 4), lambda p: read_frames(p, 1, np.asarray),
+                         lambda p: count_samples(p, 16000)):  # fmt: skip
+                with pytest.raises(ValueError, match=f"a.{suffix}: not a readable") as caught:
+                    read(path)
+                assert "\n" not in str(caught.value)
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            server.accept()
 
 
 def write_wav(path, rate_hz, channels=1, n=4000):
@@ -72,7 +50,7 @@ def write_wav(path, rate_hz, channels=1, n=4000):
     return path
 
 
-@pytest.mark.parametrize("rate_hz", [0, 1, 999, 50_001, 191_999, MAX_RATE_HZ + 1, 2**31 - 1])
+@pytest.mark.parametrize("rate_hz", [0, 999, 50_001, 191_999, MAX_RATE_HZ + 1])
 def test_no_filter_of_the_file_s_choice(tmp_path, rate_hz):
     path = write_wav(tmp_path / "a.wav", rate_hz)
     for read in (lambda: count_samples(path, 16000), lambda: read_sound(path, 10, 16000)):
@@ -86,20 +64,15 @@ def test_slow_rates_decode_no_more_than_is_asked_for(tmp_path):
     assert len(read_sound(path, 16_000, 16000)) == 16_000
 
 
-def nested(n):
-    return b"[" * n + b"]" * n
-
-
 def test_deep_json_and_large_files(tmp_path):
-    with pytest.raises(ValueError, match="not JSON"):
-        parse_json(nested(100_000))
-    (tmp_path / "a.jsonl").write_bytes(nested(100_000) + b"\n" + b'{"id": ' + nested(9) + b"}")
+    deep = b"[" * 100_000 + b"]" * 100_000
+    (tmp_path / "a.jsonl").write_bytes(deep + b'\n{"id": [[]]}')
     reader = open_reader(tmp_path / "a.jsonl")
     first, second = reader.locate()
     for place, why in [(first, "not JSON"), (second, r"a\.jsonl:2: no conversations")]:
         with pytest.raises(ValueError, match=why):
             reader.read(place)
-    (tmp_path / "a.json").write_bytes(nested(100_000))
+    (tmp_path / "a.json").write_bytes(deep)
     for read in (lambda p: list(open_reader(p).locate()), read_json):
         with pytest.raises(ValueError, match=r"a\.json: not (JSON|a JSON object)"):
             read(tmp_path / "a.json")
@@ -135,16 +108,13 @@ def test_hostile_tars_are_one_line(tmp_path, data):
         list(open_reader(tmp_path / "a.tar").locate())
 
 
-def test_a_path_that_is_too_long_is_one_line():
+def test_paths_that_are_too_long_or_name_too_many_shards():
     with pytest.raises(ValueError, match="aaa: file name too long") as caught:
         open_reader("a" * 5000)
     assert len(str(caught.value)) < 500
-
-
-def test_no_endless_list_of_shards():
     for last in ("999999999999", "9" * 5000):
         with pytest.raises(ValueError, match="shards"):
-            find_shards("a-{0.." + last + "}.tar")
+            find_files("a-{0.." + last + "}.tar")
 
 
 def test_any_error_of_a_library_is_one_line(tmp_path):

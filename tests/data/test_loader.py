@@ -13,7 +13,7 @@ import pytest
 from dflop_jax.data import EMPTY, Loader, Sample
 from dflop_jax.data.decoder import decode
 from dflop_jax.data.loader import OversizeFilter
-from dflop_jax.data.sample import check_hook_names, fits_in
+from dflop_jax.data.sample import fits_in
 from dflop_jax.records import Load
 from tests.data.views import media_spec
 
@@ -70,9 +70,8 @@ def test_order_follows_from_seed_and_step():
 @pytest.mark.parametrize("workers, prefetch", [(1, 1), (3, 2)])
 def test_batches_come_in_order_and_resume(workers, prefetch):
     loader = Loader(Numbers(9), global_batch=4, seed=0, workers=workers, prefetch=prefetch)
-    with closing(
-        loader.batches(itertools.count(2), lambda step, samples: (step, numbers(samples.values())))
-    ) as batches:
+    batches = loader.batches(itertools.count(2), lambda step, s: (step, numbers(s.values())))
+    with closing(batches):
         got = [next(batches) for _ in range(6)]
     assert got == [(s, loader.indices(s)) for s in range(2, 8)]
     assert loader.restore(loader.state(5)) == 5
@@ -126,19 +125,9 @@ def test_only_selected_places_are_decoded():
     loader, decoded = Loader(source, global_batch=4), []
     sample = source.sample
     source.sample = lambda i: decoded.append(i) or sample(i)
-    with closing(
-        loader.batches(
-            range(2),
-            lambda _, samples: numbers(samples.values()),
-            lambda step: dict.fromkeys([step, 3]),
-        )
-    ) as batches:
-        indices = [loader.indices(s) for s in range(2)]
-        assert [next(batches), next(batches)] == [
-            [indices[0][0], indices[0][3]],
-            [indices[1][1], indices[1][3]],
-        ]
-        assert next(batches, None) is None
+    batches = loader.batches(range(2), lambda _, s: numbers(s.values()), lambda step: [step, 3])
+    indices = [loader.indices(step) for step in range(2)]
+    assert [*batches] == [[indices[k][k], indices[k][3]] for k in range(2)]
     assert len(decoded) == 4
 
 
@@ -153,12 +142,9 @@ def test_errors_of_prepare_and_unexpected_ones_reach_the_consumer():
     with pytest.raises(RuntimeError, match="packing failed"):
         next(batches)
     assert not threads()
+    failing = Loader(Numbers(1, [0], error=ZeroDivisionError), global_batch=1)
     with pytest.raises(ZeroDivisionError):
-        next(
-            Loader(Numbers(1, [0], error=ZeroDivisionError), global_batch=1).batches(
-                itertools.count(), prepare
-            )
-        )
+        next(failing.batches(itertools.count(), prepare))
     assert not threads()
 
 
@@ -171,18 +157,9 @@ def test_a_bad_sample_is_counted_named_once_and_replaced_by_the_next_no_larger(c
             wanted = [{0: 4, 3: 5}.get(i, i) for i in loader.indices(step)]
             assert numbers(samples(loader, loader.indices(step))) == wanted
     assert len(loader.replaced) == 2
-    assert sorted(r.getMessage().split(": ")[-1] for r in caplog.records) == [
-        "number 0 is broken",
-        "number 3 is broken",
-    ]
-    with closing(
-        loader.batches(itertools.count(), lambda _, samples: numbers(samples.values()))
-    ) as batches:
-        assert next(batches) == numbers(samples(loader, loader.indices(0)))
-
-
-def test_empty_when_nothing_else_fits():
-    source = Numbers(3, broken=[0], tiles=[0, 1, 1])
+    named = sorted(r.getMessage().split(": ")[-1] for r in caplog.records)
+    assert named == ["number 0 is broken", "number 3 is broken"]
+    source = Numbers(3, broken=[0], tiles=[0, 1, 1])  # where nothing else fits
     loader = Loader(source, global_batch=3, max_bad_fraction=0.5)
     assert samples(loader, loader.indices(0))[loader.indices(0).index(0)] is EMPTY
 
@@ -220,17 +197,17 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
         asked.extend(loads)
         return [k for k, load in enumerate(loads) if load.tokens("b") > 5]
 
-    plain, roomy = (
-        Loader(source, global_batch=4, oversize_filter=r)
-        for r in (None, OversizeFilter(source, beyond))
-    )
+    def loader(find_oversize, n=4, **options):
+        oversize_filter = OversizeFilter(source, find_oversize, **options)
+        return Loader(source, global_batch=n, oversize_filter=oversize_filter)
+
+    plain, roomy = Loader(source, global_batch=4), loader(beyond)
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         for step in range(6):
             drawn = plain.indices(step)
             assert roomy.indices(step) == [3 if i in (1, 2) else i for i in drawn]
-            assert [x.tokens("b") for x in roomy.loads(step)] == [
-                texts[i] + 1 for i in roomy.indices(step)
-            ]
+            tokens = [texts[i] + 1 for i in roomy.indices(step)]
+            assert [x.tokens("b") for x in roomy.loads(step)] == tokens
     lines = sorted(r.getMessage() for r in caplog.records)
     assert lines == [
         f"left out: number {k} is larger than any compiled shape holds; number 3 takes its place"
@@ -240,12 +217,9 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
     roomy.loads(5)
     assert len(asked) == n
     with pytest.raises(ValueError, match=r"number [12] is larger than .*; lower data\.max_tokens"):
-        Loader(
-            source, global_batch=6, oversize_filter=OversizeFilter(source, beyond, refuse=True)
-        ).indices(0)
-    none = OversizeFilter(source, lambda loads: list(range(len(loads))))
+        loader(beyond, 6, refuse=True).indices(0)
     with pytest.raises(ValueError, match="and so are all others; plan for this data"):
-        Loader(source, global_batch=1, oversize_filter=none).indices(0)
+        loader(lambda loads: list(range(len(loads))), 1).indices(0)
 
 
 def test_bad_samples_are_counted_over_a_resume():
@@ -254,14 +228,11 @@ def test_bad_samples_are_counted_over_a_resume():
     whole, killed = (Loader(source, global_batch=10) for _ in range(2))
 
     def run(loader, steps):
-        found = [
-            loader.replaced.bad_samples(range(step, step + 1))
-            for step in loader.batches(steps, got)
+        bad = loader.replaced.bad_samples
+        return [
+            sorted(bad(range(step, step + 1)))
+            for step in loader.batches(steps, lambda step, _: step)
         ]
-        return [sorted(places) for places in found]
-
-    def got(step, _):
-        return step
 
     rows = run(whole, range(20))
     assert run(killed, range(12)) == rows[:12]
@@ -284,12 +255,3 @@ def test_the_share_of_bad_samples_is_that_of_the_run():
     usable(19, 0, decode(source, 0))
     with pytest.raises(ValueError, match="11 of 200 samples cannot be decoded, the last is number"):
         usable(19, 10, decode(source, 10))
-
-
-@pytest.mark.parametrize("former, name", [("opened_by", "factory"), ("tail", "largest_samples")])
-def test_former_names_of_optional_attributes_are_refused(former, name):
-    source = Numbers(2)
-    check_hook_names(source)
-    setattr(source, former, None)
-    with pytest.raises(ValueError, match=f"numbers: rename its '{former}' to '{name}'"):
-        check_hook_names(source)

@@ -84,9 +84,8 @@ def test_a_made_up_modality_is_loaded(config, tmp_path, caplog):
     indices = make_loader(config, source).indices(0)
     for k, i in enumerate(indices):
         if sizes := seen[i]:
-            np.testing.assert_array_equal(
-                samples[k].fields["nose"]["values"], grains(config, *sizes)
-            )
+            values = samples[k].fields["nose"]["values"]
+            np.testing.assert_array_equal(values, grains(config, *sizes))
             n_features = sum(GRAINS * -(-n // GRAINS) for n in sizes)
             stand = samples[k].gathers["nose", "llm"].index[:, 0]
             assert (stand >= 0).sum() == samples[k].fields["llm"]["is_visual"].sum() == sum(sizes)
@@ -121,8 +120,4 @@ def test_a_form_that_is_not_there_is_one_line():
         assert "\n" not in str(caught.value)
     spec = MediaSpec.of({"nose": {"form": "tests.data.media.smells:FORM", "size": 3}}, {})
     with pytest.raises(ValueError, match=r"piece_tokens must be at least 1.*'size': 3"):
-        open_data_of(spec)
-
-
-def open_data_of(spec):
-    return make_source(DataConfig(), spec)
+        make_source(DataConfig(), spec)

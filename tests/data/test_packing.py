@@ -22,6 +22,14 @@ def nested(case, group):
     return rows_of(group, case.plan.layout.data_ranks(group.module))
 
 
+def rows_at(case, group):
+    """((microbatch, row over all ranks), pieces) of every row."""
+    for m, microbatch in enumerate(nested(case, group)):
+        for r, rank in enumerate(microbatch):
+            for k, row in enumerate(rank):
+                yield (m, r * group.shape.rows + k), row
+
+
 def naive_fields(case, group):
     """Every field of a group, written token by token."""
     g = case.schedule.groups[group]
@@ -35,27 +43,24 @@ def naive_fields(case, group):
         if BLOCKS[g.module].loss:
             made["weights"] = np.zeros((*rows, g.shape.tokens), np.float32)
     used = 0
-    for m, microbatch in enumerate(nested(case, g)):
-        for r, rank in enumerate(microbatch):
-            for k, row in enumerate(rank):
-                at, t = (m, r * g.shape.rows + k), 0
-                for segment, piece in enumerate(row, 1):
-                    s, order = pieces[piece]
-                    x, lengths = case.samples[s], case.samples[s].load.lengths(g.module)
-                    length = lengths[order] if order < len(lengths) else 0
-                    before = sum(lengths[:order])
-                    used += length
-                    for j in range(length if g.module != "a" else 0):
-                        made["token"][at][t + j] = x.fields[g.module]["token"][before + j]
-                        made["segment_ids"][at][t + j] = segment
-                        made["positions"][at][t + j] = j
-                        if "weights" in made:
-                            weights = x.fields[g.module]["weights"]
-                            made["weights"][at][t + j] = weights[before + j]
-                    if g.module == "a" and length:
-                        for name in made:
-                            made[name][at] = x.fields["a"][name][order]
-                    t += case.loads[s].lengths(g.module)[order]
+    for at, row in rows_at(case, g):
+        t = 0
+        for segment, piece in enumerate(row, 1):
+            s, order = pieces[piece]
+            x, lengths = case.samples[s], case.samples[s].load.lengths(g.module)
+            length = lengths[order] if order < len(lengths) else 0
+            before = sum(lengths[:order])
+            used += length
+            for j in range(length if g.module != "a" else 0):
+                made["token"][at][t + j] = x.fields[g.module]["token"][before + j]
+                made["segment_ids"][at][t + j] = segment
+                made["positions"][at][t + j] = j
+                if "weights" in made:
+                    made["weights"][at][t + j] = x.fields[g.module]["weights"][before + j]
+            if g.module == "a" and length:
+                for name in made:
+                    made[name][at] = x.fields["a"][name][order]
+            t += case.loads[s].lengths(g.module)[order]
     return made, used
 
 
@@ -67,20 +72,17 @@ def owners(case, source):
         if g.module != source:
             continue
         per_row = features_of(source, g.shape.tokens)
-        for m, microbatch in enumerate(nested(case, g)):
-            for r, rank in enumerate(microbatch):
-                for k, row in enumerate(rank):
-                    t = 0
-                    for piece in row:
-                        s, order = pieces[piece]
-                        real = case.samples[s].load.lengths(source)
-                        features = [features_of(source, n) for n in (*real, 0)]
-                        begin = sum(features[:order])
-                        for j in range(features[order] if order < len(real) else 0):
-                            inside = 0 if source == "a" else t * per_row // g.shape.tokens
-                            flat = (r * g.shape.rows + k) * per_row + inside + j
-                            found[i, m, flat] = (s, begin + j)
-                        t += case.loads[s].lengths(source)[order]
+        for (m, r), row in rows_at(case, g):
+            t = 0
+            for piece in row:
+                s, order = pieces[piece]
+                real = case.samples[s].load.lengths(source)
+                features = [features_of(source, n) for n in (*real, 0)]
+                begin = sum(features[:order])
+                for j in range(features[order] if order < len(real) else 0):
+                    inside = 0 if source == "a" else t * per_row // g.shape.tokens
+                    found[i, m, r * per_row + inside + j] = (s, begin + j)
+                t += case.loads[s].lengths(source)[order]
     return found
 
 
@@ -91,28 +93,26 @@ def check_places(case, group, packed):
     for edge in (e for e in EDGES if e.target == g.module):
         whose, feeders = owners(case, edge.source), case.schedule.fed_by(group, edge.source)
         left = {f: packed.gathers[f][0].copy() for f in feeders}
-        for m, microbatch in enumerate(nested(case, g)):
-            for r, rank in enumerate(microbatch):
-                for k, row in enumerate(rank):
-                    at, t = (m, r * g.shape.rows + k), 0
-                    for piece in row:
-                        s, order = pieces[piece]
-                        real = case.samples[s].load.lengths(g.module)
-                        joins = case.samples[s].gathers.get((edge.source, edge.target))
-                        before = sum(real[:order])
-                        for j in range(real[order] if joins and order < len(real) else 0):
-                            for c in range(edge.sources):
-                                wanted = joins.index[before + j, c]
-                                here = [f for f in feeders if left[f][at][t + j, c] >= 0]
-                                assert len(here) == (wanted >= 0)
-                                for f in here:
-                                    flat = int(left[f][at][t + j, c])
-                                    assert whose[f, m, flat] == (s, wanted)
-                                    left[f][at][t + j, c] = -1
-                                    if edge.sources > 1:
-                                        weight = packed.gathers[f][1][at][t + j, c]
-                                        assert weight == joins.weight[before + j, c]
-                        t += case.loads[s].lengths(g.module)[order]
+        for at, row in rows_at(case, g):
+            t = 0
+            for piece in row:
+                s, order = pieces[piece]
+                real = case.samples[s].load.lengths(g.module)
+                joins = case.samples[s].gathers.get((edge.source, edge.target))
+                before = sum(real[:order])
+                for j in range(real[order] if joins and order < len(real) else 0):
+                    for c in range(edge.sources):
+                        wanted = joins.index[before + j, c]
+                        here = [f for f in feeders if left[f][at][t + j, c] >= 0]
+                        assert len(here) == (wanted >= 0)
+                        for f in here:
+                            flat = int(left[f][at][t + j, c])
+                            assert whose[f, at[0], flat] == (s, wanted)
+                            left[f][at][t + j, c] = -1
+                            if edge.sources > 1:
+                                weight = packed.gathers[f][1][at][t + j, c]
+                                assert weight == joins.weight[before + j, c]
+                t += case.loads[s].lengths(g.module)[order]
         for f in feeders:
             assert (left[f] == -1).all()
             check_reads(case, case.schedule.groups[f], g, packed, f)
@@ -197,13 +197,8 @@ def test_numbers_of_tokens_follow_from_the_sample_and_the_place_in_it(seed, draw
         numbers, want = packed.fields["seeds"], np.zeros_like(packed.fields["seeds"])
         assert numbers.dtype == np.uint32
         pieces = piece_positions(case.loads, g.module)
-        for (m, r, k), row in (
-            ((m, r, k), row)
-            for m, ranks in enumerate(nested(case, g))
-            for r, rank in enumerate(ranks)
-            for k, row in enumerate(rank)
-        ):
-            t, at = 0, (m, r * g.shape.rows + k)
+        for at, row in rows_at(case, g):
+            t = 0
             for piece in row:
                 s, order = pieces[piece]
                 lengths = case.samples[s].load.lengths(g.module)
@@ -260,12 +255,10 @@ def test_the_parts_of_processes_make_the_whole(seed):
 def test_own_samples_are_those_of_the_ranks(seed):
     case = random_case(np.random.default_rng(seed), ranks=dict.fromkeys(BLOCKS, 3))
     nobody = dict.fromkeys(BLOCKS, ())
-    assert (
-        local_samples(case.plan.layout, case.schedule, case.loads, LocalRanks(nobody, nobody)) == []
-    )
+    arguments = case.plan.layout, case.schedule, case.loads
+    assert local_samples(*arguments, LocalRanks(nobody, nobody)) == []
     for module in BLOCKS:
-        own = local_samples(case.plan.layout, case.schedule, case.loads,
-                          LocalRanks({**nobody, module: {1}}, nobody))  # fmt: skip
+        own = local_samples(*arguments, LocalRanks({**nobody, module: {1}}, nobody))
         first = first_piece_numbers(case.loads, module)
         assert own == sorted({
             s for g in case.schedule.groups if g.module == module for mb in nested(case, g)
@@ -289,18 +282,12 @@ def test_an_empty_row_and_a_sample_that_nothing_replaces(row, loads):
     assert not any(a.any() for a in packed.fields.values())
 
 
-def sample_of(n, **more):
-    return Sample({"c": {"token": np.arange(n), **more}}, {}, Load({"c": (n,)}))
-
-
-def test_a_sample_without_a_field_is_named():
-    bare = Sample({}, {}, Load({"c": (3,)}))
+def test_positions_of_samples_stay_and_a_sample_without_a_field_is_named():
+    load = Load({"c": (3,)})
+    fields = {"token": np.arange(3), "positions": np.array([4, 9, 2])}
     with pytest.raises(ValueError, match="no token for module 'c'"):
-        pack_row((0,), 5, [bare], [bare.load])
-
-
-def test_positions_of_samples_stay():
-    packed = pack_row((0,), 5, [sample_of(3, positions=np.array([4, 9, 2]))], [Load({"c": (3,)})])
+        pack_row((0,), 5, [Sample({}, {}, load)], [load])
+    packed = pack_row((0,), 5, [Sample({"c": fields}, {}, load)], [load])
     assert packed.fields["positions"].tolist() == [[[4, 9, 2, 0, 0]]]
 
 

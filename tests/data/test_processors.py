@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
+from dflop_jax.data.datasets.index_build import LocalRowReader
 from dflop_jax.data.datasets.mixture import MixtureEntry
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, open_readers
-from dflop_jax.data.datasets.row_reader import LocalRowReader
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
@@ -59,20 +59,17 @@ def published(monkeypatch):
             return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
 
         def llava_onevision(self, folder):
+            images = image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil()
             return processing_llava_onevision.LlavaOnevisionProcessor(
-                image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil(),
-                self.tokenizer(folder),
-                None,
-                num_image_tokens=729,
+                images, self.tokenizer(folder), None, num_image_tokens=729,
                 vision_feature_select_strategy="full",
-            )
+            )  # fmt: skip
 
         def internvl(self, folder):
             images = image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
-                size={"height": 448, "width": 448},
-                image_mean=list(IMAGENET_MEAN),
+                size={"height": 448, "width": 448}, image_mean=list(IMAGENET_MEAN),
                 image_std=list(IMAGENET_STD),
-            )
+            )  # fmt: skip
             return processing_internvl.InternVLProcessor(images, self.tokenizer(folder), None)
 
         qwen2_audio_template = (
@@ -160,11 +157,8 @@ def test_internvl_clips(tmp_path, published):
         text = rendered(processor.tokenizer, record, "video").replace("<video>", clip)
         assert len(tiles(sample)) > 1
         assert tokens(sample).tolist() == processor.tokenizer(text)["input_ids"]
-        assert (
-            from_pictures(sample).sum()
-            == 256 * len(tiles(sample))
-            == ((tokens(sample) == chat.media_id("image")).sum())
-        )
+        n_placeholders = (tokens(sample) == chat.media_id("image")).sum()
+        assert from_pictures(sample).sum() == 256 * len(tiles(sample)) == n_placeholders
 
 
 def test_qwen2_audio(tmp_path, published):

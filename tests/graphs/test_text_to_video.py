@@ -14,7 +14,7 @@ from dflop_jax.cli import main
 from dflop_jax.config import CheckpointConfig
 from dflop_jax.contract import edges_of, with_adapter
 from dflop_jax.data.datasets import clips
-from dflop_jax.data.datasets.moving_scenes import MovingScenes, latents_of
+from dflop_jax.data.datasets.clip_lists import draw_clips, frames_of
 from dflop_jax.generate.clip import write_clip
 from dflop_jax.records import (
     Bucket,
@@ -149,8 +149,9 @@ def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
 
 
 def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
-    frames = MovingScenes(4, 0, "train", 48).frames(1)
-    strip, moving = write_clip(tmp_path, latents_of(frames, 4), embedded=True)[1:]
+    latents = draw_clips("", 4, 0, "train", 48)[1].read()
+    frames = frames_of(latents, 4)
+    strip, moving = write_clip(tmp_path, latents, embedded=True)[1:]
     side = frames.shape[1]
     with Image.open(strip) as image:
         pixels = np.asarray(image)[:: image.height // side, :: image.height // side]

@@ -1,5 +1,4 @@
-"""Bytes of a medium: a whole file, a part of one (a member of a tar shard), or in memory; and the
-folders that its file may lie in."""
+"""Bytes of a medium (a file, a member of a tar shard, or in memory), and folders of media."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class Blob:
         return f"{self.path}:{self.name}"
 
     def read(self) -> bytes:
-        """All bytes of a record; ValueError when they are too many, OSError when the file is
-        shorter than it was."""
+        """Return all bytes; ValueError: too many for a record, OSError: the file ends before."""
         if not 0 <= self.size_bytes <= MAX_RECORD_BYTES:
             raise ValueError(f"{self.size_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}")
         with self.path.open("rb") as file:
@@ -56,8 +54,8 @@ def open_media(source: MediaFile) -> BinaryIO:
     if isinstance(source, Path):
         return source.open("rb")
     if isinstance(source, Embedded):
-        raw: io.RawIOBase = cast(io.RawIOBase, io.BytesIO(source.data))
-        return cast(BinaryIO, io.BufferedReader(raw))  # whose name in messages has no address
+        # A BytesIO alone would have an address as its name in messages.
+        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, io.BytesIO(source.data))))
     return cast(BinaryIO, io.BufferedReader(_Section(source)))
 
 
@@ -74,15 +72,12 @@ class _Section(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._blob.size_bytes}
-        if start[whence] + offset < 0:
+        position = offset + (0, self._position, self._blob.size_bytes)[whence]
+        if position < 0:
             raise OSError(f"{self._blob}: seek before its start")
-        self._position = start[whence] + offset
-        return self._position
+        self._position = position
+        return position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         n_left = max(0, self._blob.size_bytes - self._position)
@@ -109,11 +104,11 @@ class MediaRoots:
         self._real_roots = [r.resolve() for r in self._roots]
 
     def resolve(self, name: str) -> Path:
-        """Return the file of a name. ValueError: it is missing (the cause is a `MissingFile`), or
-        outside the folders."""
-        candidates = [root / name for root in self._roots]
+        """Return the file of a name. ValueError: outside, or missing (by a `MissingFile`)."""
         inside = [
-            p for p in candidates if any(p.resolve().is_relative_to(r) for r in self._real_roots)
+            path
+            for path in (root / name for root in self._roots)
+            if any(path.resolve().is_relative_to(root) for root in self._real_roots)
         ]
         if not inside:
             roots = ", ".join(map(str, self._roots))

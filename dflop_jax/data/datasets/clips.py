@@ -6,7 +6,7 @@ the same in every run, on every process, under every schedule, and after a resta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,7 @@ import numpy as np
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.build import open_tokenizer
-from dflop_jax.data.datasets.clip_files import ClipFiles
-from dflop_jax.data.datasets.moving_scenes import MovingScenes
+from dflop_jax.data.datasets.clip_lists import Clip, draw_clips, list_files
 from dflop_jax.data.datasets.record_parser import short_digest
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE
@@ -28,34 +27,21 @@ from dflop_jax.records import Load
 GENERATOR = "generator"
 MAX_TIME = 1000.0  # what a generator reads for pure noise
 Grid = tuple[int, int, int]
-Clips = ClipFiles | MovingScenes
 
 
 @dataclass(frozen=True)
 class ClipFormat:
-    """What a generator asks of clips: `preprocessing["generator"]` of its model.
+    """What a generator asks of clips: `preprocessing["generator"]` of its model."""
 
-    Attributes:
-      channels: of latents [channels, time, rows, columns].
-      patch: latents along time, rows and columns that one token holds.
-      shift: how far times are moved to noise.
-      time_tokens: tokens that a clip's time takes, whose roles are 1 and on.
-      text, clip: roles of tokens of text and of patches.
-    """
-
-    channels: int
-    patch: Grid
-    shift: float
-    time_tokens: int
-    text: int
-    clip: int
+    channels: int  # of latents [channels, time, rows, columns]
+    patch: Grid  # latents along time, rows and columns that one token holds
+    shift: float  # how far times are moved to noise
+    time_tokens: int  # tokens that a clip's time takes, whose roles are 1 and on
+    text: int  # role of tokens of text
+    clip: int  # role of tokens of patches
 
     def grid(self, shape: tuple[int, ...]) -> Grid:
-        """Patches along time, rows and columns of latents of a shape.
-
-        Raises:
-          ValueError: the patches do not cut it evenly, or other channels.
-        """
+        """Return the patches along time, rows and columns; ValueError: another shape is needed."""
         fits = len(shape) == 4 and shape[0] == self.channels and min(shape) >= 1
         if not fits or any(n % p for n, p in zip(shape[1:], self.patch)):
             p = self.patch
@@ -67,8 +53,7 @@ class ClipFormat:
         return t, h, w
 
     def patches(self, latents: np.ndarray) -> np.ndarray:
-        """Patches [n, values] in order of time, row, column, of latents; values are in order of
-        time, row, column, channel."""
+        """Patches [n, values] by time, row, column; values by time, row, column, channel."""
         t, h, w = self.grid(latents.shape)
         a, b, c = self.patch
         split = latents.reshape(self.channels, t, a, h, b, w, c)
@@ -105,22 +90,17 @@ class ClipFormat:
 
 def clip_format_of(model: Any) -> ClipFormat:
     """What a model asks of clips; ValueError if it takes none."""
-    facts: Mapping[str, Any] | None = model.preprocessing.get(GENERATOR)
-    if facts is None:
+    if GENERATOR not in model.preprocessing:
         raise ValueError(
             f"a {type(model).__name__} generates no clips; choose model.factory=models.wan:build"
         )
-    return ClipFormat(**facts)
+    return ClipFormat(**model.preprocessing[GENERATOR])
 
 
 def caption_ids(
     caption: str, tokenizer: Tokenizer | ChatTokenizer, limits: Limits, label: str
 ) -> np.ndarray:
-    """Tokens of a caption and its end, int32, cut to `limits.max_tokens`.
-
-    Raises:
-      ValueError: it is empty, or longer and `limits.oversize` is "error".
-    """
+    """Return the tokens of a caption and its end, int32, cut to `limits.max_tokens` or refused."""
     if not caption.strip():
         raise ValueError(f"{label}: no caption; say what the clip shows")
     end = [tokenizer.im_end_id] if tokenizer.im_end_id >= 0 else []
@@ -159,18 +139,16 @@ def clip_sample(
 
 
 class ClipSource:
-    """Clips as samples. `sample(i + k n)`, n clips, is clip i with the time and noise of its
-    epoch k; its load is the same in all.
-
-    Raises:
-      ValueError: a clip without caption, or with latents that the model cannot take.
-    """
+    """Clips as samples. `sample(i + k n)`, n clips, is clip i with the time and noise of its epoch
+    k; its load is the same in all. ValueError: a clip without caption, or with latents that the
+    model cannot take."""
 
     varies = True  # see `dflop_jax.data.loader`
 
     def __init__(
         self,
-        clips: Clips,
+        name: str,
+        clips: Sequence[Clip],
         clip_format: ClipFormat,
         tokenizer: Tokenizer | ChatTokenizer,
         limits: Limits,
@@ -178,64 +156,60 @@ class ClipSource:
         seed: int,
         split: str,
     ) -> None:
-        if split not in STREAMS:
-            raise ValueError(f"split {split!r} is not train or eval")
-        self.name = clips.name
-        self._clips, self._form, self._key = clips, clip_format, (seed, STREAMS[split])
-        self._ids: list[np.ndarray] = []
+        self.name = name
+        self._clips, self._format, self._key = clips, clip_format, (seed, STREAMS[split])
+        self.digest = short_digest(msgspec.json.encode([(c.caption, c.shape) for c in clips]))
+        self._ids = [caption_ids(c.caption, tokenizer, limits, c.label) for c in clips]
         self._grids: list[Grid] = []
-        described = [(clips.caption(i), clips.shape(i)) for i in range(len(clips))]
-        self.digest = short_digest(msgspec.json.encode(described))
-        for i, (caption, shape) in enumerate(described):
-            label = clips.label(i)
-            self._ids.append(caption_ids(caption, tokenizer, limits, label))
+        for clip in clips:
             try:
-                self._grids.append(clip_format.grid(shape))
+                self._grids.append(clip_format.grid(clip.shape))
             except ValueError as e:
-                raise ValueError(f"{label}: {e}") from None
+                raise ValueError(f"{clip.label}: {e}") from None
 
     def __len__(self) -> int:
         return len(self._clips)
 
     def label(self, index: int) -> str:
-        return self._clips.label(index % len(self))
+        return self._clips[index % len(self)].label
 
     def load(self, index: int) -> Load:
         n_text, grid = len(self._ids[index % len(self)]), self._grids[index % len(self)]
-        return Load({TEXT_MODULE: (n_text,), GENERATOR: (self._form.tokens(n_text, grid),)})
+        return Load({TEXT_MODULE: (n_text,), GENERATOR: (self._format.tokens(n_text, grid),)})
 
     def sample(self, index: int) -> Sample:
         epoch, clip = divmod(index, len(self))
-        clip_format, ids, grid = self._form, self._ids[clip], self._grids[clip]
-        clean = clip_format.patches(self._clips.latents(clip))
+        clean = self._format.patches(self._clips[clip].read())
         rng = np.random.default_rng((*self._key, clip, epoch))
-        noise_level = clip_format.noise_level(rng.random())
+        noise_level = self._format.noise_level(rng.random())
         noise = rng.standard_normal(clean.shape, np.float32)
-        return clip_sample(clip_format, ids, grid, clean, noise, noise_level)
+        ids, grid = self._ids[clip], self._grids[clip]
+        return clip_sample(self._format, ids, grid, clean, noise, noise_level)
 
 
 def make_clip_source(
     config: DataConfig, model: Any, split: str, *, shuffled: bool = False
 ) -> ClipSource:
-    """The clips that `config.path` lists, or `config.n_samples` moving scenes if it is empty.
-
-    Raises:
-      ValueError: a list, file or caption that cannot be read or that the model cannot take.
-    """
+    """Return the clips that `config.path` lists, or `config.n_samples` moving scenes if it is
+    empty; `shuffled` gives each the caption of another. ValueError: a list, file or caption that
+    cannot be read or that the model cannot take."""
     clip_format = clip_format_of(model)
     tokenizer = open_tokenizer(config.tokenizer, model.vocab_size)
     n, seed = config.n_samples, config.seed
-    clips: Clips
     if config.path:
-        clips = ClipFiles(config.path, config.root, split)
+        name = config.path if split == "train" else f"{config.path} ({split})"
+        clips = list_files(config.path, config.root, split)
     else:
-        clips = MovingScenes(n, seed, split, clip_format.channels, shuffled=shuffled)
-    return ClipSource(clips, clip_format, tokenizer, Limits.of(config), seed=seed, split=split)
+        name = f"moving scenes(n={n}, seed={seed}, {split})"
+        clips = draw_clips(name, n, seed, split, clip_format.channels)
+    if shuffled:
+        n_rolled = max(1, n // 2)
+        others = clips[n_rolled:] + clips[:n_rolled]
+        clips = [c._replace(caption=other.caption) for c, other in zip(clips, others)]
+    limits = Limits.of(config)
+    return ClipSource(name, clips, clip_format, tokenizer, limits, seed=seed, split=split)
 
 
 def make_shuffled(config: DataConfig, model: Any, split: str) -> ClipSource:
-    """Moving scenes with each other's captions, which then say nothing: a control experiment, by
-    `data.factory`."""
-    if config.path:
-        raise ValueError("data.path: captions are shuffled of the embedded clips only; empty it")
+    """Return clips with captions of others, a control experiment by `data.factory`."""
     return make_clip_source(config, model, split, shuffled=True)

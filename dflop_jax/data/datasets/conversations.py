@@ -1,75 +1,120 @@
-"""Conversations of records as (role, text) turns with a tag for each medium.
-
-A record has LLaVA's "conversations" of {from, value}, or "messages" (roles with text or a list of
-typed parts).
-"""
+"""Conversations of records as (role, text) turns with a tag for each medium: LLaVA's
+"conversations" of {from, value}, or "messages" (roles with text or a list of typed parts)."""
 
 from __future__ import annotations
 
+import ast
 import base64
 import binascii
-from collections.abc import Collection, Mapping
+import re
+import string
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dflop_jax.data.bounds import MAX_TURNS, parse_json
+from dflop_jax.data.bounds import MAX_PARTS, parse_json
 from dflop_jax.data.media.kind import Kinds, tag_of
-from dflop_jax.data.text.tokenize import (
-    BREAK,
-    LOSS_SWITCHES,
-    ROLES,
-    WEIGHT_FIELD,
-    TemplateFields,
-    answer_weights,
-    escape_tags,
-)
+from dflop_jax.data.text import tokenize
+from dflop_jax.data.text.tokenize import ROLES, TemplateFields
 
 CONVERSATION_FIELDS = ("conversations", "messages")
 SYSTEM_FIELD = "system"  # of a record whose conversation has no system turn
 OPTIONS_FIELD = "chat_template_kwargs"  # further variables of the template
 VARIABLE_FIELDS = ("tools", "documents", "enable_thinking")
+TEMPLATE_FIELDS = (SYSTEM_FIELD, OPTIONS_FIELD, *VARIABLE_FIELDS)
 # The roles that may speak before a role; "" at the beginning.
 PREVIOUS_ROLES = {"human": ("", "gpt"), "gpt": ("human", "tool"), "tool": ("gpt", "tool")}
 SPEAKERS = {name: role for role, name in ROLES.items()} | {role: role for role in ROLES}
-# Fields of a message that are not passed on to the template.
-MESSAGE_FIELDS = {"role", "content", WEIGHT_FIELD, *LOSS_SWITCHES}
+# Fields of a message or turn that are not passed on to the template.
+MESSAGE_FIELDS = {"role", "content", tokenize.WEIGHT_FIELD, *tokenize.LOSS_SWITCHES}
+TURN_FIELDS = MESSAGE_FIELDS | {"from", "value"}
+QUESTION, ANSWERS, CHOICES = "question", "answers", "choices"
+TEXT_FIELDS = (*CONVERSATION_FIELDS, QUESTION)
+# Fields of questions, and the names that public sets give them.
+SPELLINGS = {
+    QUESTION: (QUESTION, "query", "prompt"),
+    ANSWERS: (ANSWERS, "answer", "label", "completion", "response"),
+    CHOICES: (CHOICES, "options"),
+}
+MAX_NUMBERED_MEDIA = 9  # media that stand in columns of their own, image_1 and on
+LETTERS = string.ascii_uppercase
+BY_LETTER = "Answer with the letter of the right choice."
+_NUMBERED_TAG = re.compile(r"<(\w+)[ _](\d+)>")
 Turns = tuple[tuple[str, str], ...]
 
 
+class Tag(NamedTuple):
+    """What spells the place of a medium of a kind in a text."""
+
+    kind: str
+    may_be_text: bool  # in an answer or a typed part of text, where no medium may belong to it
+    medium: Any = None  # that its part names (a path, bytes, or {"bytes", "path"})
+    keys: Mapping[str, Any] = MappingProxyType({})  # the other fields of its part
+
+
 class Conversation(NamedTuple):
-    """(role, text) turns, where a tag stands for each medium.
-
-    Attributes:
-      media: media that parts name themselves (a path, bytes, or {"bytes", "path"}), by the number
-        of their tag among all tags.
-      keys: the other fields of those parts, by the same number.
-      tags_in_text: numbers of the tags in typed parts of text.
-      unread: keys of such parts that are not read.
-    """
-
     turns: Turns
-    media: Mapping[int, Any] = MappingProxyType({})
-    keys: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
-    tags_in_text: frozenset[int] = frozenset()
-    unread: frozenset[str] = frozenset()
+    tags: Sequence[Tag]  # in the turns, in order
+    weights: tuple[float, ...] = ()  # of the answers' losses, () where all are 1
+    template_fields: TemplateFields = tokenize.NO_FIELDS
+    unread: frozenset[str] = frozenset()  # keys of typed parts of text that are not read
 
 
-def parse_messages(raw: Any, kinds: tuple[str, ...]) -> Conversation:
-    """Return the conversation of messages.
+def parse_conversation(
+    fields: Mapping[str, Any], kinds: Kinds, question: Turns = ()
+) -> Conversation:
+    """Return the conversation of a record, or of its `question`, given as turns."""
+    turns, unread = question, frozenset[str]()
+    raw: Any = [{}] * len(question)
+    tags: list[Tag] | None = None
+    if not question:
+        field = next((name for name in CONVERSATION_FIELDS if fields.get(name)), "")
+        raw = _parse_json_column(fields.get(field))
+        by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
+        if by_column and field != "messages":
+            raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
+        if not isinstance(raw, list) or not raw:
+            raise ValueError("no conversations or messages")
+        if len(raw) > MAX_PARTS:
+            raise ValueError(f"more than {MAX_PARTS} turns in one record")
+        if field == "messages":
+            turns, tags, unread = _parse_messages(raw, kinds)
+        else:
+            turns = _parse_llava_turns(raw)
+    if tags is None:
+        tags = [Tag(k, role == "gpt") for role, text in turns for k in tag_of(kinds).findall(text)]
+    if any(tokenize.BREAK in text for _, text in turns):
+        raise ValueError("text holds U+FDD2, which is no character")
+    if system := fields.get(SYSTEM_FIELD):
+        if not isinstance(system, str):
+            raise ValueError(f"its {SYSTEM_FIELD} is {system!r:.50}, not text")
+        if turns[0][0] == "system":
+            raise ValueError("it has a system field and a system turn; leave one out")
+        plain = tokenize.escape_tags(system, (kind.name for kind in kinds))
+        turns, raw = (("system", plain), *turns), [{}, *raw]
+    _check_roles([role for role, _ in turns])
+    own_fields = [MESSAGE_FIELDS if "role" in turn else TURN_FIELDS for turn in raw]
+    messages = tuple(drop_keys(turn, *own) for turn, own in zip(raw, own_fields))
+    for (role, text), message in zip(turns, messages, strict=True):
+        is_empty = not tag_of(kinds).sub("", text).strip()
+        if role == "gpt" and is_empty and not message.get("tool_calls"):
+            raise ValueError("an answer is empty")
+    roles = [role for role, _ in turns]
+    weights = tokenize.answer_weights(raw, roles, fields.get(tokenize.WEIGHT_FIELD))
+    template_fields = TemplateFields(messages if any(messages) else (), _template_variables(fields))
+    return Conversation(turns, tags, weights, template_fields, unread)
+
+
+def _parse_messages(raw: Sequence[Any], kinds: Kinds) -> tuple[Turns, list[Tag], frozenset[str]]:
+    """Return turns, tags and unread keys of messages; ValueError: one of another form.
 
     A part is {"type": "text", "text": ...} or {"type": KIND} with the medium under its kind, "path"
     or "url"; without a medium it stands for the next one of the record's own field.
-
-    Raises:
-      ValueError: a message or part of another form.
     """
     turns: list[tuple[str, str]] = []
-    media: dict[int, Any] = {}
-    keys: dict[int, Mapping[str, Any]] = {}
-    tags_in_text: set[int] = set()
+    tags: list[Tag] = []
     unread: set[str] = set()
-    n_tags = 0
     for k, message in enumerate(raw):
         if not isinstance(message, dict):
             raise ValueError(f"message {k} is not {{role, content}}")
@@ -81,51 +126,37 @@ def parse_messages(raw: Any, kinds: tuple[str, ...]) -> Conversation:
             content = ""  # an answer may be calls alone
         elif not content or not isinstance(content, str | list):
             raise ValueError(f"message {k} (of {role}) has no content")
-        texts = []
-        for content_part in [content] if isinstance(content, str) else content:
-            text, medium, extra_keys = _parse_content_part(content_part, kinds, k)
-            n_part_tags = _count_tags(text, kinds)
-            if isinstance(content_part, dict) and content_part.get("type") == "text":
-                tags_in_text.update(range(n_tags, n_tags + n_part_tags))
-                unread |= extra_keys.keys()
-            elif extra_keys:
-                keys[n_tags] = extra_keys
-            if medium is not None:
-                media[n_tags] = medium
-            n_tags += n_part_tags
-            texts.append(text)
-        message_text = "".join(texts)
-        if _count_tags(message_text, kinds) != sum(_count_tags(text, kinds) for text in texts):
+        message_text, n_before = "", len(tags)
+        for part in [content] if isinstance(content, str) else content:
+            text, medium, keys = _parse_part(part, tuple(kind.name for kind in kinds), k)
+            if is_typed_text := isinstance(part, dict) and part["type"] == "text":
+                unread |= keys.keys()
+                keys = {}
+            may_be_text = is_typed_text or SPEAKERS[role] == "gpt"
+            for kind in tag_of(kinds).findall(text):
+                tags.append(Tag(kind, may_be_text, medium, keys))
+            message_text += text
+        if len(tag_of(kinds).findall(message_text)) != len(tags) - n_before:
             raise ValueError(f"message {k} spells a tag across its parts")
         turns.append((SPEAKERS[role], message_text))
-    return Conversation(tuple(turns), media, keys, frozenset(tags_in_text), frozenset(unread))
+    return tuple(turns), tags, frozenset(unread)
 
 
-def _count_tags(text: str, kinds: tuple[str, ...]) -> int:
-    return sum(text.count(f"<{kind}>") for kind in kinds)
-
-
-def _parse_content_part(
-    content_part: Any, kinds: tuple[str, ...], message: int
-) -> tuple[str, Any, dict[str, Any]]:
-    """Return (text or tag, own medium or None, extra keys) of a part."""
-    if isinstance(content_part, str):
-        return content_part, None, {}
-    kind = content_part.get("type") if isinstance(content_part, dict) else None
-    if kind == "text" and isinstance(content_part.get("text"), str):
-        return content_part["text"], None, drop_keys(content_part, "type", "text")
+def _parse_part(part: Any, kinds: tuple[str, ...], message: int) -> tuple[str, Any, dict[str, Any]]:
+    """Return (text or tag, own medium or None, extra keys) of a part of a message."""
+    if isinstance(part, str):
+        return part, None, {}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"], None, drop_keys(part, "type", "text")
     kind = kind.removesuffix("_url") if isinstance(kind, str) else kind
     if kind not in kinds:
         raise ValueError(
-            f"message {message} has a part {content_part!r:.80}, not a text, {', '.join(kinds)}"
+            f"message {message} has a part {part!r:.80}, not a text, {', '.join(kinds)}"
         )
     keys = (kind, f"{kind}_url", "path", "url")
-    extra_keys = drop_keys(content_part, "type", "text", *keys)
-    return (
-        f"<{kind}>",
-        next(filter(None, (_medium_source(content_part.get(key)) for key in keys)), None),
-        extra_keys,
-    )
+    medium = next(filter(None, (_medium_source(part.get(key)) for key in keys)), None)
+    return f"<{kind}>", medium, drop_keys(part, "type", "text", *keys)
 
 
 def drop_keys(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -134,8 +165,7 @@ def drop_keys(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _medium_source(value: Any) -> Any:
-    """Return the path or bytes that a part names; None where its fields are empty, as tables fill
-    in missing ones."""
+    """Return the path or bytes that a part names; None where its fields are empty, as in tables."""
     if isinstance(value, Mapping) and value.get("url"):
         value = value["url"]
     if isinstance(value, Mapping):
@@ -152,126 +182,7 @@ def _medium_source(value: Any) -> Any:
     return value.removeprefix("file://")
 
 
-def parse_turns(
-    fields: Mapping[str, Any], kinds: Kinds, question: Turns
-) -> tuple[Conversation, tuple[float, ...], TemplateFields]:
-    """Return the conversation of a record, its answers' weights, and its template's fields.
-
-    Args:
-      question: the turns of a record that has a question instead; () for others.
-
-    Raises:
-      ValueError: no conversation, or roles, texts or weights that cannot be.
-    """
-    raw: Any = [{}] * len(question)
-    if question:
-        conversation = Conversation(question)
-    else:
-        field = next((name for name in CONVERSATION_FIELDS if fields.get(name)), "")
-        raw = _parse_json_column(fields.get(field))
-        by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
-        if by_column and field != "messages":
-            raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
-        if not isinstance(raw, list) or not raw:
-            raise ValueError("no conversations or messages")
-        if len(raw) > MAX_TURNS:
-            raise ValueError(f"more than {MAX_TURNS} turns in one record")
-        if field == "messages":
-            conversation = parse_messages(raw, tuple(kind.name for kind in kinds))
-        else:
-            conversation = Conversation(_parse_llava_turns(raw))
-    turns = conversation.turns
-    if any(BREAK in text for _, text in turns):
-        raise ValueError("text holds U+FDD2, which is no character")
-    if system := fields.get(SYSTEM_FIELD):
-        if not isinstance(system, str):
-            raise ValueError(f"its {SYSTEM_FIELD} is {system!r:.50}, not text")
-        if turns[0][0] == "system":
-            raise ValueError("it has a system field and a system turn; leave one out")
-        plain = escape_tags(system, (kind.name for kind in kinds))
-        turns, raw = (("system", plain), *turns), [{}, *raw]
-    roles = [role for role, _ in turns]
-    spoken_roles = roles[roles[0] == "system" :]
-    if not spoken_roles or spoken_roles[0] != "human":
-        first = spoken_roles[0] if spoken_roles else "system only"
-        raise ValueError(f"the first turn is by {first}, not human")
-    steps = pairwise(["", *spoken_roles])
-    if roles[-1] != "gpt" or any(a not in PREVIOUS_ROLES.get(b, ()) for a, b in steps):
-        raise ValueError("turns do not alternate human, gpt up to an answer")
-    messages = tuple(_template_fields(turn) for turn in raw)
-    for (role, text), message in zip(turns, messages, strict=True):
-        is_empty = not tag_of(kinds).sub("", text).strip()
-        if role == "gpt" and is_empty and not message.get("tool_calls"):
-            raise ValueError("an answer is empty")
-    weights = answer_weights(raw, roles, fields.get(WEIGHT_FIELD))
-    template_fields = TemplateFields(messages if any(messages) else (), _template_variables(fields))
-    return conversation._replace(turns=turns), weights, template_fields
-
-
-def _template_fields(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a turn that are passed on to the template."""
-    own_fields = MESSAGE_FIELDS if "role" in turn else MESSAGE_FIELDS | {"from", "value"}
-    return {name: v for name, v in turn.items() if name not in own_fields and v is not None}
-
-
-def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that a record gives its template.
-
-    Raises:
-      ValueError: they are no object, or two fields give one.
-    """
-    record_variables = {name: _parse_json_column(fields.get(name)) for name in VARIABLE_FIELDS}
-    variables = {name: value for name, value in record_variables.items() if value is not None}
-    options = _parse_json_column(fields.get(OPTIONS_FIELD))
-    options = {} if options is None else options
-    if not isinstance(options, dict) or options.keys() & {*variables, "messages"}:
-        raise ValueError(f"its {OPTIONS_FIELD} are no object, or repeat a field of the record")
-    return variables | {name: value for name, value in options.items() if value is not None}
-
-
-def _parse_json_column(value: Any) -> Any:
-    """A field's value, parsed where it is a column of JSON."""
-    return (parse_json(value.encode()) if value else None) if isinstance(value, str) else value
-
-
-def escape_text_tags(
-    turns: Turns,
-    n_media: Mapping[str, int],
-    inline: Collection[int],
-    tags_in_text: Collection[int],
-    kinds: Kinds,
-) -> tuple[Turns, list[int]]:
-    """Return the turns with surplus tags as plain text, and the numbers of the other tags.
-
-    Only tags of answers and of typed parts of text may be text; surplus ones are escaped from the
-    last one on.
-
-    Args:
-      n_media: media by kind that the record names beside its text.
-      inline: numbers of the tags whose media the text itself names.
-      tags_in_text: numbers of the tags in typed parts of text.
-    """
-    tag = tag_of(kinds)
-    tags = [t for _, text in turns for t in tag.findall(text)]
-    surplus = {kind: tags.count(kind) - n for kind, n in n_media.items()}
-    for k in inline:
-        surplus[tags[k]] -= 1
-    number, escaped_turns, media_tags = len(tags), [], []
-    for role, text in reversed(turns):
-        for match in reversed([*tag.finditer(text)]):
-            number -= 1
-            may_be_text = (role == "gpt" or number in tags_in_text) and number not in inline
-            if may_be_text and surplus[match[1]] > 0:
-                surplus[match[1]] -= 1
-                plain = escape_tags(match[0], match.groups())
-                text = text[: match.start()] + plain + text[match.end() :]
-            else:
-                media_tags.append(number)
-        escaped_turns.append((role, text))
-    return tuple(reversed(escaped_turns)), media_tags[::-1]
-
-
-def _parse_llava_turns(raw: Any) -> Turns:
+def _parse_llava_turns(raw: Sequence[Any]) -> Turns:
     turns = []
     for turn in raw:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
@@ -282,6 +193,108 @@ def _parse_llava_turns(raw: Any) -> Turns:
     return tuple(turns)
 
 
-def find_tags(turns: Turns, kinds: Kinds) -> list[str]:
-    """Return the kind of each medium's tag in the turns, in order."""
-    return [kind for _, text in turns for kind in tag_of(kinds).findall(text)]
+def _check_roles(roles: Sequence[str]) -> None:
+    spoken_roles = roles[roles[0] == "system" :]
+    if not spoken_roles or spoken_roles[0] != "human":
+        first = spoken_roles[0] if spoken_roles else "system only"
+        raise ValueError(f"the first turn is by {first}, not human")
+    steps = pairwise(["", *spoken_roles])
+    if roles[-1] != "gpt" or any(a not in PREVIOUS_ROLES.get(b, ()) for a, b in steps):
+        raise ValueError("turns do not alternate human, gpt up to an answer")
+
+
+def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a record gives its template."""
+    variables = {name: _parse_json_column(fields.get(name)) for name in VARIABLE_FIELDS}
+    variables = drop_keys(variables)
+    options = _parse_json_column(fields.get(OPTIONS_FIELD))
+    options = {} if options is None else options
+    if not isinstance(options, dict) or options.keys() & {*variables, "messages"}:
+        raise ValueError(f"its {OPTIONS_FIELD} are no object, or repeat a field of the record")
+    return variables | drop_keys(options)
+
+
+def _parse_json_column(value: Any) -> Any:
+    """Return a field's value, parsed where it is a column of JSON."""
+    return (parse_json(value.encode()) if value else None) if isinstance(value, str) else value
+
+
+def parse_question(
+    fields: Mapping[str, Any], media: Mapping[str, list[Any]]
+) -> tuple[Turns, dict[str, list[Any]]]:
+    """Return the question of a record and its first answer as turns, and the media in the order of
+    their tags by kind. Media that the text has no tags for come first; of a question with choices
+    the answer is a letter. ValueError: no text, or unusable answers or choices."""
+    text = fields.get(QUESTION)
+    if isinstance(text, Mapping):  # by language, as DocVQA's set of questions has it
+        text = text.get("en")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("its question is no text")
+    choices = _parse_choices(fields.get(CHOICES))
+    answer = _parse_answer(fields.get(ANSWERS), choices)
+    if choices:
+        listed = (f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+        text = "\n".join([text, *listed, BY_LETTER])
+    text, ordered = _place_tags(text, media)
+    return (("human", text), ("gpt", answer)), ordered
+
+
+def _place_tags(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[str, list[Any]]]:
+    """Return the text with numbered tags as plain ones, and the media in the order of all tags."""
+    numbers: dict[str, list[int]] = {kind: [] for kind in media}
+
+    def replace_tag(tag: re.Match[str]) -> str:
+        kind, number = tag[1], int(tag[2])
+        if kind not in media:
+            return tag[0]
+        if not 1 <= number <= len(media[kind]):
+            raise ValueError(f"its question names {tag[0]}, and there are {len(media[kind])}")
+        numbers[kind].append(number)
+        return f"<{kind}>"
+
+    text = _NUMBERED_TAG.sub(replace_tag, text)
+    if not any(numbers.values()) and any(f"<{kind}>" in text for kind in media):
+        return text, {**media}
+    ordered_media, leading_tags = {}, ""
+    for kind, values in media.items():
+        unnamed = [m for n, m in enumerate(values, 1) if n not in numbers[kind]]
+        leading_tags += f"<{kind}>" * len(unnamed)
+        ordered_media[kind] = unnamed + [values[n - 1] for n in numbers[kind]]
+    return (f"{leading_tags}\n{text}" if leading_tags else text), ordered_media
+
+
+def _parse_choices(raw: Any) -> tuple[str, ...]:
+    if raw in (None, "", []):
+        return ()
+    if isinstance(raw, str):  # MMMU writes a list of Python
+        try:
+            raw = ast.literal_eval(raw)
+        except (ValueError, SyntaxError):
+            raise ValueError("its choices are no list") from None
+    if not isinstance(raw, list | tuple) or len(raw) > len(LETTERS):
+        raise ValueError(f"its choices are no list of at most {len(LETTERS)}")
+    return tuple(str(choice) for choice in raw)
+
+
+def _parse_answer(raw: Any, choices: Sequence[str]) -> str:
+    """Return the first answer that has text, else ""; of a question with choices a letter."""
+    for value in raw if isinstance(raw, list) else [] if raw is None else [raw]:
+        value = value.get("answer") if isinstance(value, Mapping) else value
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"an answer is {value!r:.50}, no text")
+        if str(value).strip():
+            return _choice_letter(value, choices) if choices else str(value)
+    return ""
+
+
+def _choice_letter(value: str | float, choices: Sequence[str]) -> str:
+    """Return the letter of a choice that is given by its number from 0, its letter or its text."""
+    letters = LETTERS[: len(choices)]
+    if isinstance(value, int) and 0 <= value < len(choices):
+        return letters[value]
+    text = str(value).strip()
+    if text in [*letters]:
+        return text
+    if text in choices:
+        return letters[[*choices].index(text)]
+    raise ValueError(f"its answer {text!r:.50} is none of its {len(choices)} choices")

@@ -9,63 +9,58 @@
 
 LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are read as well.
 
-Which records of a dataset are held out is drawn by the seed, by a number that each record's id
-gives (`record_parser.split_hash`), so that order and neighbours do not count and no process has to
-ask another.
+Which records of a dataset are held out is drawn by the seed and a number that each record's id
+gives (`split_hash`), so that order and neighbours do not count and no process has to ask another.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from math import ceil
+from math import ceil, inf
 from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from dflop_jax.data.bounds import MAX_EPOCH_SAMPLES, MAX_YAML_BYTES, errors_as, read_bounded
-from dflop_jax.data.datasets.find_tables import HUB_ID, HUB_PREFIX
+from dflop_jax.data.bounds import MAX_ROWS, MAX_YAML_BYTES, errors_as, read_bounded
+from dflop_jax.data.datasets.readers import HUB_ID, HUB_PREFIX
 from dflop_jax.data.datasets.record_parser import short_digest
+from dflop_jax.data.shuffle import mix_bits
 
-MAX_WEIGHT = 1000.0  # times that an epoch shows a part
 RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
 
 
-@dataclass(frozen=True)
-class MixtureEntry:
-    """One dataset of a mixture. `root` are the folders of its media, empty: the file's own;
-    `columns` are the columns of its fields where these have other names."""
+class MixtureEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One dataset of a mixture."""
 
     path: str
-    weight: float = 1.0
+    weight: float = 1.0  # how often an epoch shows each of its records
     subset: str = "all"
-    root: tuple[str, ...] = ()
-    columns: Mapping[str, str] = field(default_factory=dict)
+    root: tuple[str, ...] = ()  # folders of its media, empty: the file's own
+    columns: Mapping[str, str] = {}  # of fields that have other names
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("a part of the mixture has no path")
-        if not 0 < self.weight <= MAX_WEIGHT:
-            raise ValueError(f"{self.path}: weight={self.weight} is not in (0, {MAX_WEIGHT:g}]")
+        if not 0 < self.weight < inf:
+            raise ValueError(f"{self.path}: weight={self.weight} is not above 0 and finite")
         subset_size(self.subset, 1)
+
+    @property
+    def key(self) -> str:
+        """Of its dataset in an index."""
+        columns = map("=".join, sorted(self.columns.items()))
+        return "|".join([self.path, ",".join(self.root), *columns])
 
 
 Mixture = tuple[MixtureEntry, ...]  # datasets that are trained on together
 
 
 def load_mixture(file: str | Path) -> Mixture:
-    """The mixture of a .yaml or .yml file; relative paths in it start at its folder.
-
-    Raises:
-      ValueError: no such file, no YAML, or an unknown field or rule, with its place.
-    """
+    """Return the mixture of a .yaml or .yml file; relative paths in it start at its folder."""
     file = Path(file)
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file; give a mixture of datasets in YAML")
     with errors_as(f"{file}: not a readable mixture"):
         raw = msgspec.yaml.decode(read_bounded(file, MAX_YAML_BYTES))
     items = raw.get("parts", raw.get("datasets")) if isinstance(raw, dict) else raw
@@ -98,8 +93,7 @@ def subset_size(rule: str, n: int) -> int:
 
 
 def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
-    """Return the records 0..n-1 that the entry's rule takes, int64, ascending; the same for the
-    same seed."""
+    """Return the records 0..n-1 that the entry's rule takes, int64, ascending."""
     size = subset_size(entry.subset, n)
     if entry.subset.startswith("end"):
         return np.arange(n - size, n)
@@ -110,10 +104,8 @@ def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
 
 def repeat_by_weight(entry: MixtureEntry, rows: np.ndarray, seed: int) -> np.ndarray:
     """Return the rows, each as often as an epoch shows it: whole repeats, then a random part."""
-    if entry.weight * len(rows) > MAX_EPOCH_SAMPLES:
-        raise ValueError(
-            f"{entry.path}: more than {MAX_EPOCH_SAMPLES:,} samples an epoch; lower its weight"
-        )
+    if entry.weight * max(len(rows), 1) > MAX_ROWS:
+        raise ValueError(f"{entry.path}: more than {MAX_ROWS:,} samples an epoch; lower its weight")
     n_repeats = int(entry.weight)
     n_extra = round((entry.weight - n_repeats) * len(rows))
     drawn = np.sort(_generator(seed, "weight", entry).permutation(len(rows))[:n_extra])
@@ -121,7 +113,7 @@ def repeat_by_weight(entry: MixtureEntry, rows: np.ndarray, seed: int) -> np.nda
 
 
 def _generator(seed: int, use: str, entry: MixtureEntry) -> np.random.Generator:
-    """Draws of a part do not depend on the parts beside it."""
+    """Return a generator whose draws do not depend on the parts beside the entry."""
     text = f"{use}:{entry.path}:{','.join(entry.root)}:{entry.subset}"
     return np.random.default_rng([seed, int(short_digest(text.encode()), 16)])
 
@@ -133,53 +125,32 @@ def _parse_entry(raw: Any, folder: Path) -> MixtureEntry:
         raise ValueError(f"a part is {raw!r:.50}, not a path or a mapping")
     renamed = {"json_path": "path", "sampling_strategy": "subset"}
     fields_by_name = {renamed.get(str(k), str(k)): v for k, v in raw.items()}
-    known_fields = [f.name for f in fields(MixtureEntry)]
-    if unknown := [k for k in fields_by_name if k not in known_fields]:
-        raise ValueError(
-            f"part {fields_by_name.get('path')}: unknown field {unknown[0]!r:.50}; known: "
-            f"{', '.join(known_fields)}"
-        )
     path, root = fields_by_name.get("path"), fields_by_name.get("root", ())
-    if isinstance(path, str) and path:
+    if isinstance(path, str) and path and not path.startswith(HUB_PREFIX):
         is_local = not HUB_ID.fullmatch(path) or (folder / path).exists()
-        fields_by_name["path"] = (
-            str(folder / path) if is_local and not path.startswith(HUB_PREFIX) else path
-        )
+        fields_by_name["path"] = str(folder / path) if is_local else path
     fields_by_name["root"] = [root] if isinstance(root, str) else root
     try:
         entry = msgspec.convert(fields_by_name, MixtureEntry)
     except msgspec.ValidationError as e:
         raise ValueError(f"part {path}: {e}") from None
-    return replace(entry, root=tuple(str(folder / r) for r in entry.root if r))
-
-
-def dataset_keys(entries: Sequence[MixtureEntry]) -> list[str]:
-    """Return the key of each entry's dataset in an index; entries of one dataset share its
-    table."""
-    return [
-        "|".join([p.path, ",".join(p.root), *map("=".join, sorted(p.columns.items()))])
-        for p in entries
-    ]
+    return msgspec.structs.replace(entry, root=tuple(str(folder / r) for r in entry.root if r))
 
 
 def display_names(entries: Sequence[MixtureEntry]) -> list[str]:
     """Return a name of each entry for people: its file or folder, with enough parent folders to
     tell it from the others; entries of one path are numbered."""
-    folders = [PurePath(entry.path).parts for entry in entries]
+    paths = [PurePath(entry.path).parts for entry in entries]
     names = []
-    for path in folders:
-        other_folders = [s for s in folders if s != path]
-        n = next(
-            (k for k in range(1, len(path)) if all(s[-k:] != path[-k:] for s in other_folders)), 0
-        )
+    for path in paths:
+        others = [other for other in paths if other != path]
+        lengths = (k for k in range(1, len(path)) if all(o[-k:] != path[-k:] for o in others))
+        n = next(lengths, 0)
         names.append("/".join(path[-n:]) if n else str(PurePath(*path)))
-    totals = Counter(names)
-    n_seen: Counter[str] = Counter()
-    for k, name in enumerate(names):
-        n_seen[name] += 1
-        if totals[name] > 1:
-            names[k] = f"{name} ({n_seen[name]})"
-    return names
+    return [
+        f"{name} ({names[: k + 1].count(name)})" if names.count(name) > 1 else name
+        for k, name in enumerate(names)
+    ]
 
 
 def select_rows(
@@ -190,15 +161,8 @@ def select_rows(
     split: str,
     n_held_out: int | float,
 ) -> list[np.ndarray]:
-    """Return the rows that an epoch of a split shows of each entry, int64 ascending by repeat.
-
-    Args:
-      usable_rows: rows of each entry's dataset that the model can take.
-      split_hashes: uint64 of every row.
-
-    Raises:
-      ValueError: see `select_held_out` and `repeat_by_weight`.
-    """
+    """Return the rows that an epoch of a split shows of each entry, int64 ascending by repeat,
+    given those of its dataset that the model can take and the uint64 hash of every row."""
     rows = [
         usable[select_subset(entry, len(usable), seed)]
         for entry, usable in zip(mixture, usable_rows, strict=True)
@@ -214,38 +178,39 @@ def select_rows(
 def select_held_out(
     split_hashes: Sequence[np.ndarray], n: int | float, seed: int
 ) -> list[np.ndarray]:
-    """Which records of each part are held out, bool [records].
+    """Return which records of each part are held out, bool [records], given their hashes uint64.
 
-    Of a float `n` those whose id draws a number in the lowest share `n` of all. Whether a record is
+    Of a float `n` those whose id draws a number in the lowest share `n` of all: whether a record is
     does not depend on any other, so that data may grow. Else `n` of all, each part in its share, at
-    least one of each part that has two where `n` suffices.
-
-    Records that draw the same number have the same id: they may be one, in several parts. They are
-    held out together and all count, so that no part shows in training what another holds out; there
-    may then be more than `n`.
-
-    Args:
-      split_hashes: uint64 [records] of each entry.
+    least one of each part that has two where `n` suffices. Records of one id are held out together
+    and all count, so that no part trains on what another holds out; there may be more than `n`.
 
     Raises:
       ValueError: nothing would be left to train on; of a share, no record is held out, either.
     """
+    sizes = [len(hashes) for hashes in split_hashes]
     if isinstance(n, float):
-        return _select_held_out_fraction(split_hashes, n, seed)
-    sizes = [len(i_entry) for i_entry in split_hashes]
-    n_wanted = split_proportionally(sizes, min(n, sum(sizes)), min_records=2)
-    held_out_hashes = np.zeros(0, np.uint64)
-    for i_entry in np.argsort(
-        sizes, kind="stable"
-    ):  # ids of small parts take of others' shares, too
-        n_missing = n_wanted[i_entry] - np.isin(split_hashes[i_entry], held_out_hashes).sum()
-        hashes, counts = np.unique(split_hashes[i_entry], return_counts=True)
-        order = np.argsort(_scramble(hashes, seed), kind="stable")
-        order = order[~np.isin(hashes[order], held_out_hashes)]
-        n_before = np.cumsum(counts[order]) - counts[order]
-        held_out_hashes = np.append(held_out_hashes, hashes[order[n_before < n_missing]])
-    masks = [np.isin(numbers, held_out_hashes) for numbers in split_hashes]
-    if all(mask.all() for mask in masks):
+        bound = np.uint64(int(n * 2**64))
+        masks = [_scramble(hashes, seed) < bound for hashes in split_hashes]
+    else:
+        held_out_hashes = np.zeros(0, np.uint64)
+        n_wanted = split_proportionally(sizes, min(n, sum(sizes)), min_records=2)
+        for k in np.argsort(sizes, kind="stable"):  # ids of small parts count in others, too
+            n_missing = n_wanted[k] - np.isin(split_hashes[k], held_out_hashes).sum()
+            hashes, counts = np.unique(split_hashes[k], return_counts=True)
+            order = np.argsort(_scramble(hashes, seed), kind="stable")
+            order = order[~np.isin(hashes[order], held_out_hashes)]
+            n_before = np.cumsum(counts[order]) - counts[order]
+            held_out_hashes = np.append(held_out_hashes, hashes[order[n_before < n_missing]])
+        masks = [np.isin(hashes, held_out_hashes) for hashes in split_hashes]
+    n_held = sum(int(mask.sum()) for mask in masks)
+    if isinstance(n, float) and n_held in (0, sum(sizes)):
+        amount = "every record" if n_held else "no record"
+        raise ValueError(
+            f"train.eval_fraction={n:g} of {sum(sizes)} records holds out {amount}; give another "
+            "share, or more data"
+        )
+    if n_held == sum(sizes):
         raise ValueError(
             f"{n} held-out samples of {sum(sizes)} records; lower train.eval_samples, so that some "
             "are left to train on"
@@ -253,37 +218,18 @@ def select_held_out(
     return masks
 
 
+def _scramble(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Return other numbers below 2**64 for each seed, one to one."""
+    return mix_bits(hashes ^ np.random.SeedSequence([seed, 2]).generate_state(1, np.uint64))
+
+
 def split_proportionally(sizes: Sequence[int], n: int, min_records: int = 1) -> list[int]:
-    """Return `n` split in proportion to sizes; every size of at least `min_records` gets 1 where
-    `n` suffices."""
+    """Return `n` split in proportion to sizes; sizes of `min_records` get 1 where `n` suffices."""
     ends = np.cumsum(sizes) * n / max(1, sum(sizes))
     counts = np.diff(np.round(ends), prepend=0).astype(int).tolist()
-    for i_entry, size in enumerate(sizes):
+    for k, size in enumerate(sizes):
         largest = counts.index(max(counts))
-        if not counts[i_entry] and size >= min_records and counts[largest] > 1:
+        if not counts[k] and size >= min_records and counts[largest] > 1:
             counts[largest] -= 1
-            counts[i_entry] = 1
+            counts[k] = 1
     return counts
-
-
-def _select_held_out_fraction(
-    split_hashes: Sequence[np.ndarray], fraction: float, seed: int
-) -> list[np.ndarray]:
-    bound = np.uint64(int(fraction * 2**64))
-    masks = [_scramble(numbers, seed) < bound for numbers in split_hashes]
-    n, n_held = sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
-    if n_held in (0, n):
-        amount = "every record" if n_held else "no record"
-        raise ValueError(
-            f"train.eval_fraction={fraction:g} of {n} records holds out {amount}; give another "
-            "share, or more data"
-        )
-    return masks
-
-
-def _scramble(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """Return other numbers below 2**64 for each seed, one to one (the last steps of SplitMix64)."""
-    x = hashes ^ np.random.SeedSequence([seed, 2]).generate_state(1, np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

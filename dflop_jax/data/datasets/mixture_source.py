@@ -8,52 +8,37 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data.bounds import one_line
-from dflop_jax.data.datasets.index_build import IndexRules, check_usable, update_index
-from dflop_jax.data.datasets.mixture import Mixture, dataset_keys, display_names, select_rows
+from dflop_jax.data.bounds import MAX_EXAMPLES, one_line
+from dflop_jax.data.datasets.index_build import EncodeTurns, IndexRules, check_usable, update_index
+from dflop_jax.data.datasets.mixture import Mixture, display_names, select_rows
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.record_parser import Record, short_digest
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 from dflop_jax.data.datasets.record_table import concatenate_tables, format_key_counts
-from dflop_jax.data.datasets.row_reader import EncodeTurns
+from dflop_jax.data.media import counts as media_counts
 from dflop_jax.data.media.compose import blank_media, compose, decode_media
-from dflop_jax.data.media.counts import (
-    SampleCounts,
-    describe_cut_media,
-    describe_media,
-    fit_samples,
-    largest_rows,
-    sample_counts,
-    sample_load,
-)
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
-from dflop_jax.data.sample import STREAMS, Sample, SourceFactory
+from dflop_jax.data.sample import Sample, SourceFactory
 from dflop_jax.data.text.tokenize import TokenRun, truncate_runs, weight_runs
 from dflop_jax.records import Load
 
 MAX_LARGEST_SAMPLES = 64  # samples named as the most demanding
-MAX_NAMED_RECORDS = 5  # of those left out, in a message
 logger = logging.getLogger("dflop_jax.data")
 
 
 def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, RecordReader]:
-    """Return the readers of a mixture's datasets, whose records may have media of such kinds, by
-    their names in its index."""
-    return {
-        key: open_reader(entry.path, entry.root, entry.columns, kinds)
-        for key, entry in zip(dataset_keys(mixture), mixture, strict=True)
-    }
+    """Return the readers of a mixture's datasets by their keys in its index."""
+    return {e.key: open_reader(e.path, e.root, e.columns, kinds) for e in mixture}
 
 
 class MixtureSource:
     """The samples that one epoch of a mixture shows and that fit `config.max_tokens`.
 
-    The index of the datasets is read, and updated from headers and text where files changed. Subset
-    rules count the usable records of a dataset, so a broken record shifts no other one. A sample
-    above the limit is cut (see `counts.fit_samples`), left out, or an error, by `config.oversize`.
+    Subset rules count the usable records of a dataset, so a broken record shifts no other one. A
+    sample above the limit is cut (see `counts.fit_samples`), left out, or an error.
 
     Attributes:
       counts: records that are "usable", "unusable" and "left out" because the model cannot take
@@ -61,8 +46,6 @@ class MixtureSource:
       digest: the same for epochs of the same records in the same order, in any folder.
 
     Args:
-      preparation: how the model takes media.
-      encode_turns: the tokenizer, whose digest is in the index's settings.
       placeholder: token id at the positions of media.
       split: "train", or "eval" for the `n_held_out` records (a float: such a fraction, see
         `select_held_out`) that "train" leaves out; weights do not count in "eval".
@@ -83,8 +66,6 @@ class MixtureSource:
         split: str = "train",
         n_held_out: int | float = 0,
     ) -> None:
-        if split not in STREAMS:
-            raise ValueError(f"split {split!r} is not train or eval")
         if split == "eval" and not n_held_out:
             raise ValueError(
                 "the eval split of a dataset on disk needs train.eval_samples or "
@@ -96,17 +77,17 @@ class MixtureSource:
         self._placeholder, self._blank = placeholder, config.blank_images
         self._is_train, self._prompts = split == "train", config.loss_on_prompts
         self.counts: dict[str, int] = {}
-        dataset_of_entry = self._read_index(mixture, rules)
-        uncut_counts, usable = sample_counts(self._table, preparation)
+        self._read_index(mixture, rules)
+        uncut_counts, usable = media_counts.sample_counts(self._table, preparation)
         self._report_left_out(usable)
-        of_dataset = [
-            np.flatnonzero(usable & (self._reader_of_row == k)) for k in range(len(self._readers))
+        keys = list(self._readers)
+        usable_rows = [
+            np.flatnonzero(usable & (self._reader_of_row == keys.index(entry.key)))
+            for entry in mixture
         ]
+        hashes = self._table.records["split_hash"]
         try:
-            rows = select_rows(
-                mixture, [of_dataset[k] for k in dataset_of_entry],
-                self._table.records["split_hash"], config.seed, split, n_held_out,
-            )  # fmt: skip
+            rows = select_rows(mixture, usable_rows, hashes, config.seed, split, n_held_out)
         except ValueError as e:
             raise ValueError(f"{self.name}: {e}") from None
         self._dataset_names = display_names(mixture)
@@ -119,59 +100,48 @@ class MixtureSource:
         self._keep_fitting(Limits.of(config), count_rows, uncut_counts.select(count_rows))
         logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
 
-    def _read_index(self, mixture: Mixture, rules: IndexRules) -> list[int]:
-        """Set the readers and the table of all datasets; return the reader of each entry.
-
-        Raises:
-          ValueError: too many records of a dataset are unusable.
-        """
+    def _read_index(self, mixture: Mixture, rules: IndexRules) -> None:
+        """Set the readers and the table of all datasets."""
         own_kinds = (kind for medium in self._preparation.values() for kind in medium.kinds)
         kinds = (*dict.fromkeys([*BUILT_IN, *own_kinds]),)
-        readers = open_readers(mixture, kinds)
-        index = update_index(rules, readers, kinds)
-        for key, reader in readers.items():
+        self._readers = open_readers(mixture, kinds)
+        index = update_index(rules, self._readers, kinds)
+        for key, reader in self._readers.items():
             check_usable(index[key], reader.name, rules.max_bad_fraction)
             if unread := index[key].unread:
                 logger.warning("%s: not read: %s", reader.name, format_key_counts(unread))
-        tables = [index[key].table for key in readers]
-        self._readers = list(readers.values())
+        tables = [index[key].table for key in self._readers]
         self._table = concatenate_tables(tables, kinds)
-        self._reader_of_row = np.repeat(np.arange(len(readers)), [len(t) for t in tables])
-        n_listed = sum(index[key].listed for key in readers)
+        self._reader_of_row = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
+        n_listed = sum(index[key].listed for key in self._readers)
         self.counts = {"usable": 0, "unusable": n_listed - len(self._table)}
-        return [list(readers).index(key) for key in dataset_keys(mixture)]
 
     def _report_left_out(self, usable: np.ndarray) -> None:
-        """Warn of media that the model takes in part, and of records that it cannot take.
-
-        Raises:
-          ValueError: it can take none.
-        """
-        if cut := describe_cut_media(self._table, self._preparation):
+        """Warn of media that the model takes in part, and of records that it cannot take."""
+        if cut := media_counts.describe_cut_media(self._table, self._preparation):
             logger.warning("%s: %s", self.name, cut)
-        self.counts["left out"] = n_left_out = int((~usable).sum())
-        if n_left_out:
-            rows = np.flatnonzero(~usable)[:MAX_NAMED_RECORDS].tolist()
-            examples = [f"{self._row_label(r)}: {describe_media(self._table, r)}" for r in rows]
-            examples += ["..."] * (n_left_out > MAX_NAMED_RECORDS)
-            reason = f"the model cannot take their media ({'; '.join(examples)})"
+        left_out = np.flatnonzero(~usable).tolist()
+        self.counts["left out"] = len(left_out)
+        if left_out:
+            examples = [
+                f"{self._row_label(row)}: {media_counts.describe_media(self._table, row)}"
+                for row in left_out[:MAX_EXAMPLES]
+            ]
+            reason = f"the model cannot take their media, such as {'; '.join(examples)}"
             if not usable.any():
                 raise ValueError(f"{self.name}: no record is usable: {reason}")
-            logger.warning("%s: %d records left out: %s", self.name, n_left_out, reason)
+            logger.warning("%s: %d records left out: %s", self.name, len(left_out), reason)
 
     def _keep_fitting(
-        self, limits: Limits, count_rows: np.ndarray, uncut_counts: SampleCounts
+        self, limits: Limits, count_rows: np.ndarray, uncut_counts: media_counts.SampleCounts
     ) -> None:
         """Keep the samples that fit the limits, cut where they must be, and warn of the others.
 
         Args:
           count_rows: row of each sample among the counts of usable records.
           uncut_counts: of each sample.
-
-        Raises:
-          ValueError: none fits, or one does not and `limits.oversize` is "error".
         """
-        counts, fits = fit_samples(self._table, self._preparation, limits)
+        counts, fits = media_counts.fit_samples(self._table, self._preparation, limits)
         rows, fits = self._rows, fits[count_rows]
         self._rows, self._entry_of_sample = rows[fits], self._entry_of_sample[fits]
         self._counts = counts.select(count_rows[fits])
@@ -203,28 +173,26 @@ class MixtureSource:
         """Samples that ask for most: no other asks for more of every module than one of them."""
         pieces, tokens, _, longest = self._counts.media
         demands = self._counts.all_tokens[:, None], pieces, tokens, longest
-        return largest_rows(np.concatenate(demands, 1), MAX_LARGEST_SAMPLES)
+        return media_counts.largest_rows(np.concatenate(demands, 1), MAX_LARGEST_SAMPLES)
 
     def dataset_of(self, index: int) -> str:
         """The name of the part that shows the sample (see `mixture.display_names`)."""
         return self._dataset_names[self._entry_of_sample[index]]
 
     def load(self, index: int) -> Load:
-        counts = self._counts.select(slice(index, index + 1))
-        return sample_load(self._table, int(self._rows[index]), self._preparation, counts)
+        counts, row = self._counts.select(slice(index, index + 1)), int(self._rows[index])
+        return media_counts.sample_load(self._table, row, self._preparation, counts)
 
     def sample(self, index: int) -> Sample:
-        record = self.record(index)
+        record, row = self.record(index), int(self._rows[index])
         try:
             runs: Sequence[TokenRun] = self._encode_turns(record.turns, record.fields)
             if self._is_train:  # held-out losses stay those of plain answers
                 runs = weight_runs(runs, record.weights, prompts=self._prompts)
             stop = int(self._counts.text_tokens[index] + self._counts.n_media[index])
             runs = truncate_runs(runs, stop)
-            media_numbers = {p.medium for p in runs}
-            media = decode_media(
-                record, self._table, int(self._rows[index]), self._preparation, media_numbers
-            )
+            numbers = {run.medium for run in runs}
+            media = decode_media(record, self._table, row, self._preparation, numbers)
         except Exception as e:  # other people's files may fail in any way
             raise ValueError(f"{record.name}: {one_line(e)}") from e
         sample = compose(runs, media, self._preparation, placeholder=self._placeholder)
@@ -233,13 +201,15 @@ class MixtureSource:
     def record(self, index: int) -> Record:
         """Return the sample's turns and where its media are; ValueError when it changed since."""
         row = int(self._rows[index])
-        record_columns = self._table.records[row]
-        numbers = (int(record_columns[name]) for name in ("number", "file", "offset", "size_bytes"))
-        location = RecordLocation(self._row_label(row), *numbers)
-        return self._readers[self._reader_of_row[row]].read(location)
+        columns = ("number", "file", "offset", "size_bytes")
+        numbers = (int(self._table.records[row][name]) for name in columns)
+        return self._reader(row).read(RecordLocation(self._row_label(row), *numbers))
+
+    def _reader(self, row: int) -> RecordReader:
+        return [*self._readers.values()][self._reader_of_row[row]]
 
     def _row_label(self, row: int) -> str:
         """How messages call the record of a row of the table: its file's path and its number."""
-        reader, record_columns = self._readers[self._reader_of_row[row]], self._table.records[row]
-        label = reader.record_label(int(record_columns["file"]), int(record_columns["number"]))
-        return str(reader.files[record_columns["file"]].parent / label)
+        reader, columns = self._reader(row), self._table.records[row]
+        label = reader.record_label(int(columns["file"]), int(columns["number"]))
+        return str(reader.files[columns["file"]].parent / label)

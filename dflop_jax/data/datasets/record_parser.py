@@ -1,12 +1,12 @@
-"""Records: which fields they may have, and what makes one usable.
-
-The text of a record is a conversation (see `conversations`) or a question with answers (see
-`questions`); its media are named in fields such as "image" or "images", or in parts of messages.
-"""
+"""Records: which fields they may have, and what makes one usable. The text of a record is a
+conversation or a question with answers (see `conversations`); its media are named in fields such as
+"image" or "images", or in parts of messages."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,48 +14,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dflop_jax.data.bounds import MAX_ID_CHARS, MAX_MEDIA, MAX_NAME_CHARS
+from dflop_jax.data.bounds import MAX_NAME_CHARS, MAX_PARTS
+from dflop_jax.data.datasets import conversations
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
-from dflop_jax.data.datasets.conversations import (
-    CONVERSATION_FIELDS,
-    OPTIONS_FIELD,
-    SYSTEM_FIELD,
-    VARIABLE_FIELDS,
-    Conversation,
-    Turns,
-    drop_keys,
-    escape_text_tags,
-    find_tags,
-    parse_turns,
-)
-from dflop_jax.data.datasets.questions import (
-    ANSWERS,
-    MAX_NUMBERED_MEDIA,
-    QUESTION,
-    SPELLINGS,
-    parse_question,
-)
-from dflop_jax.data.media.kind import Kinds
+from dflop_jax.data.datasets.conversations import ANSWERS, QUESTION, SPELLINGS, TEXT_FIELDS, Turns
+from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.tokenize import NO_FIELDS, WEIGHT_FIELD, TemplateFields
-
-TEXT_FIELDS = (*CONVERSATION_FIELDS, QUESTION)
-TEMPLATE_FIELDS = (SYSTEM_FIELD, OPTIONS_FIELD, *VARIABLE_FIELDS)
+from dflop_jax.data.text.tokenize import NO_FIELDS, WEIGHT_FIELD, TemplateFields, escape_tags
 
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. `media` are (kind, file) in the order of their tags in the turns, `keys`
-    the media keys of each (see `media_keys`); `weights` are those of the loss of every answer, ()
-    where all are 1. `fields` go to the chat template; `unread` are keys that are not read."""
+    """One conversation."""
 
     name: str
     turns: Turns
-    media: tuple[tuple[str, MediaFile], ...]
-    keys: tuple[Mapping[str, Any], ...] = ()
-    weights: tuple[float, ...] = ()
+    media: tuple[tuple[str, MediaFile], ...]  # (kind, file) in the order of their tags
+    keys: tuple[Mapping[str, Any], ...] = ()  # of each medium, see `media_keys`
+    weights: tuple[float, ...] = ()  # of the answers' losses, () where all are 1
     fields: TemplateFields = NO_FIELDS
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # keys that are not read
 
 
 @dataclass(frozen=True)
@@ -65,7 +43,6 @@ class RecordFormat:
     Attributes:
       columns: field -> column, as the user names them; other fields have their own names. If the
         user names a text field, the other text fields are ignored.
-      kinds: of media.
 
     Raises:
       ValueError: columns of unknown fields.
@@ -85,20 +62,18 @@ class RecordFormat:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
-        spellings = {name: (name,) for name in ("id", WEIGHT_FIELD, *TEMPLATE_FIELDS, *TEXT_FIELDS)}
-        return {**spellings, **SPELLINGS, **self._media_names}
+        spellings = {
+            name: (name,)
+            for name in ("id", WEIGHT_FIELD, *conversations.TEMPLATE_FIELDS, *TEXT_FIELDS)
+        }
+        return {**spellings, **SPELLINGS, **self.media_names}
 
     @cached_property
-    def _media_names(self) -> Mapping[str, tuple[str, ...]]:
+    def media_names(self) -> Mapping[str, tuple[str, ...]]:
         media = {kind.name: (kind.name, f"{kind.name}s") for kind in self.kinds}
-        numbers = range(1, MAX_NUMBERED_MEDIA + 1)
+        numbers = range(1, conversations.MAX_NUMBERED_MEDIA + 1)
         single = {f"{kind.name}_{n}": (f"{kind.name}_{n}",) for kind in self.kinds for n in numbers}
         return media | single
-
-    def missing_media_fields(self, names: Collection[str]) -> set[str]:
-        """Return the media fields whose columns, as the user names them, are not among `names`."""
-        columns = self.columns.items()
-        return {name for name, c in columns if c not in names and name in self._media_names}
 
     def select_columns(
         self, names: Collection[str], absent_fields: Collection[str] = ()
@@ -148,7 +123,7 @@ def parse_record(
       default_media: names of its media by kind, for a record that names none.
 
     Raises:
-      ValueError: why the record is unusable, with its name (see `record_name`). The cause is a
+      ValueError: why the record is unusable, with its label and id. The cause is a
         `MissingFile` where a file of media is missing.
     """
     name = label
@@ -156,30 +131,36 @@ def parse_record(
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
         # A record of text alone needs no column of pictures.
-        missing_fields = records.missing_media_fields(raw)
+        media_names = records.media_names
+        missing_fields = {
+            f for f, c in records.columns.items() if f in media_names and c not in raw
+        }
         columns = records.select_columns(raw, missing_fields)
         fields = {field: raw[column] for field, column in columns.items()}
-        name = record_name(label, fields)
+        record_id = fields.get("id")
+        if isinstance(record_id, str | int | float) and record_id != "":
+            name = f"{label} id={str(record_id)[:MAX_NAME_CHARS]}"
         media = {kind.name: _media_values(fields, kind.name) for kind in records.kinds}
         question: Turns = ()
         if not any(text in fields for text in TEXT_FIELDS):
             raise ValueError(f"no {', '.join(TEXT_FIELDS)}; there are {_format_names(raw)}")
-        if QUESTION in fields and not any(fields.get(t) for t in TEXT_FIELDS if t != QUESTION):
+        if QUESTION in fields and not any(
+            fields.get(text) for text in conversations.CONVERSATION_FIELDS
+        ):
             if ANSWERS not in fields:
                 raise ValueError(f"no {' or '.join(SPELLINGS[ANSWERS])} beside its question")
             media = media if any(media.values()) else {**media, **default_media}
-            question, media = parse_question(fields, media)
-        conversation, weights, template_fields = parse_turns(fields, records.kinds, question)
-        tags = find_tags(conversation.turns, records.kinds)
-        if missing_fields and (question or len(conversation.media) < len(tags)):
+            question, media = conversations.parse_question(fields, media)
+        conversation = conversations.parse_conversation(fields, records.kinds, question)
+        needs_media = any(tag.medium is None for tag in conversation.tags)
+        if missing_fields and (question or needs_media):
             records.select_columns(raw)  # raises an error that names the column
-        if len(conversation.media) < len(tags) and not any(media.values()):
+        if needs_media and not any(media.values()):
             media |= default_media
         turns, matched = _match_media(conversation, media, records.kinds)
         used_keys = {kind.name: {*kind.keys} for kind in records.kinds}
-        read_columns = {*columns.values()}
         unread = conversation.unread | {
-            str(k) for k, v in raw.items() if k not in read_columns and v not in (None, "", [])
+            str(k) for k, v in raw.items() if k not in columns.values() and v not in (None, "", [])
         }
         files = []
         for number, (kind, value, keys) in enumerate(matched):
@@ -190,16 +171,18 @@ def parse_record(
             for kind, _, keys in matched
         )
         return Record(
-            name, turns, tuple(files), media_keys, weights, template_fields, (*sorted(unread),)
-        )
+            name, turns, tuple(files), media_keys, conversation.weights,
+            conversation.template_fields, (*sorted(unread),),
+        )  # fmt: skip
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from e.__cause__
 
 
 def _match_media(
-    conversation: Conversation, media: Mapping[str, list[Any]], kinds: Kinds
+    conversation: conversations.Conversation, media: Mapping[str, list[Any]], kinds: Kinds
 ) -> tuple[Turns, list[tuple[str, Any, dict[str, Any]]]]:
     """Return the turns with a tag for each medium, and (kind, value, keys) of each tag in order.
+    Tags that may be text and for which no medium is left are escaped, the last ones first.
 
     Args:
       media: by kind, those that the record names beside its text.
@@ -207,41 +190,41 @@ def _match_media(
     Raises:
       ValueError: too many media, or other tags than media.
     """
-    turns, inline = conversation.turns, conversation.media
-    if sum(map(len, media.values())) + len(inline) > MAX_MEDIA:
-        raise ValueError(f"more than {MAX_MEDIA} media in one record")
-    has_video_tag = "video" in find_tags(turns, kinds)
-    if media["video"] and not media["image"] and not has_video_tag and not inline:
-        # as LLaVA-NeXT writes videos
+    turns, tags = conversation.turns, conversation.tags
+    if sum(map(len, media.values())) + sum(tag.medium is not None for tag in tags) > MAX_PARTS:
+        raise ValueError(f"more than {MAX_PARTS} media in one record")
+    if (
+        media["video"]
+        and not media["image"]
+        and all(tag.kind != "video" and tag.medium is None for tag in tags)
+    ):  # as LLaVA-NeXT writes videos
         turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
-    n_media = {kind: len(values) for kind, values in media.items()}
-    turns, numbers = escape_text_tags(turns, n_media, inline, conversation.tags_in_text, kinds)
-    tags = find_tags(turns, kinds)
-    for kind, n in n_media.items():
-        n_tags = sum(tag == kind and k not in inline for k, tag in zip(numbers, tags))
-        if n_tags != n:
-            raise ValueError(f"{n_tags} <{kind}> tags for {n} {kind}s")
+        tags = [tag._replace(kind="video") if tag.kind == "image" else tag for tag in tags]
+    unnamed = Counter(tag.kind for tag in tags if tag.medium is None)
+    surplus = {kind: unnamed[kind] - len(values) for kind, values in media.items()}
+    is_text = []
+    for tag in reversed(tags):
+        is_text.append(tag.may_be_text and tag.medium is None and surplus[tag.kind] > 0)
+        surplus[tag.kind] -= is_text[-1]
+    for kind, n in surplus.items():
+        if n:
+            n_media = len(media[kind])
+            raise ValueError(f"{n_media + n} <{kind}> tags for {n_media} {kind}s")
+    is_escaped = iter(is_text[::-1])
+
+    def escape(match: re.Match[str]) -> str:
+        return escape_tags(match[0], match.groups()) if next(is_escaped) else match[0]
+
+    turns = tuple((role, tag_of(kinds).sub(escape, text)) for role, text in turns)
     queues = {kind: iter(values) for kind, values in media.items()}
     matched = []
-    for k, tag in zip(numbers, tags):
-        value = inline[k] if k in inline else next(queues[tag])
-        own_keys = drop_keys(value, "path", "bytes") if isinstance(value, dict) else {}
-        matched.append((tag, value, {**own_keys, **conversation.keys.get(k, {})}))
+    for tag in (tag for tag, escaped in zip(tags, is_text[::-1]) if not escaped):
+        value = next(queues[tag.kind]) if tag.medium is None else tag.medium
+        own_keys = (
+            conversations.drop_keys(value, "path", "bytes") if isinstance(value, dict) else {}
+        )
+        matched.append((tag.kind, value, {**own_keys, **tag.keys}))
     return turns, matched
-
-
-def record_name(label: str, raw: Any) -> str:
-    """Return its label (FILE:LINE or FILE[INDEX]), with the record's id if it has one."""
-    record_id = raw.get("id") if isinstance(raw, dict) else None
-    if not isinstance(record_id, str | int | float) or record_id == "":
-        return label
-    return f"{label} id={str(record_id)[:MAX_ID_CHARS]}"
-
-
-def split_hash(name: str, label: str) -> int:
-    """Return a number below 2**64 that follows from the record's id, else from its label."""
-    key = name.removeprefix(label).removeprefix(" id=") or label
-    return int(short_digest(key.encode()), 16)
 
 
 def short_digest(data: bytes) -> str:
@@ -254,12 +237,11 @@ def _format_names(names: Collection[str]) -> str:
 
 
 def _media_values(fields: Mapping[str, Any], kind: str) -> list[Any]:
-    """Return the media of a kind that are named beside the text, in one field or in numbered
-    ones."""
+    """Return the media of a kind that are named beside the text, in one field or numbered ones."""
     value = fields.get(kind)
     if isinstance(value, list):
         return value
-    single = (fields.get(f"{kind}_{n}") for n in range(1, MAX_NUMBERED_MEDIA + 1))
+    single = (fields.get(f"{kind}_{n}") for n in range(1, conversations.MAX_NUMBERED_MEDIA + 1))
     return [v for v in (value, *single) if v not in (None, "")]
 
 

@@ -33,19 +33,15 @@ RECORD_COLUMNS = np.dtype(
 
 
 class IndexRow(NamedTuple):
-    """Columns of a record and of each of its media, the `file_state` of its media files by path,
-    and the record's keys that are not read."""
-
-    record: dict[str, int]
-    media: tuple[dict[str, int], ...]
-    files: Mapping[str, str]
-    unread: tuple[str, ...] = ()
+    record: dict[str, int]  # its columns
+    media: tuple[dict[str, int], ...]  # columns of each of its media
+    files: Mapping[str, str]  # the `file_state` of its media files by path
+    unread: tuple[str, ...] = ()  # its keys that are not read
 
 
 @lru_cache
 def media_columns(kinds: Kinds) -> np.dtype:
-    """Return the columns of media: the number of their kind, the tokens of the conversation before
-    them, each medium there being one, and what any kind's header says."""
+    """Return the columns of media: what any kind's header says, its kind and place in the text."""
     columns: dict[str, type] = {"kind": np.int8, "tokens_before": np.int32}
     for kind in kinds:
         columns.update(kind.columns)
@@ -56,11 +52,9 @@ def media_columns(kinds: Kinds) -> np.dtype:
 class RecordTable:
     """The usable records of one dataset: n records with m media.
 
-    records [n], of RECORDS: number, file, offset, size_bytes: where it stands (see
-      `record_parser.RecordLocation`); lot: what it draws when some are held out (see
-      `record_parser.split_hash`);
-      content: a digest of it; text_tokens: of the whole conversation; needed_tokens: of those, see
-      `tokenize.count_text_tokens`; n_media.
+    records [n], of `RECORD_COLUMNS`: number, file, offset, size_bytes (see `RecordLocation`);
+      split_hash: follows from its id, decides whether it is held out; content_hash; text_tokens
+      and needed_tokens (see `tokenize.count_text_tokens`); n_media.
     media [m], of `media_columns` of `kinds`: those of record 0 first; 0 where one does not apply.
     """
 
@@ -81,8 +75,7 @@ class RecordTable:
         return np.flatnonzero(self.media["kind"] == self.kinds.index(kind))
 
     def headers(self, row: int, stop: int | None = None) -> list[tuple[Kind, dict[str, int]]]:
-        """Return (kind, header) of each medium of a record. `stop`: only media with fewer than
-        `stop` tokens before them; None: all."""
+        """Return (kind, header) of each medium of a record, or of those before `stop` tokens."""
         media = self.media[self.media_start[row] : self.media_start[row + 1]]
         return [
             (kind := self.kinds[m["kind"]], {name: int(m[name]) for name in kind.columns})
@@ -96,20 +89,15 @@ def build_table(
     media: Sequence[Sequence[Mapping[str, int]]],
     kinds: Kinds = BUILT_IN,
 ) -> RecordTable:
-    """Return a table from the columns of each record and of each of its media; missing columns are
-    0."""
+    """Return a table from the columns of each record and of each of its media, 0 if missing."""
     record_rows = [{**r, "n_media": len(ms)} for r, ms in zip(records, media, strict=True)]
-    media_rows = [m for ms in media for m in ms]
-    return RecordTable(
-        _structured_array(record_rows, RECORD_COLUMNS),
-        _structured_array(media_rows, media_columns(kinds)),
-        kinds,
-    )
 
+    def structured_array(rows: Sequence[Mapping[str, int]], columns: np.dtype) -> np.ndarray:
+        names = columns.names or ()
+        return np.array([tuple(row.get(name, 0) for name in names) for row in rows], columns)
 
-def _structured_array(rows: Sequence[Mapping[str, int]], columns: np.dtype) -> np.ndarray:
-    assert columns.names is not None
-    return np.array([tuple(row.get(name, 0) for name in columns.names) for row in rows], columns)
+    media_rows = structured_array([m for ms in media for m in ms], media_columns(kinds))
+    return RecordTable(structured_array(record_rows, RECORD_COLUMNS), media_rows, kinds)
 
 
 def concatenate_tables(tables: Sequence[RecordTable], kinds: Kinds = BUILT_IN) -> RecordTable:
@@ -121,20 +109,14 @@ def concatenate_tables(tables: Sequence[RecordTable], kinds: Kinds = BUILT_IN) -
 
 @dataclass(frozen=True, eq=False)
 class DatasetIndex:
-    """The table of a dataset and what it was made from.
+    """The table of a dataset and what it was made from."""
 
-    key: identifies files and settings; another key means that the table must be made anew.
-    listed: records of the dataset, including unusable ones; bad: reasons of the first of those.
-    files: the `file_state` of every file of media, by path.
-    unread: keys of usable records that are not read, with the number of their records.
-    """
-
-    key: str
+    key: str  # of its files and settings; another key means that the table must be made anew
     table: RecordTable
-    listed: int
-    bad: Sequence[str]
-    files: Mapping[str, str] = field(default_factory=dict)
-    unread: Mapping[str, int] = field(default_factory=dict)
+    listed: int  # records of the dataset, including unusable ones
+    bad: Sequence[str]  # reasons of the first unusable ones
+    files: Mapping[str, str] = field(default_factory=dict)  # `file_state` of media files, by path
+    unread: Mapping[str, int] = field(default_factory=dict)  # records by key that is not read
 
 
 def format_key_counts(unread: Mapping[str, int]) -> str:
@@ -150,12 +132,6 @@ def file_state(file: str | Path) -> str:
         if stat.S_ISREG(file_stat.st_mode):
             return f"{file_stat.st_size} {file_stat.st_mtime_ns}"
     return ""
-
-
-def make_key(files: Sequence[Path], settings: str) -> str:
-    """Return names, sizes and times of the files of records, and the settings that tables depend
-    on."""
-    return json.dumps([[(str(f.resolve()), file_state(f)) for f in files], settings])
 
 
 def save_index(file: Path, datasets: Mapping[str, DatasetIndex], kinds: Kinds = BUILT_IN) -> None:
@@ -176,11 +152,8 @@ def save_index(file: Path, datasets: Mapping[str, DatasetIndex], kinds: Kinds = 
 
 
 def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, DatasetIndex]:
-    """The datasets of an index file; none when there is no such file, or it is of another version
-    or of other kinds of media.
-
-    ValueError when the file is damaged, as the checksums in it tell.
-    """
+    """Return the datasets of an index file; none when there is no such file, or it is of another
+    version or of other kinds of media. ValueError: the file is damaged."""
     if not file.is_file():
         return {}
     with (
@@ -199,4 +172,4 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, DatasetIndex]:
 
 
 def _index_version(kinds: Kinds) -> str:
-    return f"{VERSION} {' '.join(kind.name for kind in kinds)}"
+    return " ".join([str(VERSION), *(kind.name for kind in kinds)])

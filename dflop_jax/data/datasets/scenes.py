@@ -9,72 +9,78 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, ImageDraw
 
+from dflop_jax.data.datasets.record_table import build_table
+from dflop_jax.data.media.compose import blank_media, compose, decode_opened
+from dflop_jax.data.media.counts import fit_samples, sample_load
+from dflop_jax.data.media.kind import Kind
+from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import module_of
+from dflop_jax.data.media.spec import MediaSpec
+from dflop_jax.data.media.tiling import IMAGE
+from dflop_jax.data.media.video import VIDEO, Frames
+from dflop_jax.data.sample import MAX_CANDIDATES, STREAMS, Sample
+from dflop_jax.data.text import tokenize
+from dflop_jax.data.text.tokenize import Tokenizer, TokenRun
+from dflop_jax.records import Load
 
 T = TypeVar("T")
-COLOURS = {
-    "red": (220, 30, 30),
-    "green": (20, 170, 50),
-    "blue": (40, 70, 230),
-    "yellow": (240, 210, 30),
-    "pink": (245, 90, 200),
-    "cyan": (40, 200, 220),
-}
+Convert = Callable[[Image.Image], np.ndarray]
+MAX_CACHED_SCENES = 4096  # drawn last: loads are asked for several times before pixels are
+FRAMES_PER_S = 2  # of a drawn clip
+COLOURS = {"red": (220, 30, 30), "green": (20, 170, 50), "blue": (40, 70, 230),
+           "yellow": (240, 210, 30), "pink": (245, 90, 200), "cyan": (40, 200, 220)}  # fmt: skip
 SHAPES = ("circle", "square", "triangle")
 POSITIONS = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 VOCABULARY = ("apple", "bird", "cloud", "door", "fish", "goat", "hat", "ink", "jar", "king", "lamp")
-# share of each kind of sample
-MIXTURE = {"picture": 0.66, "pictures": 0.1, "clip": 0.12, "text": 0.12}
 
 
 @dataclass(frozen=True)
 class DrawnShape:
-    """A filled shape; centre and size in pixels; `move` is its path over a clip."""
-
     kind: str
     colour: str
-    x: float
+    x: float  # of its centre, in pixels
     y: float
-    size: float
-    move: tuple[float, float] = (0.0, 0.0)
+    size: float  # in pixels
+    move: tuple[float, float] = (0.0, 0.0)  # over a clip
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A canvas of grey level `background` with shapes; `frames` > 0 makes it a clip."""
-
     width: int
     height: int
-    background: int
+    background: int  # grey level
     shapes: tuple[DrawnShape, ...]
-    frames: int = 0
+    frames: int = 0  # above 0: it is a clip
 
     def render(self, time: float = 0.0) -> Image.Image:
-        """RGB image; `time` runs from 0 to 1 over a clip."""
+        """Return an RGB image; `time` runs from 0 to 1 over a clip."""
         image = Image.new("RGB", (self.width, self.height), (self.background,) * 3)
         draw = ImageDraw.Draw(image)
         for s in self.shapes:
             x, y, r = s.x + s.move[0] * time, s.y + s.move[1] * time, s.size / 2
+            box, colour = (x - r, y - r, x + r, y + r), COLOURS[s.colour]
             if s.kind == "circle":
-                draw.ellipse((x - r, y - r, x + r, y + r), COLOURS[s.colour])
+                draw.ellipse(box, colour)
             elif s.kind == "square":
-                draw.rectangle((x - r, y - r, x + r, y + r), COLOURS[s.colour])
+                draw.rectangle(box, colour)
             else:
-                draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], COLOURS[s.colour])
+                draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], colour)
         return image
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One sample before rendering. `kind` names the form of question."""
+    """One sample before rendering."""
 
-    kind: str
+    kind: str  # of question
     pictures: tuple[Picture, ...]
     question: str
     answer: str
@@ -82,30 +88,8 @@ class Scene:
     @property
     def turns(self) -> tuple[tuple[str, str], ...]:
         tags = "".join("<video>" if p.frames else "<image>" for p in self.pictures)
-        return (
-            ("human", f"{tags}\n{self.question}" if tags else self.question),
-            ("gpt", self.answer),
-        )
-
-
-def draw_scene(rng: np.random.Generator, tile_px: int, limits: Limits) -> Scene:
-    """A random scene of the mixture; nothing is rendered."""
-    group = _draw(rng, list(MIXTURE), list(MIXTURE.values()))
-    forms: dict[str, list[Callable[[_Pen], Scene]]] = {
-        "picture": [
-            _colour_scene,
-            _colour_scene,
-            _colour_scene,
-            _position_scene,
-            _shape_scene,
-            _count_scene,
-        ],
-        "pictures": [_more_shapes_scene, _same_colour_scene, _which_picture_scene],
-        "clip": [_direction_scene, _moving_shape_scene],
-        "text": [_sum_scene, _first_word_scene],
-    }
-    form = forms[group][rng.integers(len(forms[group]))]
-    return form(_Pen(rng, tile_px, limits))
+        question = f"{tags}\n{self.question}" if tags else self.question
+        return ("human", question), ("gpt", self.answer)
 
 
 class _Pen:
@@ -115,14 +99,13 @@ class _Pen:
         self.rng, self.px, self.limits = rng, tile_px, limits
 
     def size(self, max_tiles: int = 9) -> tuple[int, int]:
-        """(width, height) that AnyRes gives 1, 3, 4, ... `max_tiles` + 1 tiles, few more often."""
+        """Return (width, height) that AnyRes gives 1, 3, 4, ... `max_tiles` + 1 tiles."""
         tiles = [1, *range(2, min(max_tiles, self.limits.max_tiles) + 1)]
         n = _draw(self.rng, tiles, [1.2, *(1.0 / t for t in tiles[1:])])
         rows = _draw(self.rng, [r for r in tiles if n % r == 0])
-        width, height = (
-            side * self.px - self.rng.integers(self.px // 4 + 1) for side in (n // rows, rows)
-        )
-        return int(width), int(height)
+        sides = (n // rows, rows)
+        width, height = (k * self.px - int(self.rng.integers(self.px // 4 + 1)) for k in sides)
+        return width, height
 
     def colour(self, *excluded: str) -> str:
         return _draw(self.rng, [c for c in COLOURS if c not in excluded])
@@ -135,17 +118,16 @@ class _Pen:
         return Picture(*size, int(dark), shapes, frames)
 
     def single_shape(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
-        """A picture of one large shape anywhere."""
+        """Return a picture of one large shape anywhere, in a tiny one in the middle."""
         d = float(self.rng.uniform(0.6, 0.9)) * min(size)
         x, y = (
-            # In a tiny picture nowhere but in the middle.
             float(self.rng.uniform(min(d / 2 + 1, side / 2), max(side - d / 2 - 1, side / 2)))
             for side in size
         )
         return self.canvas(size, DrawnShape(kind, colour, x, y, d))
 
     def repeated_shape(self, size: tuple[int, int], n: int) -> Picture:
-        """A picture of n <= 4 shapes of one colour and kind that do not touch."""
+        """Return a picture of n <= 4 shapes of one colour and kind that do not touch."""
         cell = min(size) / 2
         cols, rows = int(size[0] / cell), int(size[1] / cell)
         cells = self.rng.choice(cols * rows, n, replace=False)
@@ -158,8 +140,11 @@ class _Pen:
         return self.canvas(size, *shapes)
 
     def heavy_tailed(self, shortest: int, longest: int) -> int:
-        """A heavy-tailed whole number: density falls as n^-2 from `shortest`, cut at `longest`."""
+        """Return a whole number whose density falls as n^-2 from `shortest`, cut at `longest`."""
         return int(min(longest, shortest / (1.0 - self.rng.random())))
+
+    def frame_count(self) -> int:
+        return min(self.heavy_tailed(4, 32), self.limits.max_frames)
 
 
 def _colour_scene(pen: _Pen) -> Scene:
@@ -191,10 +176,8 @@ def _position_scene(pen: _Pen) -> Scene:
 def _more_shapes_scene(pen: _Pen) -> Scene:
     n_fewer, n_more = sorted(int(n) for n in pen.rng.choice(4, 2, replace=False) + 1)
     first = pen.rng.random() < 0.5
-    pictures = tuple(
-        pen.repeated_shape(pen.size(4), n)
-        for n in ((n_more, n_fewer) if first else (n_fewer, n_more))
-    )
+    counts = (n_more, n_fewer) if first else (n_fewer, n_more)
+    pictures = tuple(pen.repeated_shape(pen.size(4), n) for n in counts)
     return Scene("more", pictures, "Which picture has more shapes?", "first" if first else "second")
 
 
@@ -224,29 +207,22 @@ def _direction_scene(pen: _Pen) -> Scene:
     x = px / 2 - dx * path / 2 + (across if dx == 0 else 0.0)
     y = px / 2 - dy * path / 2 + (across if dy == 0 else 0.0)
     shape = DrawnShape(pen.kind(), pen.colour(), x, y, d, (dx * path, dy * path))
-    clip = pen.canvas((px, px), shape, frames=_draw_frame_count(pen))
+    clip = pen.canvas((px, px), shape, frames=pen.frame_count())
     return Scene("direction", (clip,), "Which way does it move?", direction)
 
 
 def _moving_shape_scene(pen: _Pen) -> Scene:
-    mover = pen.kind()
-    still = pen.kind(mover)
+    kind = pen.kind()
+    still_kind = pen.kind(kind)
     px, d = pen.px, float(pen.rng.uniform(0.32, 0.42)) * pen.px
     top, direction = pen.rng.random() < 0.5, 1 if pen.rng.random() < 0.5 else -1
-    y_mover, y_still = (0.25 * px, 0.75 * px) if top else (0.75 * px, 0.25 * px)
-    path = 0.5 * px
-    shapes = (
-        DrawnShape(
-            mover, pen.colour(), px / 2 - direction * path / 2, y_mover, d, (direction * path, 0.0)
-        ),
-        DrawnShape(still, pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px, y_still, d),
-    )
-    clip = pen.canvas((px, px), *shapes, frames=_draw_frame_count(pen))
-    return Scene("mover", (clip,), "Which shape moves?", mover)
-
-
-def _draw_frame_count(pen: _Pen) -> int:
-    return min(pen.heavy_tailed(4, 32), pen.limits.max_frames)
+    y, y_still = (0.25 * px, 0.75 * px) if top else (0.75 * px, 0.25 * px)
+    path = direction * 0.5 * px
+    mover = DrawnShape(kind, pen.colour(), px / 2 - path / 2, y, d, (path, 0.0))
+    still_colour, x_still = pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px
+    still = DrawnShape(still_kind, still_colour, x_still, y_still, d)
+    clip = pen.canvas((px, px), mover, still, frames=pen.frame_count())
+    return Scene("mover", (clip,), "Which shape moves?", kind)
 
 
 def _sum_scene(pen: _Pen) -> Scene:
@@ -259,6 +235,21 @@ def _first_word_scene(pen: _Pen) -> Scene:
     return Scene("first word", (), f"First word: {' '.join(drawn)}", drawn[0])
 
 
+MIXTURE = {"picture": 0.66, "pictures": 0.1, "clip": 0.12, "text": 0.12}  # shares of groups
+GROUPS: dict[str, list[Callable[[_Pen], Scene]]] = {
+    "picture": [*[_colour_scene] * 3, _position_scene, _shape_scene, _count_scene],
+    "pictures": [_more_shapes_scene, _same_colour_scene, _which_picture_scene],
+    "clip": [_direction_scene, _moving_shape_scene],
+    "text": [_sum_scene, _first_word_scene],
+}
+
+
+def draw_scene(rng: np.random.Generator, tile_px: int, limits: Limits) -> Scene:
+    """Return a random scene; nothing is rendered."""
+    scenes = GROUPS[_draw(rng, list(MIXTURE), list(MIXTURE.values()))]
+    return scenes[rng.integers(len(scenes))](_Pen(rng, tile_px, limits))
+
+
 def _draw(rng: np.random.Generator, items: Sequence[T], weights: Sequence[float] = ()) -> T:
     if not weights:
         return items[int(rng.integers(len(items)))]
@@ -268,3 +259,138 @@ def _draw(rng: np.random.Generator, items: Sequence[T], weights: Sequence[float]
         if mark < 0:
             return item
     return items[-1]
+
+
+class DrawnScene(NamedTuple):
+    scene: Scene
+    runs: list[TokenRun]  # of its text, cut by the limits
+    headers: list[tuple[Kind, dict[str, int]]]  # what those of all its pictures would say
+    load: Load
+
+
+class SceneSource:
+    """`n` drawn scenes. Index i of (seed, split) is always the same scene; the splits never meet.
+
+    A scene longer than `limits.max_tokens` is cut (truncate, see `counts.fit_samples`), drawn anew
+    (drop, or where too little is left), or refused (error). `blank_images` shows grey instead.
+    ValueError: arguments that cannot be, or a model that takes no pictures.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        seed: int,
+        spec: MediaSpec,
+        tokenizer: Tokenizer,
+        limits: Limits | None = None,
+        *,
+        split: str = "train",
+        blank_images: bool = False,
+    ) -> None:
+        if n < 1 or seed < 0:
+            raise ValueError(f"n_samples={n} must be at least 1 and seed={seed} at least 0")
+        self.name = f"scenes(n={n}, seed={seed}, {split})"
+        self._n, self._key = n, (seed, STREAMS[split])
+        self._tokenizer, self._limits, self._blank = tokenizer, limits or Limits(), blank_images
+        self._preparation = preparation = spec.prepared(self._limits, tokenizer)
+        picture_medium: Any = preparation.get(module_of(preparation, IMAGE.name))
+        if picture_medium is None:
+            raise ValueError("the embedded scenes are pictures, which this model does not take; "
+                             "give data.path")  # fmt: skip
+        self._unit_px = picture_medium.unit_px
+        self._drawn: dict[int, DrawnScene] = {}
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return self._n
+
+    def label(self, index: int) -> str:
+        return f"{self.name}[{index}]"
+
+    def scene(self, index: int) -> Scene:
+        return self._draw([index])[0].scene
+
+    def load(self, index: int) -> Load:
+        return self._draw([index])[0].load
+
+    def loads(self, indices: Sequence[int]) -> list[Load]:
+        """Return the loads of some samples, for a third of the work of one by one."""
+        return [drawn.load for drawn in self._draw(indices)]
+
+    def sample(self, index: int) -> Sample:
+        (drawn,) = self._draw([index])
+        picture_headers = zip(drawn.scene.pictures, drawn.headers, strict=True)
+        opened = [(kind.name, _open_picture(p), header) for p, (kind, header) in picture_headers]
+        media = decode_opened(opened, self._preparation, {p.medium for p in drawn.runs})
+        placeholder = self._tokenizer.placeholder_id
+        sample = compose(drawn.runs, media, self._preparation, placeholder=placeholder)
+        return blank_media(sample, self._preparation) if self._blank else sample
+
+    def _draw(self, indices: Sequence[int]) -> list[DrawnScene]:
+        """Return the scenes; those that are not cached are drawn together."""
+        scenes = {i: self._drawn.get(i) for i in indices}
+        if missing := [i for i, drawn in scenes.items() if drawn is None]:
+            scenes |= (drawn_scenes := self._draw_fitting(missing))
+            with self._lock:
+                self._drawn |= drawn_scenes
+                for i in [*self._drawn][:-MAX_CACHED_SCENES]:
+                    del self._drawn[i]
+        return [drawn for i in indices if (drawn := scenes[i]) is not None]
+
+    def _draw_fitting(self, indices: Sequence[int]) -> dict[int, DrawnScene]:
+        """Draw scenes until each fits the limits."""
+        fitting: dict[int, DrawnScene] = {}
+        if outside := [i for i in indices if not 0 <= i < self._n]:
+            raise IndexError(f"{self.name} holds no sample {outside[0]}")
+        rngs = {i: np.random.default_rng((*self._key, i)) for i in indices}
+        for _ in range(1 if self._limits.oversize == "error" else MAX_CANDIDATES):
+            pending = [i for i in indices if i not in fitting]
+            scenes = [draw_scene(rngs[i], self._unit_px, self._limits) for i in pending]
+            texts = [tokenize.encode_chatml(scene.turns, self._tokenizer) for scene in scenes]
+            records, text_positions = zip(*map(tokenize.count_text_tokens, texts), strict=True)
+            headers = [
+                [
+                    _picture_header(p) | place
+                    for p, place in zip(scene.pictures, places, strict=True)
+                ]
+                for scene, places in zip(scenes, text_positions, strict=True)
+            ]
+            table = build_table(records, headers)
+            counts, fits = fit_samples(table, self._preparation, self._limits)
+            for row in np.flatnonzero(fits).tolist():
+                runs = tokenize.truncate_runs(
+                    texts[row], int(counts.text_tokens[row] + counts.n_media[row])
+                )
+                row_counts = counts.select(slice(row, row + 1))
+                load = sample_load(table, row, self._preparation, row_counts)
+                fitting[pending[row]] = DrawnScene(scenes[row], runs, table.headers(row), load)
+            if fits.all():
+                return fitting
+        row = int(np.flatnonzero(~fits)[0])
+        raise ValueError(
+            f"{self.label(pending[row])}: {int(counts.all_tokens[row])} tokens exceed "
+            f"data.max_tokens={self._limits.max_tokens}; raise it, or set data.oversize to "
+            "truncate or drop"
+        )
+
+
+def _picture_header(picture: Picture) -> dict[str, int]:
+    kind = VIDEO if picture.frames else IMAGE
+    rate = {"rate_num": FRAMES_PER_S, "rate_den": 1} if picture.frames else {}
+    size = {"width": picture.width, "height": picture.height}
+    frames = {"frames": picture.frames, "total": picture.frames}
+    return {"kind": BUILT_IN.index(kind), **size, **frames, **rate}
+
+
+def _open_picture(picture: Picture) -> Any:
+    """A picture or clip of a scene, as `Kind.opened` gives those of files."""
+
+    def spread(n: int, convert: Convert, *_: int) -> np.ndarray:
+        moments = np.linspace(0.0, 1.0, n).tolist()
+        return np.stack([convert(picture.render(t)) for t in moments])
+
+    def numbered(numbers: Sequence[int], convert: Convert) -> np.ndarray:
+        last = max(1, picture.frames - 1)
+        return np.stack([convert(picture.render(k / last)) for k in numbers])
+
+    return Frames(spread, numbered) if picture.frames else lambda *_: picture.render()

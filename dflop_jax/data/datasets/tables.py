@@ -1,8 +1,5 @@
-"""Datasets of rows: Parquet and Arrow files, of one dataset or a split of it, read by pyarrow.
-
-Opening a file reads its metadata alone. Record batches are decoded where rows are read: in the
-pool's processes.
-"""
+"""Datasets of rows: Parquet and Arrow files, read by pyarrow. Opening a file reads its metadata
+alone; record batches are decoded where rows are read: in the pool's processes."""
 
 from __future__ import annotations
 
@@ -16,23 +13,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, errors_as
-from dflop_jax.data.datasets.blob import MediaRoots
-from dflop_jax.data.datasets.record_parser import (
-    DEFAULT_FORMAT,
-    TEXT_FIELDS,
-    Record,
-    RecordFormat,
-    parse_record,
-)
+from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, MiB, errors_as
+from dflop_jax.data.datasets.conversations import TEXT_FIELDS
+from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, RecordFormat, parse_record
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 
 MAX_OPEN_FILES = 16  # at once, in a process
-MAX_BATCH_BYTES, MAX_BATCH_ROWS = (
-    4 << 20,
-    1024,
-)  # upper bounds of a batch that is decoded from Parquet
-MAX_CACHED_BYTES, MAX_CACHED_BATCHES = 64 << 20, 256  # upper bounds of a file's batches in memory
+# Upper bounds of a batch that is decoded from Parquet, and of a file's batches in memory.
+MAX_BATCH_BYTES, MAX_BATCH_ROWS = 4 * MiB, 1024
+MAX_CACHED_BYTES, MAX_CACHED_BATCHES = 64 * MiB, 256
 # Columns' names, rows of each group, and an iterator of record batches of a group's columns.
 DecodeGroups = tuple[Sequence[str], Sequence[int], Callable[[int, Sequence[str]], Iterator[Any]]]
 
@@ -52,8 +41,7 @@ def import_pyarrow() -> Any:
 
 
 class TableReader(RecordReader):
-    """Each row of the files is a record. Media are in the row itself ({bytes, path}, as `datasets`
-    has them), or files below `roots`, else below the folder of the first file."""
+    """Each row of the files is a record. Media are in the row ({bytes, path}), or files."""
 
     def __init__(
         self,
@@ -61,20 +49,17 @@ class TableReader(RecordReader):
         roots: Sequence[str | Path] = (),
         records: RecordFormat = DEFAULT_FORMAT,
     ) -> None:
-        super().__init__(files)
-        self._records = records
+        super().__init__(files, roots, records)
         self._row_format = replace(records, columns={})  # rows as they are read
-        self._roots = MediaRoots(roots or [files[0].parent])
         self._opened = lru_cache(MAX_OPEN_FILES)(lambda k: TableFile(files[k], records))
         import_pyarrow()  # loaded before processes are forked, which then share it
 
     def locate(self) -> Iterator[RecordLocation]:
-        any_row = False
+        number = -1
         for k, file in enumerate(self.files):
             for number in range(len(TableFile(file, self._records))):
-                any_row = True
                 yield RecordLocation(self.record_label(k, number), number, k, 0, 0)
-        if not any_row:
+        if number < 0:
             raise ValueError(f"{self.name}: holds no rows")
 
     def read(self, location: RecordLocation) -> Record:
@@ -90,18 +75,14 @@ class TableReader(RecordReader):
 class TableFile:
     """Rows of a file by their number. `unread` are the columns that no field is read from.
 
-    A row group of Parquet is decoded from its first row on: random access needs groups of 100 MB
-    or less.
-
-    Raises:
-      ValueError: the file cannot be read, claims more rows than it can hold, or has no text.
+    A row group of Parquet is decoded from its first row on: random access needs groups of 100 MB or
+    less. ValueError: the file cannot be read, claims more rows than it can hold, or has no text.
     """
 
     def __init__(self, file: Path, records: RecordFormat = DEFAULT_FORMAT) -> None:
         with errors_as(f"{file}: cannot be read"):
-            names, sizes, self._decode = (
-                _open_parquet if file.suffix == ".parquet" else _open_arrow
-            )(file)
+            open_file = _open_parquet if file.suffix == ".parquet" else _open_arrow
+            names, sizes, self._decode = open_file(file)
             if min(sizes, default=0) < 0 or sum(sizes) > min(8 * file.stat().st_size, MAX_ROWS):
                 raise ValueError(f"it claims {sum(sizes):,} rows")
             self._columns = records.select_columns(names)
@@ -140,17 +121,13 @@ class TableFile:
         wanted = bisect_right(self._first_rows, number) - 1
         group, first, batches = self._pending
         if group != wanted or number < first:
-            first, batches = (
-                self._first_rows[wanted],
-                self._decode(wanted, [*self._columns.values()]),
-            )
+            first = self._first_rows[wanted]
+            batches = self._decode(wanted, [*self._columns.values()])
         self._pending = -1, 0, iter(())  # what fails is decoded anew
         for batch in batches:
             cached.append((first, batch))
-            while (
-                len(cached) > 1
-                and sum(b.get_total_buffer_size() for _, b in cached) > MAX_CACHED_BYTES
-            ):
+            sizes = [b.get_total_buffer_size() for _, b in cached]
+            while len(cached) > 1 and sum(sizes[-len(cached) :]) > MAX_CACHED_BYTES:
                 cached.popleft()
             if number < first + batch.num_rows:
                 self._pending = wanted, first + batch.num_rows, batches
@@ -164,9 +141,7 @@ def _open_parquet(file: Path) -> DecodeGroups:
         opened.seek(-8, 2)
         if (length := int.from_bytes(opened.read(4), "little")) > MAX_FOOTER_BYTES:
             raise ValueError(f"it claims a footer of {length:,} bytes")
-    table = import_pyarrow().parquet.ParquetFile(
-        str(file), buffer_size=1 << 20
-    )  # bytes read at once
+    table = import_pyarrow().parquet.ParquetFile(str(file), buffer_size=MiB)
     groups = [table.metadata.row_group(k) for k in range(table.num_row_groups)]
 
     def decode(k: int, columns: Sequence[str]) -> Iterator[Any]:

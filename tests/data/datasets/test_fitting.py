@@ -16,8 +16,7 @@ HOW = prepared(SimpleTiles(8, 3), MelSpec(), 8, ((7, 7),) * 7)
 
 
 def conversation(rng):
-    """Text of a prompt and what follows it, with clips and sounds anywhere, in any order; the
-    headers of these."""
+    """Runs of text with clips and sounds anywhere, in any order; the headers of these."""
     lengths = rng.integers(0, 60, rng.integers(2, 8))
     pieces = [TokenRun((5,) * n, bool(k % 2)) for k, n in enumerate(lengths.tolist())]
     n_media = rng.integers(0, 5)
@@ -91,19 +90,6 @@ def test_a_cut_sample_is_its_first_tokens(n, oversize):
         assert len(load.lengths("vision")) == frames
         n_cut += enough and len(media) < len(of)
     assert n < 400 or oversize == "drop" or n_cut > 40
-
-
-@pytest.mark.parametrize(
-    "answer, needed", [((9, 1), 10), ((40,), ANSWER_TOKENS), ((3, -1, 3), 6), ((), 0)]
-)
-def test_so_much_of_the_first_answer_is_needed(answer, needed):
-    """Up to its end; a medium within it (-1) does not end it."""
-    inside = [TokenRun((1,) * n, True) if n > 0 else TokenRun(medium=1) for n in answer]
-    pieces = [TokenRun((1,) * 7), TokenRun(medium=0), *inside]
-    pieces += [TokenRun((1,) * 50), TokenRun((1,) * 50, True)] if answer else []
-    record, places = count_text_tokens(pieces)
-    assert record["needed_tokens"] == 7 + needed
-    assert places == [{"tokens_before": 7}, {"tokens_before": 11}][: 1 + (-1 in answer)]
 
 
 def test_the_most_demanding_ask_for_all_that_any_does():

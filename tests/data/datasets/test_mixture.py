@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -11,17 +12,16 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.index_build import IndexRules
+from dflop_jax.data.datasets.index_build import IndexRules, LocalRowReader
 from dflop_jax.data.datasets.mixture import (
     MixtureEntry,
     load_mixture,
     repeat_by_weight,
+    select_held_out,
     select_subset,
-    subset_size,
 )
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
 from dflop_jax.data.datasets.record_table import build_table
-from dflop_jax.data.datasets.row_reader import LocalRowReader
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.mel import MelSpec
@@ -55,14 +55,13 @@ def test_subset_rules(rule, n, expected):
 
 
 def test_random_subsets_are_drawn_by_the_seed_and_the_part():
-    part = MixtureEntry("a", subset="random:10%")
+    part, other = (MixtureEntry(path, subset="random:10%") for path in "ab")
     rows = select_subset(part, 1000, 3)
-    assert len(rows) == len(set(rows.tolist())) == 100
+    assert len(rows) == 100
     assert (np.diff(rows) > 0).all()
     assert rows.tolist() == select_subset(part, 1000, 3).tolist()
     assert rows.tolist() != select_subset(part, 1000, 4).tolist()
-    assert rows.tolist() != select_subset(MixtureEntry("b", subset="random:10%"), 1000, 3).tolist()
-    assert subset_size("random:1000", 50) == 50
+    assert rows.tolist() != select_subset(other, 1000, 3).tolist()
 
 
 @pytest.mark.parametrize("weight, times", [(1, 1.0), (3, 3.0), (0.25, 0.25), (2.5, 2.5)])
@@ -74,6 +73,8 @@ def test_weights_repeat_and_thin_out(weight, times):
     assert counts.min() >= int(times)
     assert counts.max() <= np.ceil(times)
     assert len(repeat_by_weight(MixtureEntry("a", weight=weight), rows[:0], 0)) == 0
+    with pytest.raises(ValueError, match="a: more than 200,000,000 samples an epoch; lower its"):
+        repeat_by_weight(MixtureEntry("a", weight=weight * 1e9), rows, 0)
 
 
 def test_yaml(tmp_path):
@@ -82,11 +83,12 @@ parts:
   - path: a.json
     weight: 2
     subset: first:30%
-    root: photos
+    root: [photos, /y]
   - /abs/s-{000..003}.tar
 """)
     first, second = load_mixture(tmp_path / "m.yaml")
-    assert first == MixtureEntry(f"{tmp_path}/a.json", 2.0, "first:30%", (f"{tmp_path}/photos",))
+    roots = (f"{tmp_path}/photos", "/y")
+    assert first == MixtureEntry(f"{tmp_path}/a.json", 2.0, "first:30%", roots)
     assert second == MixtureEntry("/abs/s-{000..003}.tar")
     (tmp_path / "n.yaml").write_text(
         "datasets:\n  - {json_path: /x/b.json, sampling_strategy: 'end:5%'}\n"
@@ -102,8 +104,8 @@ parts:
      ("- {path: a, subset: half}", "not all, first:N"),
      ("- {path: a, subset: 'first:-3'}", "not all"), ("- {path: a, subset: 'first:101%'}", "100%"),
      ("- {path: a, subset: 'first:1.5'}", "whole number"), ("- {path: a, weight: .nan}", "weight"),
-     ("- {path: a, weight: 0}", "weight=0.0 is not in"), ("- {path: a, weight: 1e9}", "weight"),
-     ("- {path: ''}", "no path"), ("!!python/object:os.system {}", "readable"),
+     ("- {path: a, weight: 0}", "weight=0.0 is not above 0"), ("- {path: ''}", "no path"),
+     ("!!python/object:os.system {}", "readable"),
      ("a: &a [x, x]\nb: &b [*a, *a]\nparts: [*b, *b]", "m.yaml: "), ("[" * 1000, "m.yaml: "),
      ("- " * 200 + "a", "m.yaml: "), ("parts: 2024-99-99", "m.yaml: "), ("\x00", "m.yaml: "),
      ("- {path: a, subset: 'first:" + "9" * 400 + "'}\n- 1", "m.yaml: "),
@@ -151,7 +153,6 @@ def test_what_is_held_out_is_as_asked_for(tmp_path):
     assert 0 < len(share["eval"]) < 30
     for split, n, why in [
         ("eval", 0, "needs train.eval_samples or train.eval_fraction above 0"),
-        ("test", 5, "not train"),
         ("train", 60, "mixture: 60 held-out samples of 60 records; lower train.eval_samples"),
     ]:
         with pytest.raises(ValueError, match=why):
@@ -176,11 +177,12 @@ def test_thin_pictures_and_short_sounds_are_left_out():
     assert len(none) == 0
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"conversations": talk("<image>\nWhat?", "Ten.")}, {"image": "two.png"}, {"weight": 0.5}],
-)
-def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path, changed):
+CHANGES = [
+    {"conversations": talk("<image>\nWhat?", "Ten.")}, {"image": "two.png"}, {"weight": 0.5}
+]  # fmt: skip
+
+
+def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path):
     file, other = made_dataset(tmp_path, 5), tmp_path / "other.jsonl"
     records = json.loads(file.read_text())
     shutil.copy(tmp_path / "exact.png", tmp_path / "two.png")
@@ -192,10 +194,10 @@ def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path, changed):
     same = source((MixtureEntry(str(file)),), tmp_path).digest
     assert digest([{**record, "id": 7} for record in records]) == same
     others = [digest(records[::-1]), digest(records, subset="first:4"), digest(records, weight=2)]
-    others.append(digest([records[0], {**records[1], **changed}, *records[2:]]))
+    others += [digest([records[0], {**records[1], **change}, *records[2:]]) for change in CHANGES]
     shutil.copy(tmp_path / "thin.png", tmp_path / "exact.png")
     others.append(digest(records))
-    assert len({same, *others}) == 6
+    assert len({same, *others}) == 8
 
 
 def test_a_picture_that_changed_since(tmp_path):
@@ -207,5 +209,79 @@ def test_a_picture_that_changed_since(tmp_path):
     (tmp_path / "a" / "exact.png").unlink()
     with pytest.raises(ValueError, match="missing file"):
         found.sample(1)
-    with pytest.raises(ValueError, match="max_frames"):
-        prepared(SMALL, max_frames=0)
+
+
+# ---- what is held out ----
+
+
+def lots(rng, sizes):
+    return [rng.integers(0, 2**64, size=n, dtype=np.uint64) for n in sizes]
+
+
+@pytest.mark.parametrize(
+    "sizes, n, counts",
+    [
+        ([2], 1, [1]),
+        ([10], 9, [9]),
+        ([60, 15, 2], 20, [16, 3, 1]),
+        ([100, 1, 1], 10, [10, 0, 0]),  # these two are trained on
+        ([5000, 5000], 64, [32, 32]),
+        ([50, 50, 2], 2, [1, 1, 0]),
+        ([0, 7], 3, [0, 3]),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_part_gives_its_share(sizes, n, counts, seed):
+    numbers = lots(np.random.default_rng(seed), sizes)
+    masks = select_held_out(numbers, n, seed)
+    assert [int(m.sum()) for m in masks] == counts
+    assert [len(m) for m in masks] == sizes
+    # Whatever the order: each process and each run draws the same ids.
+    again = select_held_out([part[::-1] for part in numbers], n, seed)
+    assert all((m == a[::-1]).all() for m, a in zip(masks, again, strict=True))
+
+
+@pytest.mark.parametrize("n, total", [(1, 1), (2, 2), (5, 4), (100, 10)])
+def test_something_is_left_to_train_on(n, total):
+    with pytest.raises(ValueError, match=f"{n} held-out samples of {total} records; lower train"):
+        select_held_out(lots(np.random.default_rng(0), [total]), n, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_share_is_drawn_by_each_id_alone(seed):
+    """Also of data that grow; of a larger share these and more; of one id in all parts alike."""
+    (ids,) = lots(np.random.default_rng(seed), [20_000])
+    (tenth,) = select_held_out([ids], 0.1, seed)
+    assert abs(int(tenth.sum()) - 2000) < 4 * np.sqrt(20_000 * 0.1 * 0.9)
+    order = np.random.default_rng(1).permutation(len(ids))[:12_345]
+    parts = select_held_out([ids[order], ids[:77], ids[:0]], 0.1, seed)
+    assert [m.tolist() for m in parts] == [tenth[order].tolist(), tenth[:77].tolist(), []]
+    (fifth,) = select_held_out([ids], 0.2, seed)
+    assert not (tenth & ~fifth).any()
+    (other,) = select_held_out([ids], 0.1, seed + 2)
+    assert abs(int((tenth & other).sum()) - 200) < 4 * np.sqrt(200)
+
+
+@pytest.mark.parametrize("share, which", [(1e-9, "no"), (1 - 1e-12, "every")])
+def test_a_share_leaves_something_on_both_sides(share, which):
+    with pytest.raises(ValueError, match=f"of 5 records holds out {which} record; give another"):
+        select_held_out(lots(np.random.default_rng(0), [3, 2]), share, 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_ids_are_held_out_together_and_all_count(seed):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 2**64, size=40, dtype=np.uint64)
+    numbers = [rng.choice(ids, rng.integers(1, 30)) for _ in range(rng.integers(1, 4))]
+    n = int(rng.integers(5, 12))
+    total = Counter(np.concatenate(numbers).tolist())
+    try:
+        masks = select_held_out(numbers, n, seed)
+    except ValueError:
+        assert total.total() < n + len(numbers) * max(total.values())
+        return
+    held = Counter(x for part, m in zip(numbers, masks, strict=True) for x in part[m].tolist())
+    assert all(total[number] == count for number, count in held.items())
+    assert n <= held.total() < total.total()
+    # Each part gives one id more than it needs at most.
+    assert held.total() < n + len(numbers) * max(total.values())

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import ByteTokenizer, SceneSource, make_source
+from dflop_jax.data import ByteTokenizer, make_source
 from dflop_jax.data.media.mel import MelSpec
+from tests.data.media_cases import talk as turns
 from tests.data.media_cases import write_wav
 from tests.data.views import from_pictures, media_spec, supervised, tiles, tokens
 
@@ -20,12 +21,8 @@ TOKENIZER = ByteTokenizer()
 
 
 def record(i, **changes):
-    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"Number {i}."}]
-    return {"id": f"r{i}", "image": "a.png", "conversations": turns, **changes}
-
-
-def turns(*texts):
-    return [{"from": ("human", "gpt")[k % 2], "value": t} for k, t in enumerate(texts)]
+    said = turns("<image>\nWhat?", f"Number {i}.")
+    return {"id": f"r{i}", "image": "a.png", "conversations": said, **changes}
 
 
 @pytest.fixture
@@ -62,8 +59,7 @@ def weights_by_token(sample):
 
 
 def test_answers_and_records_have_weights(folder):
-    """Media in an answer leave it one; a prompt has none but where prompts are trained on, and what
-    is held out is as if there were no weights."""
+    """Of a prompt only where prompts are trained on, of what is held out none."""
     talk = turns("Say", "one <image> two", "and", "three")
     talk[1]["weight"] = 0.5
     row = record(0, conversations=talk, weight=4)
@@ -110,11 +106,6 @@ def test_bad_records_are_named_and_left_out(folder):
         load(folder, [*records, record(len(BAD))], max_bad_fraction=0.4)
 
 
-def test_prompts_of_scenes_are_not_trained_on():
-    with pytest.raises(ValueError, match=r"data.loss_on_prompts is of records: give data.path"):
-        make_source(DataConfig(loss_on_prompts=True), SPEC)
-
-
 def test_sound_is_left_out_in_one_line_by_a_model_without_it(folder, caplog):
     heard = turns("<audio>", "noise")
     records = [record(0), *(record(k, image=None, audio="a.wav", conversations=heard)
@@ -141,26 +132,21 @@ def test_an_unusable_file_is_one_line(folder, content, reason):
     assert "d.json" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name, remedy",
-    [("t.json", "repair it, or name it .jsonl if"), ("t.csv", "give one, JSON lines"),
-     ("t", "this is not read")],
-)  # fmt: skip
-def test_a_file_of_another_kind_is_not_to_be_repaired(folder, name, remedy):
-    (folder / name).write_text("id,question\n1,Why?\n")
-    with pytest.raises(ValueError, match=remedy):
-        open_path(folder / name)
-
-
 def test_nothing_usable_is_fatal_whatever_the_fraction(folder):
     heard = record(0, image=None, audio="a.wav", conversations=turns("<audio>", "noise"))
     with pytest.raises(ValueError, match="no record is usable: the model cannot take their media"):
         load(folder, [heard])
-    with pytest.raises(ValueError, match=r"1 of 1 records are unusable .*none\.png"):
-        load(folder, [record(0, image="none.png")])
 
 
 def test_finding_the_file(folder):
+    for name, remedy in [
+        ("t.json", "repair it, or name it .jsonl if"), ("t.csv", "give one, JSON lines"),
+        ("t", "this is not read"),
+    ]:  # fmt: skip
+        (folder / name).write_text("id,question\n1,Why?\n")
+        with pytest.raises(ValueError, match=remedy):
+            open_path(folder / name)
+        (folder / name).unlink()
     with pytest.raises(ValueError, match="no such file"):
         open_path(folder / "none.json")
     with pytest.raises(ValueError, match=r"0 \.json"):
@@ -168,8 +154,9 @@ def test_finding_the_file(folder):
     (folder / "x.jsonl").write_text(json.dumps(record(0)) + "\n\n" + json.dumps(record(1)))
     assert len(open_path(folder)) == 2
     (folder / "y.json").write_text(json.dumps([record(0)]))
-    with pytest.raises(ValueError, match=r"2 \.json"):
-        open_path(folder)
+    for path, why in [(folder, r"2 \.json"), (folder / "*.json*", "list them in a YAML mixture")]:
+        with pytest.raises(ValueError, match=why):
+            open_path(path)
 
 
 def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
@@ -187,9 +174,9 @@ def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
 
 
 def test_make_source(folder):
-    scenes = make_source(DataConfig(n_samples=7), SPEC, "eval")
-    assert isinstance(scenes, SceneSource)
-    assert len(scenes) == 7
+    with pytest.raises(ValueError, match=r"data.loss_on_prompts is of records: give data.path"):
+        make_source(DataConfig(loss_on_prompts=True), SPEC)
+    assert len(make_source(DataConfig(n_samples=7), SPEC, "eval")) == 7
     assert len(make_source(DataConfig(n_samples=7), SPEC, "eval", n_held_out=9)) == 9
     (folder / "dataset.json").write_text(json.dumps([record(0)]))
     blank = open_path(folder, blank_images=True)
@@ -199,9 +186,8 @@ def test_make_source(folder):
 
 def test_all_shared_media_load_as_their_headers_say(shared_data, tmp_path, caplog):
     config = DataConfig(path=str(shared_data), max_tokens=1024, max_frames=8)
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = make_source(config, HEARING, index_dir=tmp_path)
-        samples = [source.sample(i) for i in range(len(source))]
+    source = make_source(config, HEARING, index_dir=tmp_path)
+    samples = [source.sample(i) for i in range(len(source))]
     assert [s.load for s in samples] == [source.load(i) for i in range(len(source))]
     assert all(supervised(s).any() for s in samples)
     assert len(source) + source.counts["left out"] == 146

@@ -9,12 +9,10 @@ from tests.data.views import media_spec, supervised, tiles, tokens
 
 SPEC = media_spec(48, 9)
 TOKENIZER = ByteTokenizer()
-NATIVE = MediaSpec.of({"vision": {"form": "native", "patch_px": 4, "merge": 2, "frames": 2}}, {})
-NATIVE_LIMITS = Limits(4, 8, 4096, min_pixels=256, max_pixels=6000, max_clip_pixels=20_000)
 
 
-def source(n=400, seed=0, **options):
-    return SceneSource(n, seed, SPEC, TOKENIZER, **options)
+def source(n=400, seed=0, spec=SPEC, limits=None, **options):
+    return SceneSource(n, seed, spec, TOKENIZER, limits, **options)
 
 
 def inked(picture, time=0.0):
@@ -134,8 +132,10 @@ def test_samples_repeat_have_their_load_and_differ_between_seeds_and_splits():
 
 
 def test_scenes_at_native_resolution():
-    spec, limits = NATIVE, NATIVE_LIMITS
-    data = SceneSource(60, 0, spec, TOKENIZER, limits)
+    facts = {"form": "native", "patch_px": 4, "merge": 2, "frames": 2}
+    limits = Limits(4, 8, 4096, min_pixels=256, max_pixels=6000, max_clip_pixels=20_000)
+    options = {"n": 60, "spec": MediaSpec.of({"vision": facts}, {}), "limits": limits}
+    data, grey = source(**options), source(**options, blank_images=True)
     lengths = set()
     for i in range(60):
         sample, scene = data.sample(i), data.scene(i)
@@ -150,7 +150,7 @@ def test_scenes_at_native_resolution():
         assert TOKENIZER.decode(tokens(sample)[supervised(sample)]) == scene.answer
         if pieces:
             assert len(sample.fields["vision"]["patches"]) == sum(pieces)
-            blank = SceneSource(60, 0, spec, TOKENIZER, limits, blank_images=True).sample(i)
+            blank = grey.sample(i)
             assert (blank.fields["vision"]["patches"] == 128).all()
             assert blank.load == sample.load
     assert len(lengths) > 5  # many resolutions

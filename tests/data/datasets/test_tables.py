@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from dflop_jax.data.datasets import tables
 from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.pool.processes import DecoderPool
+from dflop_jax.data.process_pool import DecoderPool
 from tests.data.media_cases import made_dataset, talk
 from tests.data.views import media_spec
 
@@ -27,7 +28,7 @@ SPEC = media_spec(28, 4, "dynamic", sound=MelSpec(n_mels=4, window_s=1, max_wind
 
 
 def embedded(dataset: Path) -> list[dict]:
-    """The records of a JSON dataset with the bytes of their media, as `datasets` embeds them."""
+    """Its records with the bytes of their media, as `datasets` embeds them."""
     rows = []
     for record in json.loads(dataset.read_text()):
         row = {"id": record["id"], "conversations": record["conversations"]}
@@ -114,10 +115,10 @@ def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkey
 
 
 def test_rows_are_read_in_processes_of_their_own(made, tmp_path, monkeypatch):
-    """As few of them as ask at once: none retires for what a library reserves."""
+    """None of which retires for what a library reserves."""
     monkeypatch.setattr("dflop_jax.data.datasets.index_build.CHUNK_RECORDS", 3)
-    start, started = DecoderPool._start, []
-    monkeypatch.setattr(DecoderPool, "_start", lambda self: started.append(1) or start(self))
+    end, ended = DecoderPool._end, []
+    monkeypatch.setattr(DecoderPool, "_end", lambda *a: ended.append(1) or end(*a))
     bad = [{**made[1][0], "conversations": []}, {**made[1][1], "images": [{"bytes": b"x"}]}]
     save_parquet([*made[1], *bad], tmp_path / "d" / "a.parquet", row_group_size=7)
     config = DataConfig(path=str(tmp_path / "d"), max_tokens=4096, max_bad_fraction=0.2)
@@ -128,7 +129,7 @@ def test_rows_are_read_in_processes_of_their_own(made, tmp_path, monkeypatch):
         assert source.counts["unusable"] == 2
         indexes.append([file.read_bytes() for file in folder.iterdir()])
     assert indexes[0] == indexes[1]
-    assert len(started) <= config.workers
+    assert not ended
 
 
 @pytest.mark.parametrize("save", [save_parquet, save_arrow])
@@ -150,14 +151,9 @@ def test_media_below_the_roots_and_columns_of_other_names(made, tmp_path, save):
     outside = open_reader(table, (), names)
     with pytest.raises(ValueError, match=r"a\.(parquet|arrow)\[1\] id=r1: missing file"):
         outside.read(list(outside.locate())[1])
-    for columns, why in [
-        (names | {"image": "images"}, "no column 'images'; there are key, pics, chat, messages"),
-        ({"id": "key"}, None),
-    ]:
-        reader = open_reader(table, (), columns)
-        if why:
-            with pytest.raises(ValueError, match=why):
-                list(reader.locate())
+    other = open_reader(table, (), names | {"image": "images"})
+    with pytest.raises(ValueError, match="no column 'images'; there are key, pics, chat, messages"):
+        list(other.locate())
     with pytest.raises(ValueError, match="no column conversations or messages or question, there"):
         list(open_reader(save([{"n": 1}], tmp_path / f"n{suffix}")).locate())
 
@@ -219,7 +215,7 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
 
 def test_without_the_library_one_line_says_what_to_install(made, tmp_path, monkeypatch):
     file = save_parquet(made[1][:1], tmp_path / "a.parquet")
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     tables.import_pyarrow.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'dflop_jax\[parquet\]'"):
         open_reader(file)
@@ -231,21 +227,29 @@ def every_record(path):
     return [reader.read(at) for at in reader.locate()]
 
 
-def test_a_parquet_file_that_lies_is_one_line(made, tmp_path):
+def test_files_that_lie_are_one_line(made, tmp_path):
     good = save_parquet(made[1] * 3, tmp_path / "a.parquet", row_group_size=9).read_bytes()
-    footer = int.from_bytes(good[-8:-4], "little")
+    footer, huge = int.from_bytes(good[-8:-4], "little"), struct.pack("<I", 2**31 - 1)
     bad = tmp_path / "b.parquet"
-    for data in (
-        b"",
-        b"PAR1",
-        good[:-300],
-        good[:-8] + struct.pack("<I", 2**31 - 1) + b"PAR1",
-        good[:-8] + struct.pack("<I", len(good) - 20) + b"PAR1",
-        good[: -8 - footer] + b"\xff" * footer + good[-8:],
-    ):
+    for data in (b"", b"PAR1", good[:-300], good[:-8] + huge + b"PAR1",
+                 good[:-8] + struct.pack("<I", len(good) - 20) + b"PAR1",
+                 good[: -8 - footer] + b"\xff" * footer + good[-8:]):  # fmt: skip
         bad.write_bytes(data)
         with pytest.raises(ValueError, match=r"b\.parquet: cannot be read \(.*\)$"):
             every_record(bad)
+    good = save_arrow(made[1] * 2, tmp_path / "a.arrow", 7).read_bytes()
+    bad, length = tmp_path / "b.arrow", int.from_bytes(good[4:8], "little")
+    for data in (b"", b"ARROW1\0\0", good[:100], good[: len(good) // 2], b"x" * 100,
+                 good[:4] + huge + good[8:], good[8 + length :],
+                 good[:8] + b"\xff" * length + good[8 + length :]):  # fmt: skip
+        bad.write_bytes(data)
+        with pytest.raises(ValueError, match=r"b\.arrow: (cannot be read|holds no rows).*$"):
+            every_record(bad)
+    table = pa.table({"question": pa.array(["x"]).dictionary_encode()})
+    with pa.ipc.new_stream(str(bad), table.schema) as out:
+        out.write_table(table)
+    with pytest.raises(ValueError, match="it has more than plain columns; save it as Parquet"):
+        every_record(bad)
 
 
 def asked(n):
@@ -266,7 +270,7 @@ def test_rows_that_the_pages_lack_are_an_error(tmp_path, monkeypatch):
         read.row(50)
 
 
-@pytest.mark.parametrize("kept_bytes", [1, 1200, 1 << 20])
+@pytest.mark.parametrize("kept_bytes", [1, 1200])
 def test_threads_read_one_file_together(tmp_path, monkeypatch, kept_bytes):
     monkeypatch.setattr(tables, "MAX_BATCH_ROWS", 3)
     monkeypatch.setattr(tables, "MAX_CACHED_BYTES", kept_bytes)
@@ -277,24 +281,6 @@ def test_threads_read_one_file_together(tmp_path, monkeypatch, kept_bytes):
         assert [*threads.map(read.row, order)] == [asked(n)[k] for k in order]
     kept = sum(batch.get_total_buffer_size() for _, batch in read._cached)
     assert kept <= kept_bytes or len(read._cached) == 1
-
-
-def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):
-    good = save_arrow(made[1] * 2, tmp_path / "a.arrow", 7).read_bytes()
-    bad = tmp_path / "b.arrow"
-    length = int.from_bytes(good[4:8], "little")
-    for data in (b"", b"ARROW1\0\0", good[:100], good[: len(good) // 2], b"x" * 100,
-                 good[:4] + struct.pack("<I", 2**31 - 1) + good[8:],
-                 good[8 + length :],
-                 good[:8] + b"\xff" * length + good[8 + length :]):  # fmt: skip
-        bad.write_bytes(data)
-        with pytest.raises(ValueError, match=r"b\.arrow: (cannot be read|holds no rows).*$"):
-            every_record(bad)
-    table = pa.table({"question": pa.array(["x"]).dictionary_encode()})
-    with pa.ipc.new_stream(str(bad), table.schema) as out:
-        out.write_table(table)
-    with pytest.raises(ValueError, match="it has more than plain columns; save it as Parquet"):
-        every_record(bad)
 
 
 def test_a_compressed_arrow_file_is_decoded_where_its_rows_are_read(tmp_path):

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from dflop_jax.data import BadSample, ByteTokenizer
+from dflop_jax.data.datasets.index_build import LocalRowReader
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.datasets.row_reader import LocalRowReader
-from dflop_jax.data.pool.processes import DecoderReply
+from dflop_jax.data.process_pool import DecoderReply
 from dflop_jax.data.sample import FeatureGather, Sample, SourceFactory
 from dflop_jax.data.text.tokenize import encode_chatml
 from dflop_jax.records import Load
@@ -86,7 +86,7 @@ def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
 
 
 def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
-    """As `data.build.open_row_reader`, of a dataset file; records of `harm` do what it says."""
+    """As `build.open_row_reader`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
     here = LocalRowReader({"a": reader}, lambda turns, _: encode_chatml(turns, ByteTokenizer()))
 

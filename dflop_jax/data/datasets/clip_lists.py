@@ -1,0 +1,175 @@
+"""Lists of clips: precomputed latents in files, or the embedded moving scenes.
+
+A list of files is JSON: records {"caption": TEXT, "latents": FILE, "split": "train" or "eval"};
+without a split a record is for training. A file is .npy or .safetensors (with the tensor "latents"
+or one tensor alone) of shape [channels, time, rows, columns].
+
+The embedded clips are two shapes that cross a small picture, and a caption that says which and
+where. Frames become latents by a transform that can be undone: blocks of pixels side by side as
+channels. Pairs of shapes that are held out are never trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name from here on)
+import numpy as np
+from safetensors import safe_open
+
+from dflop_jax.data.bounds import MAX_LIST_BYTES, errors_as, parse_json, read_bounded
+from dflop_jax.data.datasets.blob import MediaRoots
+from dflop_jax.data.datasets.scenes import COLOURS, SHAPES, DrawnShape, Picture
+from dflop_jax.data.media.native import GREY
+from dflop_jax.data.sample import STREAMS
+
+TENSOR = "latents"
+FLOATS = ("float16", "bfloat16", "float32", "F16", "BF16", "F32")
+SIDE_PX = 16  # pixels of a frame's side
+SHAPE_PX = SIDE_PX // 2 - 1  # pixels of a shape's side: two fit, one above the other
+SCALE = 2.0  # latents have a variance of about one
+FRAMES = (2, 3, 3, 4, 4, 6)  # of a clip, drawn
+DIRECTIONS = ("left", "right")
+HELD_OUT_PERIOD = 6  # one pair of so many
+
+
+class Clip(NamedTuple):
+    label: str
+    caption: str
+    shape: tuple[int, ...]  # of its latents
+    read: Callable[[], np.ndarray]  # its latents, float32; ValueError if they cannot be read
+
+
+def list_files(path: str, roots: Sequence[str], split: str) -> list[Clip]:
+    """Return the clips of one split of a list; ValueError: they cannot be read, or there are
+    none."""
+    file = Path(path)
+    resolve = MediaRoots(roots or [file.parent]).resolve
+    try:
+        records = parse_json(read_bounded(file, MAX_LIST_BYTES), list[dict[str, Any]])
+    except ValueError as e:
+        message = str(e) if str(file) in str(e) else f"{file}: {e}"
+        raise ValueError(f"{message}; data.path names a JSON list of clips") from None
+    clips = [
+        _file_clip(f"{file.name}[{k}]", record, resolve)
+        for k, record in enumerate(records)
+        if record.get("split", "train") == split
+    ]
+    if not clips:
+        raise ValueError(f'{path}: no clip has "split": "{split}"; give some records that')
+    return clips
+
+
+def _file_clip(label: str, record: Mapping[str, Any], resolve: Callable[[str], Path]) -> Clip:
+    """Return the clip of a record, with the shape from its file's header."""
+    caption, name = record.get("caption"), record.get("latents")
+    if not isinstance(caption, str) or not caption.strip():
+        raise ValueError(f'{label}: no "caption"; say what the clip shows')
+    if not isinstance(name, str) or not name:
+        raise ValueError(f'{label}: no "latents"; name the .npy or .safetensors file of the clip')
+    with errors_as(f"{label}"):
+        file = resolve(name)
+        tensor, shape, dtype = _read_header(file)
+        if dtype not in FLOATS:
+            raise ValueError(f"{file} holds {dtype}; save the latents as float32")
+    return Clip(label, caption, shape, partial(_read_latents, label, file, tensor, shape))
+
+
+def _read_header(file: Path) -> tuple[str, tuple[int, ...], str]:
+    """Return the tensor's name ("": the file is one array), its shape and its dtype."""
+    if file.suffix == ".npy":
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        return "", tuple(array.shape), str(array.dtype)
+    with safe_open(file, framework="numpy") as opened:
+        names = list(opened.keys())
+        tensor = TENSOR if TENSOR in names else names[0] if len(names) == 1 else ""
+        if not tensor:
+            raise ValueError(f"{file} has no tensor {TENSOR!r} and not one alone")
+        values = opened.get_slice(tensor)
+        return tensor, tuple(values.get_shape()), str(values.get_dtype())
+
+
+def _read_latents(label: str, file: Path, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+    with errors_as(f"{label}: {file} cannot be read"):
+        if tensor:
+            with safe_open(file, framework="numpy") as opened:
+                values = opened.get_tensor(tensor)
+        else:
+            values = np.load(file, allow_pickle=False)
+        if values.shape != shape:
+            raise ValueError(f"it now has shape {list(values.shape)}")
+        if not np.isfinite(latents := np.asarray(values, np.float32)).all():
+            raise ValueError("values that are not finite")
+    return latents
+
+
+def draw_clips(name: str, n: int, seed: int, split: str, channels: int) -> list[Clip]:
+    """Return `n` moving scenes of (seed, split); `name` is that of the list in labels."""
+    block = block_of(channels)
+    n_kinds = len(SHAPES) * len(COLOURS) * len(DIRECTIONS)
+    clips = []
+    for i in range(n):
+        rng = np.random.default_rng((seed, STREAMS[split], i))
+        is_held_out = split != "eval"
+        while is_held_out != (split == "eval"):
+            upper, lower = (int(k) for k in rng.integers(n_kinds, size=2))
+            is_held_out = (upper + lower) % HELD_OUT_PERIOD == 0
+        n_frames = FRAMES[rng.integers(len(FRAMES))]
+        shapes = [_decode_shape(upper), _decode_shape(lower)]
+        caption = " over ".join(map(" ".join, shapes))
+        shape = (channels, n_frames, SIDE_PX // block, SIDE_PX // block)
+        clips.append(
+            Clip(f"{name}[{i}]", caption, shape, partial(_render, shapes, n_frames, block))
+        )
+    return clips
+
+
+def _decode_shape(number: int) -> tuple[str, str, str]:
+    """Return colour, kind and direction of a shape by its number."""
+    rest, direction = divmod(number, len(DIRECTIONS))
+    colour, kind = divmod(rest, len(SHAPES))
+    return tuple(COLOURS)[colour], SHAPES[kind], DIRECTIONS[direction]
+
+
+def _render(shapes: Sequence[tuple[str, str, str]], n_frames: int, block: int) -> np.ndarray:
+    drawn = []
+    path = float(SIDE_PX - SHAPE_PX - 2)
+    for row, (colour, kind, direction) in enumerate(shapes):
+        sign = 1.0 if direction == "right" else -1.0
+        x, y = SIDE_PX / 2 - sign * path / 2, SIDE_PX * (0.25 + 0.5 * row)
+        drawn.append(DrawnShape(kind, colour, x, y, SHAPE_PX, (sign * path, 0.0)))
+    picture = Picture(SIDE_PX, SIDE_PX, GREY, tuple(drawn))
+    frames = [np.asarray(picture.render(t)) for t in np.linspace(0.0, 1.0, n_frames)]
+    return latents_of(np.stack(frames), block)
+
+
+def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
+    """Pixels uint8 [time, height, width, 3] as latents float32 [3 block^2, time, height / block,
+    width / block]."""
+    n, height, width, _ = frames.shape
+    values = SCALE * (frames.astype(np.float32) / np.float32(127.5) - 1.0)
+    split = values.reshape(n, height // block, block, width // block, block, 3)
+    rows = split.transpose(2, 4, 5, 0, 1, 3)
+    return rows.reshape(3 * block**2, n, height // block, width // block)
+
+
+def frames_of(latents: np.ndarray, block: int) -> np.ndarray:
+    """The inverse of `latents_of`, to the nearest pixel value."""
+    _, n, rows, columns = latents.shape
+    split = latents.reshape(block, block, 3, n, rows, columns).transpose(3, 4, 0, 5, 1, 2)
+    values = split.reshape(n, rows * block, columns * block, 3)
+    return np.clip(np.rint((values / SCALE + 1.0) * 127.5), 0, 255).astype(np.uint8)
+
+
+def block_of(channels: int) -> int:
+    """Return the side of a block whose pixels are so many channels; ValueError if none has."""
+    side = round((channels / 3) ** 0.5)
+    if 3 * side**2 != channels or SIDE_PX % max(side, 1):
+        raise ValueError(
+            f"the embedded clips have 3 k k channels, k a divisor of {SIDE_PX}, not {channels}; "
+            "choose a model with 48, or give data.path, a list of latents"
+        )
+    return side

@@ -19,31 +19,17 @@ from math import prod
 import numpy as np
 
 from dflop_jax.aot.hlo_text import KERNEL_CALLS, Computation, HloModule, Instruction
-from dflop_jax.profile.kernels import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    ATTENTION_PRODUCTS,
-    COPY,
-    ELEMENTWISE,
-    GATHER,
-    LOOKUP,
-    MATMUL,
-    REDUCE,
-    SEND,
-    Kernel,
-)
+from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Kernel, Kind
 from dflop_jax.records import token_pairs
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; all others are priced as float32
 # Kinds of kernels of collectives. Gathering kernels stand for their inverses, too.
+_GATHERS = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+            "collective-broadcast")  # fmt: skip
 _COLLECTIVES = {
-    "all-reduce": REDUCE,
-    "all-gather": GATHER,
-    "reduce-scatter": GATHER,
-    "all-to-all": GATHER,
-    "ragged-all-to-all": GATHER,
-    "collective-permute": SEND,
-    "collective-broadcast": GATHER,
+    "all-reduce": Kind.REDUCE,
+    "collective-permute": Kind.SEND,
+    **dict.fromkeys(_GATHERS, Kind.GATHER),
 }
 # Beginnings of collectives whose type holds what they read, too.
 _HOLD_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
@@ -113,7 +99,7 @@ def program_cost(
         elif _may_compute_products(i) and _product_flops(i, visible_pairs) is None:
             unknown_kernels.add(i.custom_call_target or opcode)
         if i.opcode not in KERNEL_CALLS and (kernel := _kernel(module, i, visible_pairs)):
-            bare = kernel.kind in (ATTENTION, ATTENTION_BACKWARD) and not content
+            bare = kernel.kind in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD) and not content
             kernels[replace(kernel, flops=0.0) if bare else kernel] += n_runs
     each = tuple(replace(k, repeats=n) for k, n in kernels.items())
     return ProgramCost(each, collectives, unknown_loops, frozenset(unknown_kernels))
@@ -138,20 +124,20 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
     if i.opcode == "custom-call":
         flops = _product_flops(i, visible_pairs)
         if flops is None:
-            return Kernel(ELEMENTWISE, 0.0, n_bytes)
+            return Kernel(Kind.ELEMENTWISE, 0.0, n_bytes)
         is_backward = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
         dtype = _DTYPES.get(i.reads[0].dtype, "float32")
-        pair_flops = _attention_pair_flops(i)
-        kind = ATTENTION_BACKWARD if is_backward else ATTENTION
+        pair_flops = 2.0 * _attention_products(i) * i.reads[0].size
+        kind = Kind.ATTENTION_BACKWARD if is_backward else Kind.ATTENTION
         return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops)
     if i.opcode in _SLICE_OPS:
-        return Kernel(COPY, 0.0, 2 * i.arrays[0].n_bytes)
+        return Kernel(Kind.COPY, 0.0, 2 * i.arrays[0].n_bytes)
     if i.opcode == "dynamic-update-slice":
-        return Kernel(COPY, 0.0, 2 * i.operands[1].arrays[0].n_bytes)
+        return Kernel(Kind.COPY, 0.0, 2 * i.operands[1].arrays[0].n_bytes)
     if i.opcode in ("gather", "scatter"):
         lookup_values = i.arrays[0] if i.opcode == "gather" else i.reads[-1]
-        return Kernel(LOOKUP, 0.0, 2 * lookup_values.n_bytes)
-    return Kernel(COPY if opcode in _COPY_OPS else ELEMENTWISE, 0.0, n_bytes)
+        return Kernel(Kind.LOOKUP, 0.0, 2 * lookup_values.n_bytes)
+    return Kernel(Kind.COPY if opcode in _COPY_OPS else Kind.ELEMENTWISE, 0.0, n_bytes)
 
 
 def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
@@ -172,8 +158,9 @@ def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
         n_pairs = prod(int(n) for n in re.findall(r"\d+", scores.group(1)))
         visible_share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', i.attributes) else 1.0
         return 2.0 * _attention_products(i) * visible_share * n_pairs * i.reads[0].shape[-1]
-    if pair_flops := _attention_pair_flops(i):
+    if products := _attention_products(i):
         tokens = i.reads[0].shape[1]
+        pair_flops = 2.0 * products * i.reads[0].size
         return pair_flops * visible_pairs * token_pairs(tokens) / tokens
     for name, n_products in _STATES_PRODUCTS.items():
         if name in i.attributes:
@@ -181,13 +168,8 @@ def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
     return None
 
 
-def _attention_pair_flops(i: Instruction) -> float:
-    """FLOPs of an attention kernel for one pair of each of its tokens; 0 of other instructions."""
-    products = _attention_products(i)
-    return 2.0 * products * i.reads[0].size if products else 0.0
-
-
 def _attention_products(i: Instruction) -> int:
+    """Products of an attention kernel, each of a pair of each of its tokens; 0 of others."""
     if i.custom_call_target.startswith(_CUDNN):
         is_backward = "Backward" in i.custom_call_target
         return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if is_backward else 'fwd'}"]
@@ -220,7 +202,7 @@ def _product_kernel(i: Instruction) -> Kernel:
     cols = output.size / max(batch * rows, 1)
     dtypes = {_DTYPES.get(a.dtype, "float32") for a in (lhs, rhs)}
     return Kernel(
-        ATTENTION if batch > 1 else MATMUL,
+        Kind.ATTENTION if batch > 1 else Kind.MATMUL,
         2.0 * output.size * depth,
         lhs.n_bytes + rhs.n_bytes + output.n_bytes,
         rows,
@@ -240,7 +222,9 @@ def _fusion_kernel(module: HloModule, body: Computation) -> Kernel:
     has_lookup = any(inner.opcode in ("gather", "scatter") for inner in body.values())
     # Scalars, such as places in a stack, are computed beside.
     only_moves = {inner.opcode for inner in body.values() if inner.arrays[0].size > 1} <= _COPY_OPS
-    return Kernel(LOOKUP if has_lookup else COPY if only_moves else ELEMENTWISE, 0.0, n_bytes)
+    return Kernel(
+        Kind.LOOKUP if has_lookup else Kind.COPY if only_moves else Kind.ELEMENTWISE, 0.0, n_bytes
+    )
 
 
 def _fused_dots(module: HloModule, body: Computation) -> list[Instruction]:

@@ -15,35 +15,10 @@ from typing import get_args
 
 import numpy as np
 
+from dflop_jax import records
 from dflop_jax.profile.collectives import send_s
 from dflop_jax.profile.fit import LayerFits
 from dflop_jax.profile.state import Array, SegmentBytes, ShardedState
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    LAYERS,
-    NO_GROUP,
-    REDUCE,
-    UPDATE,
-    Direction,
-    Hardware,
-    Layout,
-    MeshShape,
-    ModelProfile,
-    Price,
-    Prices,
-    ProgramId,
-    Remat,
-    SegmentPlan,
-    SendId,
-    Shape,
-    SubmeshPlan,
-    Task,
-    add_host_work,
-    layer_key,
-    shape_features,
-    tp_share,
-)
 from dflop_jax.simulate.task_graph import segment_links, tied_segments
 
 
@@ -53,11 +28,13 @@ class Predictions:
 
     def __init__(self, costs: CostModel, module: str, tp: int, rows: Array, tokens: Array):
         self.has_rows = np.asarray(rows) > 0
-        self.rank_share = tp_share(rows, tokens, tp)  # of hidden states, on a tensor rank
-        features = shape_features(rows, tokens)
-        self._first_kind = costs.profile.kinds.get(module, (LAYERS,))[0]
+        self.rank_share = records.tp_share(rows, tokens, tp)  # of hidden states, on a tensor rank
+        features = records.shape_features(rows, tokens)
+        self._first_kind = costs.profile.kinds.get(module, (records.LAYERS,))[0]
         self.layer = cache(
-            lambda kind, name: costs.fits(layer_key(module, kind), tp).predict(features, name)
+            lambda kind, name: costs.fits(records.layer_key(module, kind), tp).predict(
+                features, name
+            )
         )
 
     def __getitem__(self, name: str) -> Array:
@@ -70,11 +47,11 @@ class Predictions:
 class CostModel:
     """Prices segments by a ModelProfile. Methods are pure; some results are cached."""
 
-    def __init__(self, profile: ModelProfile):
+    def __init__(self, profile: records.ModelProfile):
         self.profile, self.fits = profile, cache(partial(LayerFits, profile))
         self._max_bytes: dict[tuple[object, ...], SegmentBytes] = {}
 
-    def price_key(self, segment: SegmentPlan) -> tuple[object, ...]:
+    def price_key(self, segment: records.SegmentPlan) -> tuple[object, ...]:
         """Equal for segments of equal prices and bytes, as most of those inside a module are."""
         return (
             segment.module, tuple(self.profile.kinds_in(segment).items()), segment.first,
@@ -85,26 +62,28 @@ class CostModel:
     def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
         return Predictions(self, module, tp, rows, tokens)
 
-    def segment(self, segment: SegmentPlan, mesh: MeshShape) -> SegmentCosts:
+    def segment(self, segment: records.SegmentPlan, mesh: records.MeshShape) -> SegmentCosts:
         return SegmentCosts(self, segment, mesh)
 
-    def slowdown(self, mesh: MeshShape) -> Array:
+    def slowdown(self, mesh: records.MeshShape) -> Array:
         """How much longer a submesh's devices take together than a rank, of `model` devices, took
         when it was timed, because they share cores (`ModelProfile.concurrency`)."""
         timed = max(1.0, mesh.model / self.profile.concurrency)
         return np.maximum(1.0, mesh.n_devices / self.profile.concurrency) / timed
 
-    def priced_policies(self, module: str) -> tuple[Remat, ...]:
+    def priced_policies(self, module: str) -> tuple[records.Remat, ...]:
         """Recompute policies that the profile has prices of, in the order of `REMAT`."""
         policies = [t.recompute for t in self.profile.timings if t.module == module]
-        return tuple(r for r in get_args(Remat) if r == "segment" or all(r in k for k in policies))
+        return tuple(
+            r for r in get_args(records.Remat) if r == "segment" or all(r in k for k in policies)
+        )
 
-    def has_forward(self, segment: SegmentPlan) -> bool:
+    def has_forward(self, segment: records.SegmentPlan) -> bool:
         """Whether a segment has a forward task, which hands residuals to its backward task. A last
         segment whose outputs no edge reads has none: its backward task runs forward, too."""
         return not segment.last or any(segment.sends(e) for e in self.profile.edges)
 
-    def saved_inputs(self, segment: SegmentPlan) -> tuple[int, int]:
+    def saved_inputs(self, segment: records.SegmentPlan) -> tuple[int, int]:
         """Arrays of the hidden states' size that a segment saves from forward to backward: (whole
         on every tensor rank: what each edge brings, or a first segment's fields; split over tensor
         ranks: the hidden states of the segment before it)."""
@@ -113,10 +92,10 @@ class CostModel:
 
     def max_segment_bytes(
         self,
-        segment: SegmentPlan,
-        mesh: MeshShape,
+        segment: records.SegmentPlan,
+        mesh: records.MeshShape,
         group_size: int,
-        shapes: Sequence[Shape],
+        shapes: Sequence[records.Shape],
         *,
         trained: bool,
         backward: bool,
@@ -146,8 +125,8 @@ class SegmentCosts:
     `group_size`, the microbatches of a group, and `predictions` at their per-rank shapes."""
 
     costs: CostModel
-    segment: SegmentPlan
-    mesh: MeshShape
+    segment: records.SegmentPlan
+    mesh: records.MeshShape
 
     @cached_property
     def state(self) -> ShardedState:
@@ -174,20 +153,20 @@ class SegmentCosts:
         stage_send_s = self._stage_send_s(predictions) if stages > 1 else 0.0
         for layer_pass in self._passes(direction):
             ends_s, transfer_s = predictions[f"ends_{layer_pass}"], layer_gather_s
-            if layer_pass == BACKWARD:
+            if layer_pass == records.BACKWARD:
                 ends_s = ends_s + predictions[f"{self._policy}.ends_s"]
                 transfer_s = transfer_s + layer_scatter_s
                 seconds = seconds + ticks * ends_scatter_s
             layers_s: Array = 0.0
             for kind, n in profile.kinds_in(segment).items():
                 layer_s = predictions.layer(kind, f"layer_{layer_pass}")
-                if layer_pass == BACKWARD:
+                if layer_pass == records.BACKWARD:
                     layer_s = layer_s + predictions.layer(kind, f"{self._policy}.layer_s")
                 # A layer's parameters come while the one before is computed.
                 layers_s = layers_s + n / self._visits * np.maximum(layer_s * slowdown, transfer_s)
             layers_s = layers_s + transfer_s  # the first layer waits
             seconds = seconds + ticks * (layers_s + stage_send_s) + n_ends * ends_s * slowdown
-        seconds = add_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
+        seconds = records.add_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
         return np.where(predictions.has_rows, seconds, 0.0)
 
     def content_s(self, group_size: Array, direction: str) -> Array:
@@ -195,11 +174,11 @@ class SegmentCosts:
         [features, *data degrees]. A stage sees every microbatch in every round, and in S - 1 more
         ticks, while the pipeline fills and drains, one of mean content."""
         segment, tp = self.segment, self.mesh.model
-        quantities = [*self._passes(direction), *[self._policy] * (direction == BACKWARD)]
+        quantities = [*self._passes(direction), *[self._policy] * (direction == records.BACKWARD)]
         ticks = segment.ticks(self.mesh.stage, group_size)
         unit_s: Array = 0.0
         for kind, n in self.costs.profile.kinds_in(segment).items():
-            fits = self.costs.fits(layer_key(segment.module, kind), tp)
+            fits = self.costs.fits(records.layer_key(segment.module, kind), tp)
             layer_s = sum(fits.content_s(name) for name in quantities)
             unit_s = unit_s + layer_s * (n / self._visits)
         return np.multiply.outer(unit_s, self.costs.slowdown(self.mesh) * (ticks / group_size))
@@ -260,7 +239,7 @@ class SegmentCosts:
             temporaries = temporaries + (layer_bytes + ends_bytes) * (ticks > 1)
         if not backward:
             residuals = np.zeros_like(residuals)
-        elif FORWARD in self._passes(BACKWARD):
+        elif records.FORWARD in self._passes(records.BACKWARD):
             if not has_forward:
                 loss_bytes = predictions.max_layer(kinds, f"{policy}.loss_bytes")
                 temporaries = np.maximum(temporaries, loss_bytes)
@@ -276,18 +255,18 @@ class SegmentCosts:
         return self.mesh.stage * self.segment.rounds
 
     @property
-    def _policy(self) -> Remat:
+    def _policy(self) -> records.Remat:
         """The recompute policy of backward's loop over layers; a segment that is recomputed as a
         whole has all residuals by then."""
         return "none" if self.segment.remat == "segment" else self.segment.remat
 
     def _passes(self, direction: str) -> tuple[str, ...]:
         """Directions in which a task runs the segment's layers, in order."""
-        if direction != BACKWARD:
-            return (FORWARD,)
+        if direction != records.BACKWARD:
+            return (records.FORWARD,)
         if self.segment.remat == "segment" or not self.costs.has_forward(self.segment):
-            return (FORWARD, BACKWARD)
-        return (BACKWARD,)
+            return (records.FORWARD, records.BACKWARD)
+        return (records.BACKWARD,)
 
     def _stage_send_s(self, predictions: Predictions) -> Array:
         """Seconds until every stage of a loop has a microbatch's hidden states of the stage before
@@ -302,9 +281,9 @@ class SegmentCosts:
         return np.where(is_across, across, inside)
 
 
-def layout_prices(layout: Layout, costs: CostModel) -> Prices:
+def layout_prices(layout: records.Layout, costs: CostModel) -> records.Prices:
     """Prices of all in a step of a layout; ValueError if the profile lacks a degree of it."""
-    return Prices(
+    return records.Prices(
         programs=_program_prices(layout, costs),
         step_end=_step_end_seconds(layout, costs),
         sends=_send_seconds(layout, costs),
@@ -314,11 +293,13 @@ def layout_prices(layout: Layout, costs: CostModel) -> Prices:
     )
 
 
-def _program_prices(layout: Layout, costs: CostModel) -> dict[ProgramId, Price]:
+def _program_prices(
+    layout: records.Layout, costs: CostModel
+) -> dict[records.ProgramId, records.Price]:
     """Price of every segment at every shape of its module, forward and backward, under each of its
     recompute policies."""
-    programs: dict[ProgramId, Price] = {}
-    priced: dict[object, dict[tuple[Shape, Direction], Price]] = {}
+    programs: dict[records.ProgramId, records.Price] = {}
+    priced: dict[object, dict[tuple[records.Shape, records.Direction], records.Price]] = {}
     for s in layout.segments:
         mesh = layout.submesh(s.submesh).shape
         for segment in [s, s.with_less_remat] if s.remat_less is not None else [s]:
@@ -326,46 +307,46 @@ def _program_prices(layout: Layout, costs: CostModel) -> dict[ProgramId, Price]:
             if key not in priced:
                 priced[key] = _segment_prices(layout, segment, mesh, costs)
             programs |= {
-                ProgramId(s.name, shape, direction, segment is not s): price
+                records.ProgramId(s.name, shape, direction, segment is not s): price
                 for (shape, direction), price in priced[key].items()
             }
     return programs
 
 
 def _segment_prices(
-    layout: Layout, s: SegmentPlan, mesh: MeshShape, costs: CostModel
-) -> dict[tuple[Shape, Direction], Price]:
+    layout: records.Layout, s: records.SegmentPlan, mesh: records.MeshShape, costs: CostModel
+) -> dict[tuple[records.Shape, records.Direction], records.Price]:
     shapes, group_size = layout.shapes(s.module), layout.group_size
     rows, tokens = (np.array([getattr(s, dim) for s in shapes]) for dim in ("rows", "tokens"))
     segment, predictions = costs.segment(s, mesh), costs.predict(s.module, mesh.model, rows, tokens)
-    prices: dict[tuple[Shape, Direction], Price] = {}
-    for direction in (FORWARD, BACKWARD):
+    prices: dict[tuple[records.Shape, records.Direction], records.Price] = {}
+    for direction in (records.FORWARD, records.BACKWARD):
         static_s = segment.task_s(group_size, predictions, direction).tolist()
         content_s = tuple(segment.content_s(group_size, direction).tolist())
         for shape, seconds in zip(shapes, static_s, strict=True):
-            prices[shape, direction] = Price(seconds, content_s)
+            prices[shape, direction] = records.Price(seconds, content_s)
     return prices
 
 
-def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:
+def _step_end_seconds(layout: records.Layout, costs: CostModel) -> dict[records.Task, float]:
     """Seconds of every segment's reduction and update. A segment that reads the parameters of a
     tied entry sends their gradient to the owner and receives the new parameters from it."""
-    seconds, profile = dict[Task, float](), costs.profile
+    seconds, profile = dict[records.Task, float](), costs.profile
     for s in layout.segments:
         state = costs.segment(s, layout.submesh(s.submesh).shape).state
-        seconds[Task(s.name, NO_GROUP, REDUCE)] = float(state.reduce_s())
-        seconds[Task(s.name, NO_GROUP, UPDATE)] = float(state.update_s())
+        seconds[records.Task(s.name, records.NO_GROUP, records.REDUCE)] = float(state.reduce_s())
+        seconds[records.Task(s.name, records.NO_GROUP, records.UPDATE)] = float(state.update_s())
     for reader, owner in tied_segments(layout).items() if profile.hardware else ():
         target, source = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
         ends_bytes = 4.0 * profile.ends_elements(layout.segment(reader).module) / target.model
-        for direction in (REDUCE, UPDATE):
-            seconds[Task(reader, NO_GROUP, direction)] += _transfer_s(
+        for direction in (records.REDUCE, records.UPDATE):
+            seconds[records.Task(reader, records.NO_GROUP, direction)] += _transfer_s(
                 source, target, ends_bytes, profile.hardware
             )
     return seconds
 
 
-def _send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
+def _send_seconds(layout: records.Layout, costs: CostModel) -> dict[records.SendId, float]:
     """Seconds of the activations that each segment sends to one on other devices, for every shape
     of the reader, and of their gradients, which are as many bytes.
 
@@ -373,7 +354,7 @@ def _send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
     hidden states, and all of them for every edge between the two modules. If several groups feed
     one group, each is priced as if it filled the whole group.
     """
-    seconds, hardware = dict[SendId, float](), costs.profile.hardware
+    seconds, hardware = dict[records.SendId, float](), costs.profile.hardware
     for link in segment_links(layout) if hardware else ():
         reader = layout.segment(link.target)
         target, source = (
@@ -383,14 +364,17 @@ def _send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
             predictions = costs.predict(reader.module, target.model, shape.rows, shape.tokens)
             n_bytes = predictions["hidden"] * (1.0 if link.edge else predictions.rank_share)
             transfer_s = _transfer_s(source, target, float(n_bytes) * layout.group_size, hardware)
-            for direction in (FORWARD, BACKWARD) if transfer_s else ():
-                key = SendId(link.source, link.target, shape, direction)
+            for direction in (records.FORWARD, records.BACKWARD) if transfer_s else ():
+                key = records.SendId(link.source, link.target, shape, direction)
                 seconds[key] = seconds.get(key, 0.0) + transfer_s
     return seconds
 
 
 def _transfer_s(
-    source: SubmeshPlan, target: SubmeshPlan, n_bytes: float, hardware: Hardware | None
+    source: records.SubmeshPlan,
+    target: records.SubmeshPlan,
+    n_bytes: float,
+    hardware: records.Hardware | None,
 ) -> float:
     """Seconds to send `n_bytes` to each device of another submesh; 0 on the same submesh."""
     if hardware is None or (source.first, source.shape) == (target.first, target.shape):

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from math import prod
 
 from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, send_s
 from dflop_jax.profile.sharded_trace import LAYOUT_OPS, RESHARD, Op, Region, Value
 from dflop_jax.records import Hardware
 
-MATMUL, ATTENTION, ATTENTION_BACKWARD, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND, COPY = range(9)
+Kind = IntEnum(
+    "Kind", "MATMUL ATTENTION ATTENTION_BACKWARD ELEMENTWISE LOOKUP REDUCE GATHER SEND COPY"
+)
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
 _ATTENTION_CALLS = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
@@ -35,11 +38,11 @@ _KERNEL_OPS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_ATTENTION_CAL
 
 @dataclass(frozen=True)
 class Kernel:
-    """`repeats` launches on one device: FLOPs and bytes of each. The bytes of `REDUCE` are those
-    that each device adds up, those of `GATHER` (which stands for its inverse, too) what all devices
-    have together. `COPY` moves arrays and computes nothing; traces have none."""
+    """`repeats` launches on one device: FLOPs and bytes of each. Bytes of a reduction are what each
+    device adds up, of a gather (or its inverse) what all devices have together. A copy moves arrays
+    and computes nothing; traces have none."""
 
-    kind: int
+    kind: Kind
     flops: float
     n_bytes: float
     rows: float = 0.0  # of a product on this device, 0 of what reaches its rate at any size
@@ -66,14 +69,14 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
             kernels.append(_attention_kernel(op, repeats))
         elif op.name in _LOOKUPS:
             lookup_values = op.outputs[0] if op.name == "gather" else op.inputs[-1]
-            kernels.append(Kernel(LOOKUP, 0.0, 2 * lookup_values.n_bytes, repeats=repeats))
+            kernels.append(Kernel(Kind.LOOKUP, 0.0, 2 * lookup_values.n_bytes, repeats=repeats))
     for v in region.reduced:  # scattered: as a gather, of what each has of the sum's terms
         whole_bytes = v.n_bytes * (1 if v.dim is None else v.tp)
-        kind = REDUCE if v.dim is None else GATHER
+        kind = Kind.REDUCE if v.dim is None else Kind.GATHER
         kernels.append(Kernel(kind, 0.0, whole_bytes, repeats=repeats))
-    kernels += [Kernel(GATHER, 0.0, v.n_bytes, repeats=repeats) for v in region.gathered]
+    kernels += [Kernel(Kind.GATHER, 0.0, v.n_bytes, repeats=repeats) for v in region.gathered]
     fused = (sum(v.n_bytes for v in f.read | f.written) for f in fusions(region))
-    return kernels + [Kernel(ELEMENTWISE, 0.0, n, repeats=repeats) for n in fused if n > 0]
+    return kernels + [Kernel(Kind.ELEMENTWISE, 0.0, n, repeats=repeats) for n in fused if n > 0]
 
 
 def _product_kernel(op: Op, repeats: int) -> Kernel:
@@ -94,7 +97,7 @@ def _product_kernel(op: Op, repeats: int) -> Kernel:
         cols /= split
     flops = 2.0 * batch * rows * cols * depth
     n_bytes = lhs.n_bytes + rhs.n_bytes + op.outputs[0].n_bytes
-    kind = ATTENTION if len(lb) else MATMUL
+    kind = Kind.ATTENTION if len(lb) else Kind.MATMUL
     dtype = str(max(lhs.dtype, rhs.dtype, key=lambda d: d.itemsize))  # both are computed in it
     return Kernel(kind, flops, n_bytes, rows, cols, depth, dtype, repeats)
 
@@ -104,7 +107,7 @@ def _attention_kernel(op: Op, repeats: int) -> Kernel:
     products = ATTENTION_PRODUCTS.get(op.params.get("name", op.name), 0)
     queries = op.inputs[0]
     return Kernel(
-        ATTENTION_BACKWARD if products > 2 else ATTENTION,
+        Kind.ATTENTION_BACKWARD if products > 2 else Kind.ATTENTION,
         flops=0.0,
         n_bytes=n_bytes,
         dtype=str(op.outputs[0].dtype),
@@ -122,7 +125,7 @@ def _convolution_kernel(op: Op, repeats: int) -> Kernel:
     rows = prod(output.shape) / cols
     n_bytes = x.n_bytes + kernel.n_bytes + output.n_bytes
     flops = 2.0 * rows * cols * depth
-    return Kernel(MATMUL, flops, n_bytes, rows, cols, depth, str(x.dtype), repeats)
+    return Kernel(Kind.MATMUL, flops, n_bytes, rows, cols, depth, str(x.dtype), repeats)
 
 
 @dataclass(frozen=True)
@@ -263,21 +266,21 @@ def program_s(
 
 def _kernel_s(kernel: Kernel, tp: int, hardware: Hardware, efficiency: Efficiency) -> float:
     """Seconds of one run of a kernel."""
-    if kernel.kind == SEND:
+    if kernel.kind == Kind.SEND:
         return float(send_s(kernel.n_bytes, hardware))
-    if kernel.kind in (REDUCE, GATHER):
-        collective_s = all_reduce_s if kernel.kind == REDUCE else all_gather_s
+    if kernel.kind in (Kind.REDUCE, Kind.GATHER):
+        collective_s = all_reduce_s if kernel.kind == Kind.REDUCE else all_gather_s
         group_size = kernel.group or tp
         return float(collective_s(kernel.n_bytes, group_size, hardware, stride=kernel.stride))
     peak_share = {
-        ATTENTION: efficiency.attention,
-        ATTENTION_BACKWARD: efficiency.attention_back,
+        Kind.ATTENTION: efficiency.attention,
+        Kind.ATTENTION_BACKWARD: efficiency.attention_back,
     }.get(kernel.kind, efficiency.matmul)
     size_factor = prod(
         d / (d + efficiency.half_dim) for d in (kernel.rows, kernel.cols, kernel.depth) if d > 0
     )
     flops = kernel.flops + efficiency.attention_pairs * kernel.pair_flops
     compute_s = flops / (hardware.peak_flops(kernel.dtype) * peak_share * size_factor)
-    bandwidth_share = efficiency.lookup if kernel.kind == LOOKUP else efficiency.bandwidth
+    bandwidth_share = efficiency.lookup if kernel.kind == Kind.LOOKUP else efficiency.bandwidth
     bytes_per_s = bandwidth_share * hardware.memory_bandwidth
     return max(compute_s, kernel.n_bytes / bytes_per_s) + efficiency.launch_s

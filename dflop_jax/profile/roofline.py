@@ -21,24 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.contract import (
-    Module,
-    MultimodalModel,
-    content_flops_of,
-    content_of,
-    edges_of,
-    layer_kinds_of,
-    on_chip,
-)
+from dflop_jax import contract, records
 from dflop_jax.hardware import TASK_HOST_S
 from dflop_jax.profile.fit import round_to_float32
-from dflop_jax.profile.kernels import (
-    ATTENTION,
-    ATTENTION_PRODUCTS,
-    MATMUL,
-    Efficiency,
-    program_s,
-)
+from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Efficiency, Kind, program_s
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.traced_parts import (
     ENDS,
@@ -53,33 +39,20 @@ from dflop_jax.profile.traced_parts import (
     program_bytes,
     trace_kernels,
 )
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    Direction,
-    Hardware,
-    LayerTiming,
-    ModelProfile,
-    Recompute,
-    Remat,
-    Shape,
-    scale_coefficients,
-    shape_features,
-)
 
-POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
+POLICIES: tuple[records.Remat, ...] = ("none", "dots", "named", "layers")
 # What is kept goes into a stack of all layers and out of it. About half of it is copied for that
 # (results and operands of products), the rest is read and written where it is computed.
 _STACK_PASSES = 2
-_UNIT_SHAPE = Shape(1, 1024)  # whose features others are given in units of, to be about one
+_UNIT_SHAPE = records.Shape(1, 1024)  # whose features others are given in units of, to be about one
 
 
 def build_profile(
-    model: MultimodalModel,
-    shapes: Mapping[str, Sequence[Shape]],
-    timings: Sequence[LayerTiming],
+    model: contract.MultimodalModel,
+    shapes: Mapping[str, Sequence[records.Shape]],
+    timings: Sequence[records.LayerTiming],
     **facts: Any,
-) -> ModelProfile:
+) -> records.ModelProfile:
     """A profile of any timings with the model's sizes; `facts` are fields of `ModelProfile`."""
     modules = model.modules
     ends = {m: [forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
@@ -89,25 +62,27 @@ def build_profile(
         "n_layers": {m: module.n_layers for m, module in modules.items()},
         "entry_share": {m: entry / max(entry + exit_, 1.0) for m, (entry, exit_) in ends.items()},
         "host_s": TASK_HOST_S,
-        "edges": edges_of(model),
+        "edges": contract.edges_of(model),
         "tied": tuple(m for m, module in modules.items() if module.tied),
         "piece_tokens": dict(model.piece_tokens),
-        "kinds": {m: layer_kinds_of(o) for m, o in modules.items() if hasattr(o, "layer_kinds")},
+        "kinds": {
+            m: contract.layer_kinds_of(o) for m, o in modules.items() if hasattr(o, "layer_kinds")
+        },
         "content": {
-            m: tuple(content_of(o, 1)) for m, o in modules.items() if hasattr(o, "content")
+            m: tuple(contract.content_of(o, 1)) for m, o in modules.items() if hasattr(o, "content")
         },
     }
-    return ModelProfile(timings=tuple(timings), **{**of_model, **facts})
+    return records.ModelProfile(timings=tuple(timings), **{**of_model, **facts})
 
 
 def roofline_profile(
-    model: MultimodalModel,
-    hardware: Hardware,
-    shapes: Mapping[str, Sequence[Shape]],
+    model: contract.MultimodalModel,
+    hardware: records.Hardware,
+    shapes: Mapping[str, Sequence[records.Shape]],
     model_degrees: Sequence[int],
     *,
     n_devices: int,
-) -> ModelProfile:
+) -> records.ModelProfile:
     """A profile like a measured one, computed for `n_devices` that compute at once: no device, no
     weights.
 
@@ -116,9 +91,9 @@ def roofline_profile(
       model_degrees: tensor-parallel degrees. Those that do not divide a module's sizes, or do not
         fit into a node, are left out for it; ValueError if none is left.
     """
-    efficiency, timings, entry_share = Efficiency(), list[LayerTiming](), {}
+    efficiency, timings, entry_share = Efficiency(), list[records.LayerTiming](), {}
     for name, module in model.modules.items():
-        module = on_chip(module, hardware.chip)
+        module = contract.on_chip(module, hardware.chip)
         degrees = [
             d
             for d in sorted(set(model_degrees))
@@ -138,11 +113,14 @@ def roofline_profile(
                 for t in predictor.timings(shapes[name], one_piece_rows=one_piece_rows)
             ]
         both_ends_s = [
-            sum(predictors[0].part_s(e, d, shapes[name][-1]) for d in (FORWARD, BACKWARD))
+            sum(
+                predictors[0].part_s(e, d, shapes[name][-1])
+                for d in (records.FORWARD, records.BACKWARD)
+            )
             for e in ENDS
         ]
         entry_share[name] = both_ends_s[0] / sum(both_ends_s)
-    facts = model.modules, edges_of(model), asdict(hardware), asdict(efficiency)
+    facts = model.modules, contract.edges_of(model), asdict(hardware), asdict(efficiency)
     key_text = repr((*facts, sorted(shapes.items())))
     return build_profile(
         model,
@@ -159,9 +137,9 @@ def roofline_profile(
     )
 
 
-def edge_fields(model: MultimodalModel, module: str) -> Names:
+def edge_fields(model: contract.MultimodalModel, module: str) -> Names:
     """Fields of a module's entry that edges fill."""
-    entering = (e for e in edges_of(model) if e.target == module and e.enters < 0)
+    entering = (e for e in contract.edges_of(model) if e.target == module and e.enters < 0)
     return tuple(dict.fromkeys(e.name for e in entering))
 
 
@@ -170,13 +148,15 @@ class Predictor:
     """Seconds and bytes of one module at one tensor-parallel degree, by the roofline; edges fill
     `edge_fields` of its entry. `half_bytes`: see `traced_parts`."""
 
-    module: Module
+    module: contract.Module
     edge_fields: Names
     tp: int
-    hardware: Hardware
+    hardware: records.Hardware
     half_bytes: int = 2
 
-    def timings(self, shapes: Sequence[Shape], *, one_piece_rows: bool) -> list[LayerTiming]:
+    def timings(
+        self, shapes: Sequence[records.Shape], *, one_piece_rows: bool
+    ) -> list[records.LayerTiming]:
         """Timings as measuring the module at shapes would give them. `one_piece_rows`: each row is
         one piece, so padding costs as much as content, and attention is part of the layers'
         seconds."""
@@ -190,56 +170,62 @@ class Predictor:
         for shape in shapes:
             unit_s, full_s = self._content_s(shape), 0.0
             if one_piece_rows:
-                content = content_of(self.module, shape.tokens)
+                content = contract.content_of(self.module, shape.tokens)
                 full_s = shape.rows * sum(s * content[name] for name, s in unit_s.items())
                 unit_s = {}
             recompute = {
                 remat: replace(
                     cost,
                     layer_s=cost.layer_s + recomputed[remat] * full_s,
-                    content_s=scale_coefficients(recomputed[remat], unit_s),
+                    content_s=records.scale_coefficients(recomputed[remat], unit_s),
                 )
                 for remat, cost in costs[shape].items()
             }
-            backward_s = self.part_s("layers", BACKWARD, shape) + backward_ratio * full_s
+            backward_s = self.part_s("layers", records.BACKWARD, shape) + backward_ratio * full_s
             timings.append(
-                LayerTiming(
+                records.LayerTiming(
                     module="",
                     model=self.tp,
                     shape=shape,
-                    layer_forward_s=self.part_s("layers", FORWARD, shape) + full_s,
+                    layer_forward_s=self.part_s("layers", records.FORWARD, shape) + full_s,
                     layer_backward_s=backward_s,
-                    ends_forward_s=self.ends_s(FORWARD, shape),
-                    ends_backward_s=self.ends_s(BACKWARD, shape),
+                    ends_forward_s=self.ends_s(records.FORWARD, shape),
+                    ends_backward_s=self.ends_s(records.BACKWARD, shape),
                     hidden_bytes=hidden_bytes(self.module, shape),
                     content_forward_s=unit_s,
-                    content_backward_s=scale_coefficients(backward_ratio, unit_s),
+                    content_backward_s=records.scale_coefficients(backward_ratio, unit_s),
                     recompute=recompute,
                 )
             )
         return timings
 
-    def _content_s(self, shape: Shape) -> dict[str, float]:
+    def _content_s(self, shape: records.Shape) -> dict[str, float]:
         """Seconds of forward attention for a unit of each feature of content."""
-        kernels = trace_kernels(self._spec("layers", shape), FORWARD)
-        dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
+        kernels = trace_kernels(self._spec("layers", shape), records.FORWARD)
+        dtype = next((k.dtype for k in kernels if k.kind == Kind.MATMUL), "float32")
         reached = self.hardware.peak_flops(dtype) * Efficiency().attention
-        flops = content_flops_of(self.module)
+        flops = contract.content_flops_of(self.module)
         return {name: f / self.tp / reached for name, f in flops.items()}
 
-    def _spec(self, part: str, shape: Shape, remat: Remat = "none") -> TraceSpec:
+    def _spec(self, part: str, shape: records.Shape, remat: records.Remat = "none") -> TraceSpec:
         return TraceSpec(self.module, part, shape, self.tp, self.edge_fields, remat)
 
-    def part_s(self, part: str, direction: Direction, shape: Shape, remat: Remat = "none") -> float:
+    def part_s(
+        self,
+        part: str,
+        direction: records.Direction,
+        shape: records.Shape,
+        remat: records.Remat = "none",
+    ) -> float:
         """Seconds of one part, a layer for "layers"."""
         kernels = trace_kernels(self._spec(part, shape, remat), direction)
         return program_s(kernels, self.tp, self.hardware)
 
-    def ends_s(self, direction: Direction, shape: Shape) -> float:
+    def ends_s(self, direction: records.Direction, shape: records.Shape) -> float:
         """Seconds of entry, exit and taps."""
         return sum(self.part_s(p, direction, shape) for p in end_parts(self.module))
 
-    def _policy_cost(self, shape: Shape, remat: Remat) -> Recompute:
+    def _policy_cost(self, shape: records.Shape, remat: records.Remat) -> records.Recompute:
         loss = has_loss(self.module, shape)
         # A loss has its gradient where it is computed.
         ends = [p for p in end_parts(self.module) if not (loss and p == "exit")]
@@ -249,7 +235,7 @@ class Predictor:
         stack_s = (
             _STACK_PASSES * layer_bytes / (self.hardware.memory_bandwidth * Efficiency().bandwidth)
         )
-        return Recompute(
+        return records.Recompute(
             layer_s=self._recomputed_s("layers", shape, remat) + stack_s,
             ends_s=sum(self._recomputed_s(p, shape, remat) for p in ends),
             layer_bytes=layer_bytes,
@@ -257,22 +243,24 @@ class Predictor:
             temp_bytes=temp_bytes,
         )
 
-    def _recomputed_s(self, part: str, shape: Shape, remat: Remat) -> float:
+    def _recomputed_s(self, part: str, shape: records.Shape, remat: records.Remat) -> float:
         """Seconds of a part's forward that backward computes again."""
-        without_s = self.part_s(part, BACKWARD, shape)
-        return max(0.0, self.part_s(part, BACKWARD, shape, remat) - without_s)
+        without_s = self.part_s(part, records.BACKWARD, shape)
+        return max(0.0, self.part_s(part, records.BACKWARD, shape, remat) - without_s)
 
-    def recomputed_attention(self, shape: Shape, remat: Remat) -> float:
+    def recomputed_attention(self, shape: records.Shape, remat: records.Remat) -> float:
         """Share of forward's attention that backward computes again."""
 
-        def products(direction: Direction, remat: Remat = "none") -> int:
+        def products(direction: records.Direction, remat: records.Remat = "none") -> int:
             kernels = trace_kernels(self._spec("layers", shape, remat), direction)
-            return sum(k.repeats for k in kernels if k.kind == ATTENTION)
+            return sum(k.repeats for k in kernels if k.kind == Kind.ATTENTION)
 
-        recomputed = products(BACKWARD, remat) - products(BACKWARD)
-        return min(1.0, max(0.0, recomputed / max(products(FORWARD), 1)))
+        recomputed = products(records.BACKWARD, remat) - products(records.BACKWARD)
+        return min(1.0, max(0.0, recomputed / max(products(records.FORWARD), 1)))
 
-    def policy_costs(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, Recompute]]:
+    def policy_costs(
+        self, shapes: Sequence[records.Shape]
+    ) -> dict[records.Shape, dict[records.Remat, records.Recompute]]:
         """Costs of every policy at shapes, without the cost of content. At most as many shapes are
         traced as a shape has features; costs at the others follow, since they are sums of these."""
         traced_shapes = _shapes_to_trace(shapes)
@@ -287,12 +275,15 @@ class Predictor:
             }
         return by_shape
 
-    def add_policies(self, timings: Sequence[LayerTiming]) -> list[LayerTiming]:
+    def add_policies(self, timings: Sequence[records.LayerTiming]) -> list[records.LayerTiming]:
         """Timings of programs that recompute nothing, with costs of every policy added. Recomputed
         seconds are a predicted share of the forward seconds; residual bytes beyond those of
         "layers" are a predicted share of the measured ones."""
         largest = max((t.shape for t in timings), key=lambda s: s.size)
-        layer_s, ends_s = self.part_s("layers", FORWARD, largest), self.ends_s(FORWARD, largest)
+        layer_s, ends_s = (
+            self.part_s("layers", records.FORWARD, largest),
+            self.ends_s(records.FORWARD, largest),
+        )
         ends_in_loss = has_loss(self.module, largest)
         traced = self.policy_costs([t.shape for t in timings])
         layer_ratio = {r: self._recomputed_s("layers", largest, r) / layer_s for r in POLICIES}
@@ -313,7 +304,7 @@ class Predictor:
                     cost,
                     layer_s=min(1.0, layer_ratio[r]) * t.layer_forward_s,
                     ends_s=min(1.0, ends_ratio[r]) * t.ends_forward_s,
-                    content_s=scale_coefficients(content_ratio[r], t.content_forward_s),
+                    content_s=records.scale_coefficients(content_ratio[r], t.content_forward_s),
                     layer_bytes=min_bytes + bytes_ratio * (cost.layer_bytes - min_bytes),
                     temp_bytes=max(0.0, compiled_extra + cost.temp_bytes),
                 )
@@ -323,7 +314,7 @@ class Predictor:
         return with_policies
 
 
-def _shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
+def _shapes_to_trace(shapes: Sequence[records.Shape]) -> list[records.Shape]:
     """The shapes whose costs determine all others: the largest, the smallest, and, if rows differ
     in length, a large one whose rows are not as long as the largest's."""
     by_size = sorted(set(shapes), key=lambda s: (s.size, s))
@@ -331,15 +322,17 @@ def _shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
     return list(dict.fromkeys([by_size[-1], by_size[0], *other_lengths[-1:]]))
 
 
-def _features(shapes: Sequence[Shape]) -> np.ndarray:
+def _features(shapes: Sequence[records.Shape]) -> np.ndarray:
     """Features of shapes in units of a usual shape, [n_shapes, n_features]."""
     rows, tokens = np.array([(s.rows, s.tokens) for s in shapes]).T
-    return shape_features(rows, tokens) / shape_features(_UNIT_SHAPE.rows, _UNIT_SHAPE.tokens)
+    return records.shape_features(rows, tokens) / records.shape_features(
+        _UNIT_SHAPE.rows, _UNIT_SHAPE.tokens
+    )
 
 
-def _weighted_sum(costs: Sequence[Recompute], weights: np.ndarray) -> Recompute:
+def _weighted_sum(costs: Sequence[records.Recompute], weights: np.ndarray) -> records.Recompute:
     """The weighted sum of costs, at least 0."""
-    names = [f.name for f in fields(Recompute) if f.name != "content_s"]
+    names = [f.name for f in fields(records.Recompute) if f.name != "content_s"]
     rows = np.array([[getattr(c, name) for name in names] for c in costs])
     mixed = np.maximum(0.0, round_to_float32(weights @ rows)).tolist()
-    return Recompute(**dict(zip(names, mixed, strict=True)))
+    return records.Recompute(**dict(zip(names, mixed, strict=True)))

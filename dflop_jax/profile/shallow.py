@@ -9,41 +9,28 @@ from typing import Any
 
 import jax
 
-from dflop_jax.contract import (
-    ADAPTER,
-    LAYERS,
-    Module,
-    MultimodalModel,
-    adapter_of,
-    chip_of,
-    edges_of,
-    layer_kinds_of,
-    layer_of,
-    on_chip,
-    stacked_parts,
-    taps_of,
-)
+from dflop_jax import contract
 from dflop_jax.records import MeshShape, Remat, SegmentPlan
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.runtime.segment import Segment
 
 
-def single_kind_modules(module: Module) -> dict[str, Module]:
+def single_kind_modules(module: contract.Module) -> dict[str, contract.Module]:
     """By kind, in the order of first use, the module with layers of that kind alone; the module
     itself if its layers have no kinds."""
-    kinds = dict.fromkeys(layer_kinds_of(module))
+    kinds = dict.fromkeys(contract.layer_kinds_of(module))
     return {kind: single_kind_module(module, kind) for kind in kinds}
 
 
-def single_kind_module(module: Module, kind: str) -> Module:
+def single_kind_module(module: contract.Module, kind: str) -> contract.Module:
     """The module with layers of one kind alone, under the name "layers"."""
     return _SingleKindModule(module, kind) if hasattr(module, "layer_kinds") else module
 
 
 @dataclass(frozen=True)
 class _SingleKindModule:
-    module: Module
+    module: contract.Module
     kind: str
 
     def __getattr__(self, name: str) -> Any:
@@ -51,14 +38,15 @@ class _SingleKindModule:
             raise AttributeError(name)
         value = getattr(self.module, name)
         if name in ("inputs", "freeze_groups"):  # of this kind and of parts that are not stacked
-            stacked = stacked_parts(self.module)
-            own = {self._stacked_part(part): part for part in (LAYERS, ADAPTER)}
+            stacked = contract.stacked_parts(self.module)
+            own = {self._stacked_part(part): part for part in (contract.LAYERS, contract.ADAPTER)}
             return {own.get(p, p): v for p, v in value.items() if p in own or p not in stacked}
         by_kind = name == "attention_flops" or (name == "skips" and isinstance(value, Mapping))
         return value.get(self.kind) if by_kind else value
 
     def _stacked_part(self, part: str) -> str:
-        return {LAYERS: self.kind, ADAPTER: adapter_of(self.kind)}.get(part, part)
+        stacked = {contract.LAYERS: self.kind, contract.ADAPTER: contract.adapter_of(self.kind)}
+        return stacked.get(part, part)
 
     def init(self, part: str, key: Any) -> Any:
         return self.module.init(self._stacked_part(part), key)
@@ -67,28 +55,28 @@ class _SingleKindModule:
         return self.module.logical_axes(self._stacked_part(part))
 
     def layer(self, params: Any, x: Any, batch: Any) -> Any:
-        return layer_of(self.module, self.kind)(params, x, batch)
+        return contract.layer_of(self.module, self.kind)(params, x, batch)
 
     def on_chip(self, chip: str) -> _SingleKindModule:
-        return _SingleKindModule(on_chip(self.module, chip), self.kind)
+        return _SingleKindModule(contract.on_chip(self.module, chip), self.kind)
 
 
 @dataclass(frozen=True)
 class _ShallowModule:
     """A module whose taps all leave after the first layer at the latest."""
 
-    module: Module
+    module: contract.Module
 
     @property
     def taps(self) -> dict[str, int]:
-        return {name: min(leaves, 1) for name, leaves in taps_of(self.module).items()}
+        return {name: min(leaves, 1) for name, leaves in contract.taps_of(self.module).items()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
 
 def shallow_segment(
-    model: MultimodalModel,
+    model: contract.MultimodalModel,
     module: str,
     depth: int,
     devices: Sequence[jax.Device],
@@ -101,14 +89,13 @@ def shallow_segment(
     """A segment of `depth` layers of a module, all of one kind ("": that of its first layer). With
     `ends` everything that enters and leaves the module does so at the first layer, so that every
     depth runs it once; without they are layers between others."""
-    edges = tuple(
-        replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1)) for e in edges_of(model)
-    )
+    edges = [replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1))
+             for e in contract.edges_of(model)]  # fmt: skip
     first = 0 if ends else 2  # behind what enters after the first layer
     plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
-    chip_module = on_chip(model.modules[module], chip_of(devices[0]))
-    single_kind: Any = single_kind_module(chip_module, kind or layer_kinds_of(chip_module)[0])
-    single_kind = _ShallowModule(single_kind) if taps_of(single_kind) else single_kind
+    on_chip: Any = contract.on_chip(model.modules[module], contract.chip_of(devices[0]))
+    single_kind: Any = single_kind_module(on_chip, kind or contract.layer_kinds_of(on_chip)[0])
+    single_kind = _ShallowModule(single_kind) if contract.taps_of(single_kind) else single_kind
     received = {e.name for e in edges if plan.reads(e)} if ends else {"hidden"}
     return Segment(
         plan=plan,

@@ -14,7 +14,7 @@ from dflop_jax.aot.worker import CompiledProgram, Probe, ProbeResult, compile_pr
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.kernels import ELEMENTWISE, Efficiency, Kernel
+from dflop_jax.profile.kernels import Efficiency, Kernel, Kind
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
 from dflop_jax.train.run_context import build_model
 from tests.plans import group_s, segment_bytes
@@ -53,7 +53,7 @@ def residuals(probe: Probe) -> float:
 
 def program(seconds: float, work_bytes: float) -> CompiledProgram:
     n_bytes = (seconds - Efficiency().launch_s) * Efficiency().bandwidth * H100.memory_bandwidth
-    return CompiledProgram((Kernel(ELEMENTWISE, 0.0, n_bytes),), work_bytes)
+    return CompiledProgram((Kernel(Kind.ELEMENTWISE, 0.0, n_bytes),), work_bytes)
 
 
 def made_up(probe: Probe) -> ProbeResult:

@@ -6,17 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.profile.kernels import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    ELEMENTWISE,
-    GATHER,
-    LOOKUP,
-    MATMUL,
-    REDUCE,
-    kernels_of,
-    peak_temporary_bytes,
-)
+from dflop_jax.profile.kernels import Kind, kernels_of, peak_temporary_bytes
 from dflop_jax.profile.sharded_trace import trace
 from dflop_jax.profile.traced_parts import (
     TraceSpec,
@@ -53,15 +43,15 @@ def mlp(x, up, down):
 def test_an_mlp_by_hand(tp):
     """Split over its hidden width: one reduction of the output, as in Megatron-LM."""
     kernels = run(mlp, (array(T, D), array(D, F), array(F, D)), (None, 1, 0), tp)
-    up, down = of_kind(kernels, MATMUL)
+    up, down = of_kind(kernels, Kind.MATMUL)
     f = F / tp
     assert (up.rows, up.cols, up.depth, up.flops) == (T, f, D, 2 * T * f * D)
     assert (down.rows, down.cols, down.depth, down.flops) == (T, D, f, 2 * T * f * D)
     assert up.n_bytes == 4 * (T * D + D * f + T * f)
     assert down.n_bytes == 4 * (T * f + f * D + T * D)
-    (silu,) = of_kind(kernels, ELEMENTWISE)  # fused: read once, written once
+    (silu,) = of_kind(kernels, Kind.ELEMENTWISE)  # fused: read once, written once
     assert silu.n_bytes == 4 * 2 * T * f
-    reduced = of_kind(kernels, REDUCE)
+    reduced = of_kind(kernels, Kind.REDUCE)
     assert [r.n_bytes for r in reduced] == ([] if tp == 1 else [4 * T * D])
 
 
@@ -70,7 +60,7 @@ def test_terms_of_one_sum_are_reduced_once():
         return (x @ a + x @ b) + (x @ c).reshape(T, D), x @ a
 
     args = (array(T, F), *[array(F, D)] * 3)
-    reduced = of_kind(run(function, args, (1, 0, 0, 0), 2), REDUCE)
+    reduced = of_kind(run(function, args, (1, 0, 0, 0), 2), Kind.REDUCE)
     assert [r.n_bytes for r in reduced] == [4 * T * D] * 2  # the sum, and the product on its own
 
 
@@ -80,11 +70,11 @@ def test_a_loop_counts_every_turn_and_shards_its_carry():
         return jax.lax.scan(turn, jnp.zeros((D, F)), x)
 
     kernels = run(function, (array(5, D), array(D, F)), (None, 1), 2)
-    (product,) = of_kind(kernels, MATMUL)
+    (product,) = of_kind(kernels, Kind.MATMUL)
     assert (product.repeats, product.flops) == (5, 2 * D * F / 2)
-    in_loop = [k for k in of_kind(kernels, ELEMENTWISE) if k.repeats == 5]
+    in_loop = [k for k in of_kind(kernels, Kind.ELEMENTWISE) if k.repeats == 5]
     assert [k.n_bytes for k in in_loop] == [4 * (D + 3 * D * F / 2)]  # row, w, carry in and out
-    assert not of_kind(kernels, REDUCE)
+    assert not of_kind(kernels, Kind.REDUCE)
 
 
 def test_dead_work_and_pure_layout_cost_nothing():
@@ -101,10 +91,10 @@ def test_lookups_in_a_sharded_table_and_their_gradient():
         return jax.vjp(lambda t: t[ids], table)[1](jnp.ones((T, D)))[0]
 
     kernels = run(lambda t, i: t[i], (array(64, D), array(T, dtype=jnp.int32)), (0, None), 2)
-    assert [k.n_bytes for k in of_kind(kernels, LOOKUP)] == [2 * 4 * T * D]
-    assert [k.n_bytes for k in of_kind(kernels, REDUCE)] == [4 * T * D]
+    assert [k.n_bytes for k in of_kind(kernels, Kind.LOOKUP)] == [2 * 4 * T * D]
+    assert [k.n_bytes for k in of_kind(kernels, Kind.REDUCE)] == [4 * T * D]
     kernels = run(function, (array(64, D), array(T, dtype=jnp.int32)), (0, None), 2)
-    assert len(of_kind(kernels, LOOKUP)) == 1
+    assert len(of_kind(kernels, Kind.LOOKUP)) == 1
 
 
 def test_convolutions_count_their_window():
@@ -113,7 +103,9 @@ def test_convolutions_count_their_window():
             x, k, (2,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
         )
 
-    (conv,) = of_kind(run(function, (array(2, 10, 3), array(5, 3, 7)), (None, None), 1), MATMUL)
+    (conv,) = of_kind(
+        run(function, (array(2, 10, 3), array(5, 3, 7)), (None, None), 1), Kind.MATMUL
+    )
     assert conv.flops == 2 * (2 * 5) * 7 * (5 * 3)
 
 
@@ -132,14 +124,17 @@ def test_layer_gathers_and_scatters_tokens_around_products(model, name):
         for tp in (1, 2):
             kernels = trace_kernels(TraceSpec(module, "layers", shape, tp, (), remat), direction)
             whole = hidden_bytes(module, shape)
-            assert [k.n_bytes for k in of_kind(kernels, GATHER)] == [whole] * n * (tp > 1)
-            assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
+            assert [k.n_bytes for k in of_kind(kernels, Kind.GATHER)] == [whole] * n * (tp > 1)
+            assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, Kind.REDUCE))
 
 
 def test_attention_kernels_have_flops_of_a_pair():
     """Two products forward and seven backward; what they compute of pairs a trace does not show."""
     llm, shape = build_llava("nano", attention_kernel="pallas").modules["llm"], Shape(2, 64)
-    for direction, kind, products in ((FORWARD, ATTENTION, 2), (BACKWARD, ATTENTION_BACKWARD, 7)):
+    for direction, kind, products in (
+        (FORWARD, Kind.ATTENTION, 2),
+        (BACKWARD, Kind.ATTENTION_BACKWARD, 7),
+    ):
         for tp in (1, 2):
             kernels = of_kind(trace_kernels(TraceSpec(llm, "layers", shape, tp), direction), kind)
             assert sum(k.flops for k in kernels) == 0

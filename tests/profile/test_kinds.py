@@ -3,7 +3,6 @@ of modules with one of them."""
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,13 +10,9 @@ from dflop_jax.cli.plan import kind_table
 from dflop_jax.contract import layer_kinds_of
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.explain import kind_costs
-from dflop_jax.profile import timed_programs
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.measure import model_profile, profile_key
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.profile.shallow import single_kind_modules
-from dflop_jax.profile.timed_programs import TimingJob, time_layer
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -28,9 +23,9 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
 )
-from tests.mixed import UNITS, HandingText, Mixed
+from tests.mixed import UNITS, Mixed
 from tests.plans import group_s, segment_bytes
-from tests.small import HIDDEN, WIDTH, Small
+from tests.small import HIDDEN, WIDTH
 
 MIXED = Mixed(tied=False, pattern="gmmmgm")
 SHAPES = {"vision": [Shape(1, 16), Shape(8, 16)], "llm": [Shape(1, 32), Shape(2, 96)]}
@@ -101,26 +96,6 @@ def test_needed_flops_by_hand():
     want = n * (3 * 2 * gate[0] - without + 2 * 4 * mean[0] + 2 * head)
     want += n * n * (2 * per_pair - gate[1])
     assert frozen(n) == pytest.approx(want)
-
-
-def test_programs_of_every_kind_are_timed(monkeypatch):
-    monkeypatch.setattr(timed_programs, "MAX_RUNS", 3)
-    devices = jax.devices()[:1]
-    shape = Shape(1, 32)
-    shapes = {"vision": [Shape(2, 16)], "llm": [shape]}
-    handing = dataclasses.replace(MIXED, text=HandingText)
-    timings = [
-        time_layer(handing, TimingJob(m, s[0], tuple(devices), kind))
-        for m, s in shapes.items()
-        for kind in single_kind_modules(MIXED.modules[m])
-    ]
-    assert [t.layers for t in timings] == ["vision", "llm.gate", "llm.mean"]
-    profile = model_profile(MIXED, shapes, timings, devices, key="k")
-    assert all({"none", "layers"} <= {*t.recompute} for t in profile.timings)
-    assert group_s(CostModel(profile), segment(0, 6), MeshShape(), 1, 1, 32, BACKWARD) > 0
-    other = dataclasses.replace(MIXED, pattern="mmmmmm")
-    keys = {profile_key(m, devices, shapes) for m in (MIXED, other, Small(n_layers=6))}
-    assert len(keys) == 3
 
 
 def test_layer_costs_are_reported_by_kind(costs):

@@ -23,6 +23,7 @@ from dflop_jax.profile.timed_programs import MAX_RUNS, MIN_RUNS, TimedPrograms
 from dflop_jax.records import DataProfile, Edge, Load, MeshShape, Shape
 from dflop_jax.runtime.parameter_layout import param_specs
 from dflop_jax.runtime.synthetic_batch import content_of_rows
+from tests.mixed import MADE, HandingText, Mixed
 from tests.small import WIDTH, Small, Text
 
 MODEL = Small()
@@ -150,11 +151,15 @@ def timed(model, shapes, devices):
     return time_layers(model, timing_jobs(model, shapes, [[tuple(devices)]]))
 
 
-def test_timings_and_the_models_facts_make_a_profile():
+def test_timings_and_the_models_facts_make_a_profile(monkeypatch):
+    """Of an LLM with layers of two kinds, whose hidden states are a tree."""
     devices, shapes = jax.devices()[:1], {m: s[:1] for m, s in SHAPES.items()}
-    timings = timed(MODEL, shapes, devices)
-    profile = model_profile(MODEL, shapes, timings, devices, key="k")
-    assert [(t.module, t.shape) for t in profile.timings] == [(m, s[0]) for m, s in shapes.items()]
+    model = Mixed(pattern="gmmm", text=HandingText)
+    monkeypatch.setattr(timed_programs, "MAX_RUNS", 3)
+    timings = timed(model, shapes, devices)
+    profile = model_profile(model, shapes, timings, devices, key="k")
+    assert [t.layers for t in profile.timings] == ["vision", "llm.gate", "llm.mean"]
+    assert [t.shape for t in profile.timings] == [Shape(2, 16), Shape(1, 32), Shape(1, 32)]
     assert all(t.layer_forward_s + t.ends_forward_s > 0 for t in profile.timings)
     # Forward may seem to take as long as both directions of so small a module on a busy machine.
     assert any(t.layer_backward_s + t.ends_backward_s > 0 for t in profile.timings)
@@ -163,13 +168,13 @@ def test_timings_and_the_models_facts_make_a_profile():
         assert again[0] == 0.0 <= again[1] <= again[2] <= again[3] <= t.layer_forward_s
         kept = [t.recompute[r].layer_bytes for r in ("layers", "named", "dots", "none")]
         assert kept == sorted(kept)
-        assert kept[0] == pytest.approx(t.hidden_bytes)
+        assert t.module == "llm" or kept[0] == pytest.approx(t.hidden_bytes)
         assert t.content_forward_s == t.content_backward_s == {}  # attention takes whole rows
     assert profile.edges == (Edge("vision", "llm", "visual"),)
     assert (profile.tied, profile.piece_tokens) == (("llm",), {"vision": 16})
     assert profile.n_layers == {"vision": 2, "llm": 4}
     hidden = {t.module: t.hidden_bytes for t in profile.timings}
-    assert hidden == {"vision": 2 * 16 * WIDTH * 4, "llm": 32 * WIDTH * 4}
+    assert hidden == {"vision": 2 * 16 * WIDTH * 4, "llm": 32 * (WIDTH + MADE) * 4}
 
 
 @pytest.mark.parametrize("took_s, n_runs", [((0.01, 0.02), 25), ((0.04, 0.01), 13), ((3, 2), 3)])
@@ -254,5 +259,6 @@ def test_profile_key_depends_on_programs_and_shapes():
     key = profile_key(MODEL, devices, shapes, "more")
     assert key == profile_key(MODEL, devices, shapes, "more")
     untied = profile_key(Small(tied=False), devices, shapes, "more")
+    mixed = profile_key(Mixed(pattern="gmmm"), devices, shapes, "more")
     longer = profile_key(MODEL, devices, {**shapes, "llm": [Shape(1, 64)]}, "more")
-    assert len({key, untied, longer, profile_key(MODEL, devices, shapes)}) == 4
+    assert len({key, untied, mixed, longer, profile_key(MODEL, devices, shapes)}) == 5

@@ -13,7 +13,6 @@ from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.segment import EVALUATE, Segment
 from models.decoder import DecoderModule
 from models.llava import build as build_llava
-from models.qwen2_audio import build as build_audio
 from models.sizes import DecoderSize, VisionSize
 from models.vit import VisionModule
 from tests.graphs.made_up import GRAINS, VOCAB, WIDTH, MadeUp
@@ -76,22 +75,6 @@ def test_adapters_by_hand():
     layers = first + (d.n_layers - 1) * rest + d.n_layers * (2 * (out + mlp) + 3 * others)
     head = 2 * 2 * d.width * d.vocab
     assert count(n) == n * (layers + head) + 3 * d.n_layers * causal(d, n)
-
-
-def test_a_stem_of_two_products_and_a_constant():
-    """Of sound, the first convolution needs no gradient of its input, the second does."""
-    model = build_audio("qwen2-audio-nano")
-    a, d = model.size.audio, model.size.decoder
-    rows = {"audio": a.positions, "llm": 64}
-    count = needed_flops(model, rows)["audio"]
-    stem = 2 * a.positions * 3 * a.width * (2 * 2 * a.mel_bins + 3 * a.width)
-    layer = 2 * a.positions * (4 * a.width**2 + 2 * a.width * a.mlp) + 4 * a.positions**2 * a.width
-    connector = 2 * a.tokens_per_chunk * a.width * d.width
-    assert count(a.positions) == stem + 3 * (a.n_layers * layer + connector)
-    frozen = needed_flops(model, rows, ("audio", "connector"))["audio"]
-    assert frozen(a.positions) == pytest.approx(
-        2 * a.positions * 3 * a.width * (2 * a.mel_bins + a.width) + a.n_layers * layer + connector
-    )
 
 
 def test_needed_flops_of_a_graph_without_attention_flops():

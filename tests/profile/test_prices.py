@@ -1,6 +1,7 @@
 """Prices by hand, from the fit and the collectives, which have tests of their own."""
 
 import dataclasses
+from math import prod
 
 import pytest
 
@@ -55,13 +56,12 @@ def linked(tied=()):
 
 def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()):
     """`a` on the first devices, the 4 layers of `b` in segments on those that follow."""
-    first, meshes, parts = a[0] * a[1] * a[2], [SubmeshPlan("a", 0, *a)], []
-    parts.append(SegmentPlan("a", "a", 0, 2, "a", True, True))
+    meshes = [SubmeshPlan("a", 0, *a)]
+    parts, k = [SegmentPlan("a", "a", 0, 2, "a", True, True)], 4 // segments
     for i in range(segments):
-        meshes.append(SubmeshPlan(f"b{i}", first + i * b[0] * b[1] * b[2], *b))
-        k = 4 // segments
-        ends = i == 0, i == segments - 1
-        parts.append(SegmentPlan(f"b{i}", "b", i * k, (i + 1) * k, f"b{i}", *ends))
+        name, ends = f"b{i}", (i == 0, i == segments - 1)
+        meshes.append(SubmeshPlan(name, prod(a) + i * prod(b), *b))
+        parts.append(SegmentPlan(name, "b", i * k, (i + 1) * k, name, *ends))
     buckets = (
         Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 64)}),
         Bucket.from_shapes({"b": Shape(2, 32)}),
@@ -72,6 +72,12 @@ def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()
         group_size, tied=tuple(tied),
     )  # fmt: skip
     return Plan("t", layout)
+
+
+def with_zero(p, zero, shard_devices=0):
+    segments = (dataclasses.replace(s, zero=zero, shard_devices=shard_devices)
+                for s in p.layout.segments)  # fmt: skip
+    return p.with_layout(segments=tuple(segments))
 
 
 def prices_of(p, of_profile):
@@ -152,12 +158,7 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
     less to do."""
     ranks, model = 4, halved(linked()) if half else linked()
     base = plan((1, ranks, 1), (1, ranks, 1))
-
-    def prices(zero):
-        segments = tuple(dataclasses.replace(s, zero=zero) for s in base.layout.segments)
-        return prices_of(base.with_layout(segments=segments), model)
-
-    by_degree = {zero: prices(zero) for zero in (1, 2, 3)}
+    by_degree = {zero: prices_of(with_zero(base, zero), model) for zero in (1, 2, 3)}
     share, layer, ends = 0.5 if half else 1.0, 9_600, 4_800
     update = 7 * PARAMS["a"] / ranks / HARDWARE.memory_bandwidth
     gathered = all_gather_s(PARAMS["a"] * share, ranks, HARDWARE)
@@ -187,9 +188,7 @@ def test_blocks_gather_inside_and_add_up_between():
     base, model = plan((1, 8, 1)), linked()
 
     def prices(zero, devices):
-        segments = tuple(dataclasses.replace(s, zero=zero, shard_devices=devices)
-                         for s in base.layout.segments)  # fmt: skip
-        return prices_of(base.with_layout(segments=segments), model)
+        return prices_of(with_zero(base, zero, devices), model)
 
     part = PARAMS["a"] / 4
     between = sum(of(part, 2, HARDWARE, stride=4) for of in (reduce_scatter_s, all_gather_s))
@@ -202,11 +201,7 @@ def test_blocks_gather_inside_and_add_up_between():
         assert reduced == pytest.approx(between + within * (zero == 1))
         gathered = all_gather_s(PARAMS["a"], 4, HARDWARE) * (zero < 3)
         assert end[Task("a", NO_GROUP, UPDATE)] == pytest.approx(update + gathered)
-    on_four = plan((1, 4, 1))
-    on_four = on_four.with_layout(
-        segments=tuple(dataclasses.replace(s, zero=3) for s in on_four.layout.segments)
-    )
-    four = prices_of(on_four, model).programs
+    four = prices_of(with_zero(plan((1, 4, 1)), 3), model).programs
     blocks, all_ranks = prices(3, 4).programs, prices(3, 0).programs
     for direction in (FORWARD, BACKWARD):
         key = ProgramId("a", Shape(2, 16), direction)

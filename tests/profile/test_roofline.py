@@ -9,19 +9,7 @@ import pytest
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, send_s
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.kernels import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    ELEMENTWISE,
-    GATHER,
-    LOOKUP,
-    MATMUL,
-    REDUCE,
-    SEND,
-    Efficiency,
-    Kernel,
-    program_s,
-)
+from dflop_jax.profile.kernels import Efficiency, Kernel, Kind, program_s
 from dflop_jax.profile.roofline import POLICIES, Predictor, roofline_profile
 from dflop_jax.records import (
     BACKWARD,
@@ -51,7 +39,7 @@ def seconds(kernel, e=None, tp=1, hardware=A100):
     return program_s([kernel], tp, hardware, e or Efficiency())
 
 
-def product(n, kind=MATMUL, rows=None, dtype="bfloat16"):
+def product(n, kind=Kind.MATMUL, rows=None, dtype="bfloat16"):
     rows = rows or n
     return Kernel(kind, 2.0 * rows * n * n, 2.0 * (n * n + 2 * rows * n), rows, n, n, dtype)
 
@@ -64,26 +52,28 @@ def test_each_kind_of_kernel_by_hand():
     assert seconds(product(n)) == pytest.approx(compute + e.launch_s)
     assert seconds(product(n, dtype="float32")) == pytest.approx(2 * compute + e.launch_s)
     attention = compute * e.matmul / e.attention
-    assert seconds(product(n, ATTENTION)) == pytest.approx(attention + e.launch_s)
+    assert seconds(product(n, Kind.ATTENTION)) == pytest.approx(attention + e.launch_s)
     moved = 1e9 / 2039e9
-    assert seconds(Kernel(ELEMENTWISE, 0, 1e9)) == pytest.approx(moved / e.bandwidth + e.launch_s)
-    assert seconds(Kernel(LOOKUP, 0, 1e9)) == pytest.approx(moved / e.lookup + e.launch_s)
-    back = seconds(product(n, ATTENTION_BACKWARD)) - e.launch_s
+    assert seconds(Kernel(Kind.ELEMENTWISE, 0, 1e9)) == pytest.approx(
+        moved / e.bandwidth + e.launch_s
+    )
+    assert seconds(Kernel(Kind.LOOKUP, 0, 1e9)) == pytest.approx(moved / e.lookup + e.launch_s)
+    back = seconds(product(n, Kind.ATTENTION_BACKWARD)) - e.launch_s
     assert back == pytest.approx(compute * e.matmul / e.attention_back)
-    known = Kernel(ATTENTION, 2.0 * n**3, 0.0, dtype="bfloat16")  # its rate holds at any size
+    known = Kernel(Kind.ATTENTION, 2.0 * n**3, 0.0, dtype="bfloat16")  # its rate holds at any size
     want = 2 * n**3 / (312e12 * e.attention) + e.launch_s
     assert seconds(known) == pytest.approx(want)
     pieces = dataclasses.replace(known, pair_flops=2.0 * n**2)
     want = 2 * n**2 * (n + e.attention_pairs) / (312e12 * e.attention) + e.launch_s
     assert seconds(pieces) == pytest.approx(want)
-    gathered = seconds(Kernel(GATHER, 0, 1e9, group=8, stride=2))
+    gathered = seconds(Kernel(Kind.GATHER, 0, 1e9, group=8, stride=2))
     assert gathered == pytest.approx(all_gather_s(1e9, 8, A100, stride=2))
-    assert seconds(Kernel(SEND, 0, 1e9, group=2)) == pytest.approx(send_s(1e9, A100))
-    reduced = seconds(Kernel(REDUCE, 0, 1e9), tp=4)
+    assert seconds(Kernel(Kind.SEND, 0, 1e9, group=2)) == pytest.approx(send_s(1e9, A100))
+    reduced = seconds(Kernel(Kind.REDUCE, 0, 1e9), tp=4)
     assert reduced == pytest.approx(all_reduce_s(1e9, 4, A100))
     assert program_s([], 1, A100) == 0.0
-    twice = Kernel(ELEMENTWISE, 0, 1e9, repeats=2)
-    assert seconds(twice) == pytest.approx(2 * seconds(Kernel(ELEMENTWISE, 0, 1e9)))
+    twice = Kernel(Kind.ELEMENTWISE, 0, 1e9, repeats=2)
+    assert seconds(twice) == pytest.approx(2 * seconds(Kernel(Kind.ELEMENTWISE, 0, 1e9)))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from dflop_jax.config import TrainConfig
 from dflop_jax.profile.roofline import build_profile
 from dflop_jax.profile.state import ShardedState
 from dflop_jax.profile.traced_parts import parameter_dims
-from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
+from dflop_jax.records import LayerTiming, MeshShape, SegmentPlan, Shape
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
@@ -20,7 +20,7 @@ from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.update import SegmentUpdate
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
-from tests.plans import halved, profile_of
+from tests.plans import halved
 
 MODEL = build("nano")
 SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 128)]}
@@ -47,19 +47,6 @@ def test_ranks_of_a_block(devices, model, wanted):
     degrees = np.array([1, 4, 6, 8, 12])
     assert plan.shard_ranks(degrees, model).tolist() == wanted
     assert [plan.shard_ranks(int(n), model) for n in degrees] == wanted
-
-
-def test_rank_bytes_by_hand():
-    many = (ParamDims((6, 10), split=1), ParamDims((7,)), ParamDims((4, 4), split=0))
-    dims = {"layer_dims": {"m": many}, "ends_dims": {"m": ()}}
-    profile = profile_of([TIMINGS[0]], {"m": 1}, **dims)
-    plan = SegmentPlan("m", "m", 0, 1, "m", True, True)
-    ranks = np.array([1, 2, 3, 4, 100])
-    got = ShardedState(plan, MeshShape(), profile).n_bytes("working_bytes", ranks)
-    assert (got / 4).tolist() == [83, 30 + 4 + 8, 20 + 3 + 6, 15 + 2 + 4, 3]
-    # Two tensor ranks have 30, 7 and 8 elements.
-    split = ShardedState(plan, MeshShape(model=2), profile)
-    assert split.n_bytes("working_bytes", 4, exact=True) / 4 == 8 + 2 + 2
 
 
 def test_step_end_bytes_by_hand():

@@ -9,6 +9,7 @@ from dflop_jax.contract import edges_of
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.weights import ModuleParams, write_folder
 from models.composed import PublishedComposition
+from models.hf_tensors import conv_layout, linear_layout, patch_layout, unchanged, vector_layout
 from models.sizes import DECODERS, VISION, ModelSize
 from tests.verify.folders import random_params
 
@@ -36,6 +37,10 @@ PLAN = Plan(
         group_size=2,
     ),
 )
+KERNELS = [linear_layout((6, 4, 3)), linear_layout((4, 3, 6), n_in=2), linear_layout((6, 8)),
+           patch_layout((2 * 2 * 3, 8), 2), conv_layout((3, 4, 8))]  # fmt: skip
+LAYOUTS = [*KERNELS, vector_layout((4, 3)), vector_layout((8,)), unchanged((8, 6)),
+           unchanged((5, 6), leading=1), unchanged((6,), leading=2)]  # fmt: skip
 
 
 def held(params):

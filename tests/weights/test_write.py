@@ -22,10 +22,9 @@ from dflop_jax.weights.adapter import as_matrices
 from dflop_jax.weights.write import copy_processor_files
 from models import hf, llava
 from models.composed import PublishedComposition
-from models.hf_tensors import conv_layout, linear_layout, patch_layout
 from models.sizes import ModelSize, VisionSize
 
-from .conftest import DECODER, MODEL, PLAN, held, random_params
+from .conftest import DECODER, KERNELS, MODEL, PLAN, held, random_params
 
 
 def test_an_independent_reader_finds_every_tensor(folder, params):
@@ -132,11 +131,8 @@ def test_no_head_of_its_own_when_tied(tmp_path):
 
 # ---- adapters ----
 
-LAYOUTS = [linear_layout((6, 4, 3)), linear_layout((4, 3, 6), n_in=2), linear_layout((6, 8)),
-           patch_layout((2 * 2 * 3, 8), 2), conv_layout((3, 4, 8))]  # fmt: skip
 
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", KERNELS)
 def test_adapters_are_products_in_the_layout_of_the_file(layout):
     """B times A, as peft adds it, is what the adapter adds to the kernel, as the kernel is written;
     of a file's dims the first are the outputs."""

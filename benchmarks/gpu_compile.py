@@ -102,7 +102,9 @@ def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> flo
     segment, mesh = plan.layout.segment(program.segment), plan.layout.submesh(program.submesh).shape
     (shape,) = plan.layout.shapes(segment.module)
     predictions = costs.predict(segment.module, mesh.model, shape.rows, shape.tokens)
-    handed, taken = costs.segment(segment, mesh).task_bytes(plan.layout.group_size, predictions)
+    handed, taken = costs.segment(segment, mesh).task_bytes(
+        plan.layout.group_size, predictions, trained=True, backward=True
+    )
     return float(taken if program.kind == BACKWARD else handed) or None
 
 

@@ -214,7 +214,7 @@ def the_bench(args: argparse.Namespace) -> Bench:
     rounds = 3 if args.tiny else 12
     if args.compile_only:
         hardware = find_hardware(args.compile_only)
-        return Bench(absent_devices(hardware.name, hardware, 1)[0], hardware, False)
+        return Bench(absent_devices(hardware, 1)[0], hardware, False)
     device = jax.devices()[0]
     return Bench(device, hardware_of(device), True, rounds)
 

@@ -188,6 +188,7 @@ def group_s(costs, segment, mesh, group_size, rows, tokens, direction):
 def segment_bytes(costs, segment, mesh, group_size, rows, tokens, **options):
     """`SegmentBytes` of a segment at per-rank shapes."""
     predictions = costs.predict(segment.module, mesh.model, rows, tokens)
+    options = {"trained": True, "backward": True} | options
     return costs.segment(segment, mesh).n_bytes(group_size, predictions, **options)
 
 

@@ -135,8 +135,7 @@ def compile_profile(
 def _compilable(
     probe_sets: Sequence[ProbeSet], results: Mapping[Probe, ProbeResult], hardware: Hardware
 ) -> list[ProbeSet]:
-    """The probe sets of those degrees at which every kind of layer of the module compiles;
-    ValueError if a module compiles at none."""
+    """Probe sets of degrees at which all of a module compiles; ValueError if it does at none."""
     errors = {(s.module, s.tp): results[p].error for s in probe_sets for p in s.probes
              if results[p].error}  # fmt: skip
     compilable = [s for s in probe_sets if (s.module, s.tp) not in errors]

@@ -102,11 +102,9 @@ device_description_str: "{chip.device}"
 """
 
 
-def absent_devices(name: str, hardware: Hardware, n_devices: int) -> list[jax.Device]:
-    """`n_devices` devices of a chip to compile for, one process for each node; ValueError if they
-    do not fill whole nodes or the chip is not described."""
-    chip = find_chip(name)
-    per_node = min(n_devices, hardware.devices_per_node)
+def absent_devices(hardware: Hardware, n_devices: int) -> list[jax.Device]:
+    """`n_devices` devices of a chip to compile for, one process for each node."""
+    name, per_node = hardware.name, min(n_devices, hardware.devices_per_node)
     if n_devices % per_node:
         raise ValueError(
             f"plan.devices={n_devices} does not fill nodes of {per_node} {name}; give a multiple"
@@ -115,7 +113,7 @@ def absent_devices(name: str, hardware: Hardware, n_devices: int) -> list[jax.De
         platform="cuda",
         topology_name=name,
         topology=f"1x{n_devices // per_node}x{per_node}",
-        target_config=target_config(chip, hardware),
+        target_config=target_config(find_chip(name), hardware),
     )
     return list(topology.devices)
 

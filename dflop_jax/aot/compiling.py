@@ -44,8 +44,7 @@ class CompilerDied(RuntimeError):
 
 
 class Compiler:
-    """A process that compiles. It starts at the first request, and again after it has died.
-    ValueError if the compiler is not installed."""
+    """A process that compiles; it starts at the first request, and again after it has died."""
 
     def __init__(self) -> None:
         self._environment = compiler_environment()
@@ -118,8 +117,7 @@ def compile_probes(
     probes: Sequence[Probe],
     on_progress: OnProgress = lambda done, of: None,
 ) -> dict[Probe, ProbeResult]:
-    """Results of probes on the chip `config.plan.hardware`, cached on disk; a probe that does not
-    compile has an `error`."""
+    """Results of probes on the chip `config.plan.hardware`, cached on disk."""
     files = _result_files(config, model, probes)
     results: dict[Probe, ProbeResult] = {}
     for probe, file in files.items():

@@ -141,8 +141,7 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
 
 
 def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
-    """FLOPs of a matrix product or of a kernel that computes products; None of other
-    instructions."""
+    """FLOPs of an instruction that computes matrix products; None of others."""
     target = i.custom_call_target
     if i.opcode == "dot" or target in _CUBLAS:
         depth = prod(i.reads[0].shape[d] for d in _product_dims(i, "contracting"))
@@ -186,9 +185,8 @@ def _may_compute_products(i: Instruction) -> bool:
 def _product_dims(i: Instruction, kind: str) -> list[int]:
     """Dims of the left side of a product: "contracting" or "batch"."""
     text = i.attributes
-    numbers = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
-        rf"lhs_{kind}_dims=\{{([^}}]*)\}}", text
-    )
+    numbers = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text)
+    numbers = numbers or re.search(rf"lhs_{kind}_dims=\{{([^}}]*)\}}", text)
     return [int(n) for n in re.findall(r"\d+", numbers.group(1))] if numbers else []
 
 
@@ -213,8 +211,7 @@ def _product_kernel(i: Instruction) -> Kernel:
 
 
 def _fusion_kernel(module: HloModule, body: Computation) -> Kernel:
-    """A fused kernel: a copy, elementwise work, a lookup, or products with the work fused to
-    them."""
+    """A fused kernel: a copy, elementwise work, a lookup, or products with what is fused on."""
     n_bytes = _fused_bytes(body)
     products = [_product_kernel(dot) for dot in _fused_dots(module, body)]
     if products:
@@ -251,20 +248,18 @@ def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]
     """Bytes that a fusion reads of one operand."""
     used = 0.0
     for user in users.get(source, ()):
+        is_first = user.operands[0] is source
         if user.opcode == "bitcast":
             used += _used_bytes(user, users)
-        elif user.opcode in (*_SLICE_OPS, "gather") and user.operands[0] is source:
+        elif is_first and user.opcode in (*_SLICE_OPS, "gather"):
             used += user.arrays[0].n_bytes
-        elif user.opcode not in ("dynamic-update-slice", "scatter") or (
-            user.operands[0] is not source
-        ):
+        elif not (is_first and user.opcode in ("dynamic-update-slice", "scatter")):
             return source.n_bytes
     return min(source.n_bytes, used)
 
 
 def _result_bytes(output: Instruction) -> float:
-    """Bytes that a fusion writes for one result; if it updates an array in place, bytes of the
-    update."""
+    """Bytes that a fusion writes for one result: of an update in place those of the update."""
     source = output
     while source.opcode == "bitcast" and source.operands:
         source = source.operands[0]

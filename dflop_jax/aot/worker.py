@@ -78,8 +78,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class PlanPrograms:
-    """The programs of a plan before they are compiled, and the memory of its segments; or the
-    `error` for which the plan is refused."""
+    """A plan's programs before they are compiled and its memory, or why it is refused."""
 
     memory: tuple[SegmentMemory, ...] = ()
     programs: tuple[ProgramReport, ...] = ()
@@ -108,8 +107,7 @@ def main() -> None:
 
 
 class Worker:
-    """Answers requests. It keeps the programs of the last plan, and reports of compiled
-    programs."""
+    """Answers requests; keeps the programs of the last plan and reports of compiled programs."""
 
     def __init__(self) -> None:
         self._config: Config | None = None
@@ -123,12 +121,14 @@ class Worker:
             if self._config != request.config:
                 self._workplace = make_run_context(request.config)
                 self._config, self._plan = request.config, None
+            hardware = self._workplace.hardware
+            assert hardware is not None, "plan.hardware is checked before a process is started"
             if request.probe:
-                devices = self._absent_devices(request.probe.tp)
+                devices = self._devices(hardware, request.probe.tp)
                 return compile_probe(self._workplace.model, request.probe, devices)
             assert request.plan is not None, "a request has a plan or a probe"
             if self._plan != request.plan:
-                devices = self._absent_devices(request.plan.layout.n_devices)
+                devices = self._devices(hardware, request.plan.layout.n_devices)
                 workplace = replace(self._workplace, devices=devices)
                 self._programs = make_executor(workplace, request.plan).programs
                 self._plan = request.plan
@@ -141,11 +141,6 @@ class Worker:
             return PlanPrograms(segment_memory(request.plan, programs), headers)
         key, lower = list(lowerings.items())[request.program]
         return compile_program(programs, key, program_header(programs, key), lower, self._measured)
-
-    def _absent_devices(self, n_devices: int) -> list[jax.Device]:
-        hardware = self._workplace.hardware
-        assert hardware is not None, "plan.hardware is checked before a process is started"
-        return self._devices(hardware.name, hardware, n_devices)
 
 
 def program_header(programs: Programs, key: Any) -> ProgramReport:
@@ -194,10 +189,8 @@ def compile_program(
     module, figures = parse_hlo(executable.as_text() or ""), dict[str, Any]()
     needed_flops, visible_share = 0.0, 1.0
     if header.kind in (records.FORWARD, records.BACKWARD, EVALUATE):
-        lowering, shape = (
-            lowering_of(programs, key),
-            next(k for k in key if isinstance(k, records.Shape)),
-        )
+        lowering = lowering_of(programs, key)
+        shape = next(k for k in key if isinstance(k, records.Shape))
         if header.kind == records.FORWARD:
             update_lowering(programs, key, executable)
             figures["handed_bytes"] = lowering.residual_bytes(shape)

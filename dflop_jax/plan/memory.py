@@ -76,12 +76,7 @@ def peak_bytes(
 
     def largest_bytes(s: SegmentPlan) -> SegmentBytes:
         return costs.max_segment_bytes(
-            s,
-            layout.submesh(s.submesh).shape,
-            layout.group_size,
-            layout.shapes(s.module),
-            trained=s.name in trained,
-            backward=s.name in backward,
+            s, layout, trained=s.name in trained, backward=s.name in backward
         )
 
     def need(s: SegmentPlan) -> SegmentNeed:
@@ -118,7 +113,10 @@ def group_bytes(layout: Layout, costs: CostModel, s: SegmentPlan, shape: Shape) 
     """Bytes per device of a group in a segment from forward to backward: input and residuals."""
     mesh = layout.submesh(s.submesh).shape
     predictions = costs.predict(s.module, mesh.model, shape.rows, shape.tokens)
-    return float(costs.segment(s, mesh).n_bytes(layout.group_size, predictions).residuals)
+    n_bytes = costs.segment(s, mesh).n_bytes(
+        layout.group_size, predictions, trained=True, backward=True
+    )
+    return float(n_bytes.residuals)
 
 
 def memory_over_time(

@@ -8,7 +8,7 @@ so are data-parallel degrees and the number of microbatches in a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, reduce
 from typing import get_args
@@ -23,8 +23,7 @@ from dflop_jax.simulate.task_graph import segment_links, tied_segments
 
 
 class Predictions:
-    """Quantities of a module at shapes, each predicted once (see `LayerFits.predict`). Those of the
-    whole module were measured beside layers of each kind, and the first kind's are taken."""
+    """Quantities of a module at shapes, each predicted once (see `LayerFits.predict`)."""
 
     def __init__(self, costs: CostModel, module: str, tp: int, rows: Array, tokens: Array):
         self.has_rows = np.asarray(rows) > 0
@@ -91,31 +90,20 @@ class CostModel:
         return (max(1, entering), 0) if segment.first else (entering, 1)
 
     def max_segment_bytes(
-        self,
-        segment: records.SegmentPlan,
-        mesh: records.MeshShape,
-        group_size: int,
-        shapes: Sequence[records.Shape],
-        *,
-        trained: bool,
-        backward: bool,
+        self, s: records.SegmentPlan, layout: records.Layout, *, trained: bool, backward: bool
     ) -> SegmentBytes:
-        """Largest bytes of a segment over its groups' shapes. Without a shape it is still reduced
-        and updated."""
-        key = self.price_key(segment), mesh, group_size, tuple(shapes), trained, backward
+        """Largest bytes of a segment over a layout's shapes; without any it is still updated."""
+        mesh, group_size = layout.submesh(s.submesh).shape, layout.group_size
+        shapes = tuple(layout.shapes(s.module))
+        key = self.price_key(s), mesh, group_size, shapes, trained, backward
         if key not in self._max_bytes:
-            rows, tokens = np.array([(s.rows, s.tokens) for s in shapes] or [(0, 0)]).T
-            n_bytes = self.segment(segment, mesh).n_bytes(
-                group_size,
-                self.predict(segment.module, mesh.model, rows, tokens),
-                trained=trained,
-                backward=backward,
+            rows, tokens = np.array([(x.rows, x.tokens) for x in shapes] or [(0, 0)]).T
+            predictions = self.predict(s.module, mesh.model, rows, tokens)
+            n_bytes = self.segment(s, mesh).n_bytes(
+                group_size, predictions, trained=trained, backward=backward
             )
-            self._max_bytes[key] = SegmentBytes(
-                float(n_bytes.state),
-                float(n_bytes.residuals.max(initial=0.0)),
-                float(n_bytes.temporaries.max(initial=0.0)),
-            )
+            by_shape = n_bytes.state, n_bytes.residuals, n_bytes.temporaries
+            self._max_bytes[key] = SegmentBytes(*(float(np.max(b)) for b in by_shape))
         return self._max_bytes[key]
 
 
@@ -184,15 +172,9 @@ class SegmentCosts:
         return np.multiply.outer(unit_s, self.costs.slowdown(self.mesh) * (ticks / group_size))
 
     def n_bytes(
-        self,
-        group_size: Array,
-        predictions: Predictions,
-        *,
-        trained: bool = True,
-        backward: bool = True,
+        self, group_size: Array, predictions: Predictions, *, trained: bool, backward: bool
     ) -> SegmentBytes:
-        """Bytes per device, by shape, of a segment that has trainable parameters (`trained`) and
-        backward tasks (`backward`)."""
+        """Bytes per device, by shape; `trained`: it has trainable parameters."""
         residuals, temporaries = self.task_bytes(
             group_size, predictions, trained=trained, backward=backward
         )
@@ -205,12 +187,7 @@ class SegmentCosts:
         )
 
     def task_bytes(
-        self,
-        group_size: Array,
-        predictions: Predictions,
-        *,
-        trained: bool = True,
-        backward: bool = True,
+        self, group_size: Array, predictions: Predictions, *, trained: bool, backward: bool
     ) -> tuple[Array, Array]:
         """(bytes that a group's forward task hands to its backward task: residuals of every
         microbatch and of all of a stage's layers; temporary bytes of the larger of these tasks).
@@ -256,8 +233,7 @@ class SegmentCosts:
 
     @property
     def _policy(self) -> records.Remat:
-        """The recompute policy of backward's loop over layers; a segment that is recomputed as a
-        whole has all residuals by then."""
+        """The recompute policy of backward's loop over layers."""
         return "none" if self.segment.remat == "segment" else self.segment.remat
 
     def _passes(self, direction: str) -> tuple[str, ...]:
@@ -269,8 +245,7 @@ class SegmentCosts:
         return (records.BACKWARD,)
 
     def _stage_send_s(self, predictions: Predictions) -> Array:
-        """Seconds until every stage of a loop has a microbatch's hidden states of the stage before
-        it; no work of the tick overlaps them."""
+        """Seconds to send a microbatch to the next stage of a loop, which nothing overlaps."""
         hardware = self.costs.profile.hardware
         if hardware is None:
             return 0.0
@@ -296,8 +271,7 @@ def layout_prices(layout: records.Layout, costs: CostModel) -> records.Prices:
 def _program_prices(
     layout: records.Layout, costs: CostModel
 ) -> dict[records.ProgramId, records.Price]:
-    """Price of every segment at every shape of its module, forward and backward, under each of its
-    recompute policies."""
+    """Price of every segment at every shape of its module, under each of its policies."""
     programs: dict[records.ProgramId, records.Price] = {}
     priced: dict[object, dict[tuple[records.Shape, records.Direction], records.Price]] = {}
     for s in layout.segments:

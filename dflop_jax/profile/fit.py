@@ -69,8 +69,7 @@ class LayerFits:
         self.content_s = cache(self._compute_content_s)
 
     def predict(self, features: np.ndarray, quantity: str) -> np.ndarray:
-        """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes
-        with these features; 0 without rows."""
+        """A quantity of one layer, or of both ends, at shapes' features; 0 without rows."""
         sizes, ratio = self._corrections(quantity)
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)

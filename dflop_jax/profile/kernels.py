@@ -256,8 +256,7 @@ class Efficiency:
 def program_s(
     kernels: Iterable[Kernel], tp: int, hardware: Hardware, efficiency: Efficiency = Efficiency()
 ) -> float:
-    """Seconds of a program's kernels, one after another, on one of the `tp` devices of a
-    tensor-parallel group."""
+    """Seconds of a program's kernels, one after another, on one of `tp` tensor ranks."""
     seconds = 0.0
     for kernel in kernels:
         seconds += kernel.repeats * _kernel_s(kernel, tp, hardware, efficiency)

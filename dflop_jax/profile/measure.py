@@ -193,8 +193,7 @@ def profile_key(
     shapes: Mapping[str, Sequence[Shape]],
     *extra_facts: Any,
 ) -> str:
-    """A digest of what a profile depends on: the model's programs, shapes measured, devices,
-    versions and the caller's facts."""
+    """A digest of what a profile depends on: programs, shapes, devices, versions, and more."""
     programs = [
         Lowering(shallow_segment(model, m, 1, devices, MeshShape(), kind=kind))
         .lower(shapes[m][0], BACKWARD)

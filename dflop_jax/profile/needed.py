@@ -57,8 +57,7 @@ class PieceFlops:
     content: tuple[float, ...] = ()  # what it tells, for a unit of each feature of its content
 
     def __call__(self, tokens: int, content: Sequence[int] | None = None) -> float:
-        """FLOPs of a piece of so many tokens; `content` as a load has it, None: of a module that
-        names no features."""
+        """FLOPs of a piece with a load's content; None: of a module that names no features."""
         n_pairs = token_pairs(tokens)
         content_flops = content_seconds(self.content, (n_pairs,) if content is None else content)
         return self.per_token * tokens + self.per_pair * n_pairs + float(content_flops)
@@ -137,8 +136,7 @@ def segment_flops(
 
 
 def visible_pair_share(module: Module, tokens: int) -> float:
-    """Share of a row's pairs of tokens that see each other, the mean over layers that declare it; 1
-    if none does."""
+    """Mean share of a row's pairs of tokens that see each other; 1 if no layer declares it."""
     visible_shares = []
     for kind, kind_module in single_kind_modules(module).items():
         if attention := attention_flops_of(kind_module):

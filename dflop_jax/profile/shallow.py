@@ -17,8 +17,7 @@ from dflop_jax.runtime.segment import Segment
 
 
 def single_kind_modules(module: contract.Module) -> dict[str, contract.Module]:
-    """By kind, in the order of first use, the module with layers of that kind alone; the module
-    itself if its layers have no kinds."""
+    """By kind, in the order of first use, the module with layers of that kind alone."""
     kinds = dict.fromkeys(contract.layer_kinds_of(module))
     return {kind: single_kind_module(module, kind) for kind in kinds}
 

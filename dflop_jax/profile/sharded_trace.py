@@ -72,8 +72,7 @@ class Region:
 
 
 def trace(closed: core.ClosedJaxpr, dims: Sequence[int | None], tp: int) -> Region:
-    """The operations of a jaxpr on one of `tp` devices; `dims`: for each input the dim that is
-    sharded, if any."""
+    """Operations of a jaxpr on one of `tp` devices; `dims`: the sharded dim of each input."""
     if tp == 1:
         dims = [None] * len(dims)
     inputs = [_value(v, tp, d) for v, d in zip(closed.jaxpr.invars, dims, strict=True)]
@@ -209,12 +208,12 @@ def _dot_dim(op: Op) -> tuple[int | None, bool]:
     for v, batch in ((lhs, lb), (rhs, rb)):
         if v.dim in batch:
             return tuple(batch).index(v.dim), False
-    if lhs.dim is not None:
-        free = [i for i in range(len(lhs.shape)) if i not in (*lc, *lb)]
-        return len(lb) + free.index(lhs.dim), False
-    if rhs.dim is not None:
-        free = [i for i in range(len(rhs.shape)) if i not in (*rc, *rb)]
-        return len(lb) + len(lhs.shape) - len(lc) - len(lb) + free.index(rhs.dim), False
+    offset = len(lb)
+    for v, paired in ((lhs, (*lc, *lb)), (rhs, (*rc, *rb))):
+        free = [i for i in range(len(v.shape)) if i not in paired]
+        if v.dim is not None:
+            return offset + free.index(v.dim), False
+        offset += len(free)
     return None, False
 
 

@@ -40,8 +40,7 @@ class SegmentBytes:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """Parameters, gradients and optimizer state of a segment on one device of a mesh, whose data
-    degree may be an array: their bytes, and seconds of their collectives."""
+    """State of a segment on one device of a mesh, whose data degree may be an array."""
 
     segment: SegmentPlan
     mesh: MeshShape
@@ -73,8 +72,7 @@ class ShardedState:
         return max(float(self._rank_bytes(d, element, 1, False)) for d, _ in self._layer_dims)
 
     def state_bytes(self, *, trained: bool) -> Array:
-        """Bytes of parameters, gradients and optimizer state, with masters if the parameters are
-        not float32. `trained`: whether the segment has trainable parameters."""
+        """Bytes of parameters, gradients, optimizer state, and masters if not all are float32."""
         zero = self.segment.zero
         n_bytes = self.n_bytes("working_bytes", self.ranks if zero == 3 else 1, exact=True)
         if trained:
@@ -114,14 +112,12 @@ class ShardedState:
 
     @cached_property
     def gather_s(self) -> tuple[Array, Array]:
-        """Seconds in which a program gathers (a layer's, the ends') parameters from other data
-        ranks; the ends' are gathered once a call."""
+        """Seconds in which a program gathers (a layer's, once a call the ends') parameters."""
         return self._layer_and_ends_s(all_gather_s, "working_bytes", self.segment.zero == 3)
 
     @cached_property
     def scatter_s(self) -> tuple[Array, Array]:
-        """Seconds in which a program scatters gradients to other data ranks, the ends' once a
-        tick."""
+        """Seconds in which a program scatters (a layer's, once a tick the ends') gradients."""
         return self._layer_and_ends_s(reduce_scatter_s, "trained_bytes", self.segment.zero >= 2)
 
     def reduce_s(self) -> Array:
@@ -141,8 +137,7 @@ class ShardedState:
         )
 
     def update_s(self) -> Array:
-        """Seconds of the optimizer's memory traffic on each rank's part, and of gathering the new
-        parameters if every rank has all of them."""
+        """Seconds of the optimizer's memory traffic, and of gathering the new parameters."""
         hardware = self.profile.hardware
         working = self.n_bytes("trained_working_bytes") * (self.segment.zero != 3)
         gathered = self._collective_s(all_gather_s, working)

@@ -176,8 +176,7 @@ class TimedPrograms:
 
 
 def median_seconds(runs: Sequence[Run], max_runs: int = MAX_RUNS) -> list[float]:
-    """Median seconds of each of several awaited calls. After a warm-up they run in turns, so that a
-    disturbance of the machine affects all of them alike."""
+    """Median seconds of awaited calls, which run in turns: disturbances affect all of them."""
     for run in runs:
         jax.block_until_ready(run())
     run_seconds: list[list[float]] = [[] for _ in runs]

@@ -109,8 +109,7 @@ def has_loss(module: Module, shape: Shape) -> bool:
 
 @lru_cache
 def traced_forward(spec: TraceSpec, *, adapter: bool = False) -> tuple[core.ClosedJaxpr, Tree]:
-    """Jaxpr of a part, and its arguments (parameters by part, inputs that get a gradient, fields);
-    with its `adapter`, if the module has one."""
+    """Jaxpr of a part with its `adapter`, and its arguments: see `_argument_structs`."""
     params, x, fields = _argument_structs(spec)
     name = adapter_of(spec.part)
     if adapter and name in spec.module.freeze_groups:
@@ -243,8 +242,7 @@ def program_bytes(
 
 
 def probe_bytes(module: Module, shape: Shape) -> float:
-    """Bytes of activations of the largest program that times a shape on one CPU device, parameters
-    aside."""
+    """Bytes of activations of the largest program that times a shape on one CPU device."""
     all_bytes = []
     for kind_module in single_kind_modules(module).values():
         layer, ends, live = program_bytes(TraceSpec(kind_module, "layers", shape), half_bytes=4)
@@ -311,8 +309,7 @@ def _param_dims(
 
 
 def _state_element_bytes(tx: Optimizer, module: Module, part: str) -> list[float]:
-    """Bytes of state for an element of each parameter of a part; state of no parameter, such as a
-    count, is left out."""
+    """Bytes of optimizer state for an element of each parameter of a part."""
     structs = part_struct(module, part)
     params = {part: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), structs)}
     element_bytes = [0.0] * len(jax.tree.leaves(params))

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.config import ModelConfig
+from dflop_jax.config import DataConfig, ModelConfig
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample
+from dflop_jax.data import ByteTokenizer, MediaSpec, Sample
 from dflop_jax.data.datasets.clip_lists import Clip
 from dflop_jax.data.datasets.clips import ClipSource, Grid, clip_format_of
 from dflop_jax.data.media.medium import module_of
@@ -168,7 +168,9 @@ def _clips(model: MultimodalModel) -> list[Drawing]:
         shape = (form.channels, *(n * p for n, p in zip(grid, form.patch, strict=True)))
         values = rng.standard_normal(shape, np.float32)
         clip = Clip("noise", " ".join(map(str, ids)), shape, lambda: values)
-        source = ClipSource("noise", [clip], form, _Spelled(), Limits(), seed=seed, split="train")
+        source = ClipSource(
+            "noise", [clip], form, _Spelled(), DataConfig(), seed=seed, split="train"
+        )
         return source.sample(0)
 
     return [partial(drawn, n_text, grid) for n_text, grid in CLIPS]

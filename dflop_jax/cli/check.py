@@ -230,7 +230,7 @@ def _check_data(
     )
     try:
         size, folder = model.vocab_size, config.model.size
-        return inspect_dataset(data, spec, size, max_records, seconds, model=folder), ""
+        return inspect_dataset(data, spec, size, max_records, seconds, folder), ""
     except ValueError as e:
         return None, " ".join(str(e).split())
 

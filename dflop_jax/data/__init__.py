@@ -4,7 +4,6 @@ from dflop_jax.data.build import make_source
 from dflop_jax.data.datasets.scenes import SceneSource
 from dflop_jax.data.decoder import BadSample, ThreadDecoder
 from dflop_jax.data.loader import Loader, make_loader
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.packing import PackedGroup, pack_groups
 from dflop_jax.data.sample import EMPTY, Sample, Source

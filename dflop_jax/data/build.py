@@ -22,17 +22,20 @@ from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
 from dflop_jax.data.datasets.readers import HUB_PREFIX, find_files, hub_name
 from dflop_jax.data.datasets.record_reader import RecordReader
 from dflop_jax.data.datasets.scenes import SceneSource
-from dflop_jax.data.media.kind import Kinds, tag_of
-from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.kind import BUILT_IN, Kinds, tag_of
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.process_pool import DecoderReply
 from dflop_jax.data.sample import Source, SourceFactory
 from dflop_jax.data.text import tokenize
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import BYTE_TOKENIZER, TemplateFields, Tokenizer, TokenRun
-from dflop_jax.data.text.tokenizer_files import FolderTokenizer
+from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
+from dflop_jax.data.text.tokenize import (
+    BYTE_TOKENIZER,
+    FolderTokenizer,
+    TemplateFields,
+    Tokenizer,
+    TokenRun,
+)
 
 # Of what is one file; names on the hub have none.
 FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".tar", ".yaml", ".yml")
@@ -75,7 +78,7 @@ def make_source(
     n_eval_samples = math.ceil(n_held_out * n_all) or config.n_samples
     return SceneSource(
         n_eval_samples if split == "eval" else config.n_samples, config.seed, spec, tokenizer,
-        Limits.of(config), split=split, blank_images=config.blank_images,
+        config, split=split, blank_images=config.blank_images,
     )  # fmt: skip
 
 
@@ -94,7 +97,7 @@ class RecordDataset:
     resolved: FolderTokenizer | None = None
 
     @cached_property
-    def tokenizer(self) -> Tokenizer | ChatTokenizer:
+    def tokenizer(self) -> AnyTokenizer:
         path = self.config.tokenizer
         return open_tokenizer(path, self.vocab_size, self.spec.kinds, self.resolved)
 
@@ -104,7 +107,7 @@ class RecordDataset:
 
     @cached_property
     def preparation(self) -> Preparation:
-        return self.spec.prepared(Limits.of(self.config), self.tokenizer)
+        return self.spec.prepared(self.config, self.tokenizer)
 
     def encode_turns(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields
@@ -175,7 +178,7 @@ def open_tokenizer(
     vocab_size: int | None,
     kinds: Kinds = BUILT_IN,
     resolved: FolderTokenizer | None = None,
-) -> Tokenizer | ChatTokenizer:
+) -> AnyTokenizer:
     """Return the tokenizer of a model's folder with its chat template, of a tokenizer.json, or of
     bytes (an empty path or "bytes"). ValueError: it cannot be read, or does not fit an embedding of
     `vocab_size` rows."""

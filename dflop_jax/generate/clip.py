@@ -24,7 +24,6 @@ from dflop_jax.data.datasets.clips import (
     clip_format_of,
     clip_sample,
 )
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.folders import make_folder
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
 from dflop_jax.generate.row import AnswerRows, add_features, pack_row
@@ -86,7 +85,7 @@ def make_clip(
     """
     model = build_trained_model(config)
     form, tokenizer = clip_format_of(model), open_tokenizer(config.data.tokenizer, model.vocab_size)
-    ids = caption_ids(prompt, tokenizer, Limits.of(config.data), "--prompt")
+    ids = caption_ids(prompt, tokenizer, config.data, "--prompt")
     embedded = not config.data.path
     if size is None:
         if not embedded:

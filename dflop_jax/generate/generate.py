@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.data import MediaSpec, Sample, Tokenizer
+from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.build import open_tokenizer
-from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.chat import AnyTokenizer
 from dflop_jax.generate.mesh import DATA, answer_mesh, min_tp, param_structs
 from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
 from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
@@ -199,7 +199,7 @@ class _AnswerStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | ChatTokenizer,
+        tokenizer: AnyTokenizer,
         ends: frozenset[int],
         sampling: Sampling,
         on_text: OnText | None = None,

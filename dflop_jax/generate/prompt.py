@@ -17,12 +17,10 @@ from dflop_jax.data.datasets.record_parser import Record
 from dflop_jax.data.datasets.record_table import RecordTable, build_table
 from dflop_jax.data.media.compose import DecodedMedia, compose, decode_media
 from dflop_jax.data.media.counts import sample_counts
-from dflop_jax.data.media.kind import Kind, Kinds, tag_of
-from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.kind import BUILT_IN, Kind, Kinds, tag_of
 from dflop_jax.data.media.medium import Preparation, module_of
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import Tokenizer, encode_chatml
+from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
+from dflop_jax.data.text.tokenize import encode_chatml
 from dflop_jax.generate.row import LLM
 
 # Files by kind (image, video, audio, a model's own), each in the order of its tags.
@@ -35,7 +33,7 @@ def prompt_sample(
     media: Media,
     data: DataConfig,
     model: MultimodalModel,
-    tokenizer: Tokenizer | ChatTokenizer,
+    tokenizer: AnyTokenizer,
 ) -> Sample:
     """Return the turn of a user up to where the answer begins, prepared as in training.
 
@@ -46,7 +44,7 @@ def prompt_sample(
         such file, media that are broken or too small, or more tokens than `data.max_tokens`.
     """
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    kinds, preparation = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
+    kinds, preparation = spec.kinds, spec.prepared(data, tokenizer)
     text = add_tags(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
     files = {k.name: iter([_check_file(k, f) for f in media.get(k.name, ())]) for k in kinds}
     ordered = tuple((kind, next(files[kind])) for kind in tag_of(kinds).findall(text))

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dflop_jax.contract import MultimodalModel, Params
-from dflop_jax.data import Tokenizer
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import TokenRun
-from dflop_jax.data.text.tokenizer_files import read_json
+from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
+from dflop_jax.data.text.tokenize import TokenRun, read_json
 from dflop_jax.train.load_params import LoadedParams
 from dflop_jax.weights import Folder, read_config, read_params
 
@@ -42,7 +40,7 @@ def published_params(
     return LoadedParams(params, 0, Path(folder))
 
 
-def end_token_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path) -> frozenset[int]:
+def end_token_ids(tokenizer: AnyTokenizer, run: str | Path) -> frozenset[int]:
     """Tokens that end an answer: the tokenizer's, the one that ends supervised answers, and every
     eos_token_id of the generation_config.json of the tokenizer's folder or of published weights."""
     ids = {tokenizer.im_end_id}

@@ -7,11 +7,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -25,71 +24,44 @@ from dflop_jax.data.datasets.record_parser import Record
 from dflop_jax.data.datasets.record_reader import RecordLocation
 from dflop_jax.data.datasets.record_table import IndexRow, RecordTable, build_table
 from dflop_jax.data.decoder import BadSample
-from dflop_jax.data.media.counts import (
-    describe_cut_media,
-    describe_media,
-    fit_samples,
-    sample_counts,
-    sample_load,
-)
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media import counts
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.preflight.compare_processors import compare_preparations
 from dflop_jax.records import Load
 
-MAX_COMPARED = 10  # samples that transformers prepares, too
-MAX_EXAMPLES = 10  # samples, longest samples, and examples of a reason
-HEADER_CHUNK = 16  # records of one request
-LISTING_FRACTION, HEADERS_FRACTION = (
-    0.25,
-    0.6,
-)  # shares of the time, by whose end each of these stops
+MAX_EXAMPLES = 10  # samples, longest samples, samples compared, and examples of a reason
+# shares of the time, by whose end each of these stops
+LISTING_FRACTION, HEADERS_FRACTION = 0.25, 0.6
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a look at a dataset saw.
-
-    Attributes:
-      listed: records of the data; `all_listed` says whether the time sufficed to list them.
-      read: records whose text and headers were read.
-      decoded: the read ones whose media were decoded; `is_cut` says whether time ran out first.
-      bad_by_reason: of the read ones.
-      examples: by reason, the first few in full.
-      left_out: records with media that the model does not take.
-      tokens: of each usable sample, and by module its pieces and their tokens, int64 [n].
-      compared: whether transformers prepares some samples alike, "" where it is not asked.
-      unread: keys of usable records that are not read, with the number of their records.
-      longest: (name, tokens, media in words), the longest first.
-      loads: what the largest samples ask of every module.
-      samples: (name, tokens, text) as the model is given some, [[text that is trained on]] and
-        [media in words].
-      beginnings: how many media the model takes only the beginning of, "" for none.
-      cut_text, cut_media, too_long: samples whose text is cut, that lose media, and that are left
-        out, by data.max_tokens.
-    """
+    """What a look at a dataset saw."""
 
     source: str
-    listed: int = 0
-    all_listed: bool = True
-    read: int = 0
-    decoded: int = 0
-    is_cut: bool = False
-    bad_by_reason: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-    left_out: int = 0
+    listed: int = 0  # records of the data
+    all_listed: bool = True  # whether the time sufficed to list them
+    read: int = 0  # records whose text and headers were read
+    decoded: int = 0  # the read ones whose media were decoded
+    is_cut: bool = False  # whether time ran out before all were
+    bad_by_reason: dict[str, int] = field(default_factory=dict)  # of the read ones
+    examples: dict[str, list[str]] = field(default_factory=dict)  # by reason, the first in full
+    left_out: int = 0  # records with media that the model does not take
+    # of each usable sample, and by module its pieces and their tokens, int64 [n]
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
-    longest: tuple[tuple[str, int, str], ...] = ()
-    beginnings: str = ""
-    loads: tuple[Load, ...] = ()
+    longest: tuple[tuple[str, int, str], ...] = ()  # name, tokens, media in words; longest first
+    beginnings: str = ""  # of how many media the model takes only the beginning
+    loads: tuple[Load, ...] = ()  # what the largest samples ask of every module
+    # samples whose text is cut, that lose media, and that are left out, by data.max_tokens
     cut_text: int = 0
     cut_media: int = 0
     too_long: int = 0
+    # name, tokens, text as the model is given it, [[trained on]] and [media in words]
     samples: tuple[tuple[str, int, str], ...] = ()
     template: str = ""
-    unread: dict[str, int] = field(default_factory=dict)
-    compared: str = ""
+    unread: dict[str, int] = field(default_factory=dict)  # keys that are not read, with records
+    compared: str = ""  # whether transformers prepares some samples alike, "" where not asked
 
     @property
     def summary(self) -> str:
@@ -104,40 +76,21 @@ class DataReport:
 
 
 def inspect_dataset(
-    config: DataConfig,
-    spec: MediaSpec,
-    vocab_size: int | None,
-    max_records: int,
-    seconds: float,
-    *,
-    model: str = "",
+    config: DataConfig, spec: MediaSpec, vocab_size: int, n_records: int, seconds: float, model: str
 ) -> DataReport:
-    """Read up to `max_records` records, evenly spread, for up to so many seconds, and report on
-    them.
-
-    Args:
-      model: folder of the model; media are compared with its processors if it is the tokenizer's.
-
-    Raises:
-      ValueError: nothing can be read: no such file, not a dataset, no such tokenizer.
-    """
-    start_s = time.monotonic()
+    """Read up to `n_records` records, evenly spread, for up to so many seconds, and report on
+    them. Media are compared with the processors of the folder `model` if it is the tokenizer's.
+    ValueError: no such file, not a dataset, no such tokenizer."""
     dataset = RecordDataset(config, spec, vocab_size)
-    keys, listed, are_all_listed = _list_records(
-        dataset, max_records, start_s + LISTING_FRACTION * seconds
-    )
+    stop_listing_s = time.monotonic() + LISTING_FRACTION * seconds
+    keys, listed, are_all_listed = _list_records(dataset, n_records, stop_listing_s)
+    header_reader = dataset.process_row_reader()  # loads the tokenizer, which may take seconds
+    start_s = time.monotonic()
     workers = max(config.workers, len(os.sched_getaffinity(0)))
-    rows = _read_rows(
-        dataset.process_row_reader,
-        keys,
-        HEADER_CHUNK,
-        workers,
-        start_s + HEADERS_FRACTION * seconds,
-        inf,
-    )
+    rows = _read_rows(header_reader, keys, workers, start_s + HEADERS_FRACTION * seconds, inf)
     usable = [p for p, row in rows.items() if not isinstance(row, BadSample)]
-    decoding = partial(dataset.process_row_reader, decoded=True)
-    decoded = _read_rows(decoding, usable, 1, workers, start_s + seconds, config.sample_timeout_s)
+    decoder = dataset.process_row_reader(decoded=True)
+    decoded = _read_rows(decoder, usable, workers, start_s + seconds, config.sample_timeout_s)
     rows |= decoded
     bad = group_by_reason(
         (p[1].label, r.reason) for p, r in rows.items() if isinstance(r, BadSample)
@@ -146,7 +99,7 @@ def inspect_dataset(
     decoded_rows = [(p, row) for p in decoded if isinstance(row := rows[p], IndexRow)]
     samples = [
         (dataset.readers[name].read(location), row)
-        for (name, location), row in _spread_evenly(decoded_rows, MAX_COMPARED)
+        for (name, location), row in _spread_evenly(decoded_rows, MAX_EXAMPLES)
         if all(module_of(dataset.preparation, spec.kinds[m["kind"]].name) for m in row.media)
     ]
     return DataReport(
@@ -159,16 +112,15 @@ def inspect_dataset(
         bad_by_reason={reason: len(names) for reason, names in bad.items()},
         examples={reason: names[:MAX_EXAMPLES] for reason, names in bad.items()},
         unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
-        compared=compare_preparations(
-            dataset, spec.kinds, samples, of_model=model == config.tokenizer
-        ),
+        compared=compare_preparations(dataset, samples, of_model=model == config.tokenizer),
         template=getattr(dataset.tokenizer, "template", "ChatML, text as bytes"),
-        **_usable_figures(dataset, good, Limits.of(config), spec),
+        **_usable_figures(dataset, good),
     )
 
 
 T = TypeVar("T")
 RecordKey = tuple[str, RecordLocation]  # a dataset's name and a record of it
+Rows = dict[RecordKey, IndexRow | BadSample]
 
 
 def _list_records(
@@ -191,94 +143,72 @@ def _spread_evenly(items: Sequence[T], max_records: int) -> list[T]:
 
 
 def _read_rows(
-    make_reader: Callable[[], RowReader],
-    keys: Sequence[RecordKey],
-    chunk: int,
-    workers: int,
-    stop_s: float,
-    longest_s: float,
-) -> dict[RecordKey, IndexRow | BadSample]:
+    reader: RowReader, keys: Sequence[RecordKey], workers: int, stop_s: float, longest_s: float
+) -> Rows:
     """Return the rows of the records that could be read in time, in an order spread over them."""
-    order = np.random.default_rng(0).permutation(-(-len(keys) // chunk)).tolist()
-    chunks = [keys[i * chunk : (i + 1) * chunk] for i in order]
 
-    def read_chunk(chunk_keys: Sequence[RecordKey]) -> dict[RecordKey, IndexRow | BadSample]:
+    def read_row(key: RecordKey) -> Rows:
         start_s = time.monotonic()
-        if start_s > stop_s and chunk_keys is not chunks[0]:  # on a busy machine one is read
+        if start_s > stop_s:
             return {}
-        rows: dict[RecordKey, IndexRow | BadSample] = {}
-        for name in dict.fromkeys(name for name, _ in chunk_keys):
-            dataset_keys = [p for p in chunk_keys if p[0] == name]
-            rows |= zip(
-                dataset_keys,
-                reader.read_rows(name, [location for _, location in dataset_keys]),
-                strict=True,
-            )
+        (row,) = reader.read_rows(key[0], [key[1]])
         # What took too long while there was little time is not known to be bad.
-        return rows if time.monotonic() - start_s < longest_s else {}
+        return {key: row} if time.monotonic() - start_s < longest_s else {}
 
-    rows_by_key: dict[RecordKey, IndexRow | BadSample] = {}
-    if chunks:
-        with closing(make_reader()) as reader, ThreadPoolExecutor(workers) as pool:
-            for rows in pool.map(read_chunk, chunks):
-                rows_by_key |= rows
-    return {p: rows_by_key[p] for p in keys if p in rows_by_key}
+    order = np.random.default_rng(0).permutation(len(keys)).tolist()
+    found: Rows = {}
+    with closing(reader), ThreadPoolExecutor(workers) as pool:
+        for row in pool.map(read_row, [keys[i] for i in order]):
+            found |= row
+    return {key: found[key] for key in keys if key in found}
 
 
-def _usable_figures(
-    dataset: RecordDataset, good: dict[RecordKey, IndexRow], limits: Limits, spec: MediaSpec
-) -> dict[str, Any]:
+def _usable_figures(dataset: RecordDataset, good: dict[RecordKey, IndexRow]) -> dict[str, Any]:
     """Return the fields of a `DataReport` that describe usable records."""
+    keys, preparation = [*good], dataset.preparation
     records, media = [row.record for row in good.values()], [row.media for row in good.values()]
-    table, names = build_table(records, media, spec.kinds), [p for _, p in good]
-    counts, usable = sample_counts(table, dataset.preparation)
-    usable_rows, keys = np.flatnonzero(usable), list(good)
-    if not len(usable_rows):
+    table = build_table(records, media, dataset.spec.kinds)
+    whole, usable = counts.sample_counts(table, preparation)
+    usable_rows = np.flatnonzero(usable).tolist()
+    if not usable_rows:
         return {"left_out": len(table)}
-    preparation, (cut, fits) = dataset.preparation, fit_samples(table, dataset.preparation, limits)
+    cut, fits = counts.fit_samples(table, preparation, dataset.config)
     demands = np.concatenate([cut.all_tokens[:, None], cut.media[3]], axis=1) * fits[:, None]
     largest = {*demands.argmax(axis=0).tolist()}  # samples of the longest text, the largest pieces
-    longest = np.argsort(-counts.all_tokens, kind="stable")[:MAX_EXAMPLES].tolist()
+    n_tokens = whole.all_tokens.tolist()
     samples = []
     for i in _spread_evenly(range(len(usable_rows)), MAX_EXAMPLES):
-        (name, location), row = keys[usable_rows[i]], int(usable_rows[i])
+        name, location = keys[usable_rows[i]]
         record = dataset.readers[name].read(location)
-        text = _render_sample(dataset, record, table, row)
-        samples.append((record.name, int(counts.all_tokens[i]), text))
+        text = _render_sample(dataset, record, table, usable_rows[i])
+        samples.append((record.name, n_tokens[i], text))
+    longest = []
+    for i in np.argsort(-whole.all_tokens, kind="stable")[:MAX_EXAMPLES].tolist():
+        described = counts.describe_media(table, usable_rows[i]) or "no media"
+        longest.append((keys[usable_rows[i]][1].label, n_tokens[i], described))
     return {
         "left_out": int((~usable).sum()),
-        "tokens": {"all": counts.all_tokens, "text": counts.text_tokens} | {
-            module: counts.media[1, :, k] for k, module in enumerate(counts.modules)
-        },
-        "pieces": {module: counts.n_pieces[:, k] for k, module in enumerate(counts.modules)},
-        "longest": tuple(
-            (
-                names[usable_rows[i]].label,
-                int(counts.all_tokens[i]),
-                describe_media(table, int(usable_rows[i])) or "no media",
-            )
-            for i in longest
-        ),
+        "tokens": {"all": whole.all_tokens, "text": whole.text_tokens}
+        | {module: whole.media[1, :, k] for k, module in enumerate(whole.modules)},
+        "pieces": {module: whole.n_pieces[:, k] for k, module in enumerate(whole.modules)},
+        "longest": tuple(longest),
         "loads": tuple(
-            sample_load(table, usable_rows[i], preparation, cut.select(slice(i, i + 1)))
+            counts.sample_load(table, usable_rows[i], preparation, cut.select(slice(i, i + 1)))
             for i in largest
         ),
-        "beginnings": describe_cut_media(table, dataset.preparation),
-        "cut_text": int((fits & (cut.text_tokens < counts.text_tokens)).sum()),
-        "cut_media": int((fits & (cut.n_media < counts.n_media)).sum()),
+        "beginnings": counts.describe_cut_media(table, preparation),
+        "cut_text": int((fits & (cut.text_tokens < whole.text_tokens)).sum()),
+        "cut_media": int((fits & (cut.n_media < whole.n_media)).sum()),
         "too_long": int((~fits).sum()),
         "samples": tuple(samples),
-    }  # fmt: skip
+    }
 
 
 def _render_sample(dataset: RecordDataset, record: Record, table: RecordTable, row: int) -> str:
     media = [kind.described(header) for kind, header in table.headers(row)]
     text = ""
     for p in dataset.encode_turns(record.turns, record.fields):
-        shown_text = (
-            f"[{media[p.medium]}]"
-            if p.medium >= 0
-            else dataset.tokenizer.decode_with_special(p.ids)
-        )
-        text += f"[[{shown_text}]]" if p.supervised else shown_text
+        words = dataset.tokenizer.decode_with_special(p.ids)
+        shown = f"[{media[p.medium]}]" if p.medium >= 0 else words
+        text += f"[[{shown}]]" if p.supervised else shown
     return text

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
 
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, chip_of
@@ -43,21 +47,21 @@ class Fact:
 def environment_facts(config: Config) -> list[Fact]:
     """Return what this process finds on its host."""
     return [
-        *_try_fact("devices", lambda: _devices(config)),
+        *_try_fact("devices", _devices, config),
         *_try_fact("driver", _driver),
         *_try_fact("links", _links),
-        Fact("versions", _versions()),
+        *_try_fact("versions", _versions),
         *_try_fact("memory", _memory),
-        *_try_fact("cache_dir", lambda: _folder(config.cache_dir, "--cache_dir")),
-        *_try_fact("hub's cache", lambda: _folder(_hub_cache(), "HF_HOME")),
-        *_try_fact("launcher", lambda: _launcher(config)),
+        *_try_fact("cache_dir", _folder, config.cache_dir, "--cache_dir"),
+        *_try_fact("hub's cache", _folder, str(constants.HF_HUB_CACHE), "HF_HOME"),
+        *_try_fact("launcher", _launcher, config),
     ]
 
 
-def _try_fact(name: str, value: Callable[[], str]) -> list[Fact]:
+def _try_fact(name: str, find: Callable[..., str], *args: Any) -> list[Fact]:
     """Return the fact, nothing where there is none, or the error as a wrong fact."""
     try:
-        text = value()
+        text = find(*args)
     except (ValueError, RuntimeError, OSError) as e:
         return [Fact(name, " ".join(str(e).split()), wrong=True)]
     return [Fact(name, text)] if text else []
@@ -70,10 +74,8 @@ def _devices(config: Config) -> str:
     devices = select_devices(config.plan.devices)
     kinds = Counter(d.device_kind for d in devices)
     text = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
-    stats = devices[0].memory_stats() or {}
-    if limit := stats.get("bytes_limit"):
-        text += f", {limit / GIB:.1f} GiB of each for jax"
-    return text
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return f"{text}, {limit / GIB:.1f} GiB of each for jax" if limit else text
 
 
 def _driver() -> str:
@@ -82,37 +84,23 @@ def _driver() -> str:
 
 def _links() -> str:
     """Return how GPUs are linked, by the link types of nvidia-smi."""
-    if shutil.which(LINKS[0]) is None:
-        return ""
     with suppress(OSError, subprocess.SubprocessError):
-        output = subprocess.run(
-            LINKS, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S
-        ).stdout
-        entries = [
-            w for row in output.splitlines() if row.startswith("GPU") for w in row.split()[1:]
-        ]
-        kinds = Counter(
-            w for w in entries if w.startswith("NV") or w in ("PIX", "PXB", "PHB", "NODE", "SYS")
-        )
+        run = subprocess.run(LINKS, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
+        words = [w for row in run.stdout.splitlines() if row.startswith("GPU") for w in row.split()]
+        kinds = Counter(w for w in words if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", w))
         return ", ".join(f"{kind}: {n // 2} pairs" for kind, n in kinds.items())
     return ""
 
 
 def _versions() -> str:
-    versions = [f"python {platform.python_version()}"]
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions.append(f"{package} {metadata.version(package)}")
-    return ", ".join(versions)
+    found = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    return ", ".join([f"python {platform.python_version()}", *found])
 
 
 def _memory() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    names, sizes = ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"), []
-    with suppress(ValueError, OSError):
-        sizes = [os.sysconf(n) * os.sysconf("SC_PAGE_SIZE") / GIB for n in names]
-    host = f"{sizes[0]:.1f} GiB of the host, {sizes[1]:.1f} free; " if sizes else ""
-    return f"{host}{cores} cores for this process"
+    page, cores = os.sysconf("SC_PAGE_SIZE") / GIB, len(os.sched_getaffinity(0))
+    size, free = (page * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    return f"{size:.1f} GiB of the host, {free:.1f} free; {cores} cores for this process"
 
 
 def _folder(folder: str, remedy: str) -> str:
@@ -124,29 +112,20 @@ def _folder(folder: str, remedy: str) -> str:
     return f"{folder}, {shutil.disk_usage(existing).free / GB:.0f} GB free"
 
 
-def _hub_cache() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.HF_HUB_CACHE)
-
-
 def _launcher(config: Config) -> str:
-    processes = find_processes(config.distributed)
-    if processes.n_processes == 1:
+    found = find_processes(config.distributed)
+    if found.n_processes == 1:
         return "none: one process"
-    index = f"process {processes.index} of {processes.n_processes}"
-    return f"{processes.source}: {index}, meets at {processes.coordinator}"
+    process = f"process {found.index} of {found.n_processes}"
+    return f"{found.source}: {process}, meets at {found.coordinator}"
 
 
 def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
     """Return the model, None where it cannot be built, and facts about it and its weights."""
     try:
-        if config.plan.hardware:
-            hardware, devices = find_hardware(config.plan.hardware), []
-            chip = hardware.chip
-        else:
-            hardware, devices = None, select_devices(config.plan.devices)
-            chip = chip_of(devices[0])
+        hardware = find_hardware(config.plan.hardware) if config.plan.hardware else None
+        devices = [] if hardware else select_devices(config.plan.devices)
+        chip = hardware.chip if hardware else chip_of(devices[0])
         model = build_trained_model(config, chip)
         workplace = RunContext(config, model, devices, ProcessGroup(), hardware)
         need = min_state_bytes(workplace)
@@ -156,24 +135,17 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
     text = ", ".join(f"{m} {number(n / 1e6)} M" for m, n in sizes.items())
     facts = [
         Fact("model", f"{config.model.factory} {config.model.size}: parameters {text}"),
-        *_try_fact("weights", lambda: _weights(model, config)),
+        *_try_fact("weights", _weights, model, config.model.weights),
     ]
     limit, n = workplace.plannable_bytes, max(1, workplace.n_devices)
-    need_text = f"{_size(need)} a device at least for state, split over {n}"
-    if limit:
-        need_text += f"; a plan may fill {_size(limit)}"
-    return model, [*facts, Fact("needs", need_text, wrong=bool(limit) and need > limit)]
+    need_text = f"{number(need / GIB)} GiB a device at least for state, split over {n}"
+    limit_text = f"; a plan may fill {number(limit / GIB)} GiB" if limit else ""
+    is_wrong = bool(limit) and need > limit
+    return model, [*facts, Fact("needs", need_text + limit_text, is_wrong)]
 
 
-def _size(n_bytes: float) -> str:
-    unit, name = (GIB, "GiB") if n_bytes >= GIB else (2**20, "MiB")
-    return f"{number(n_bytes / unit)} {name}"
-
-
-def _weights(model: MultimodalModel, config: Config) -> str:
-    """Return whether the folder holds exactly the model; ValueError names what is missing or
-    unknown."""
-    weights = config.model.weights
+def _weights(model: MultimodalModel, weights: Sequence[str]) -> str:
+    """Return whether the folders hold exactly the model; ValueError says what they do not."""
     if not weights:
         return "none: it begins at random"
     make_initializer(model, weights)

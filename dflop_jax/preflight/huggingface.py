@@ -20,14 +20,11 @@ from dflop_jax.folders import make_folder
 
 NAME = re.compile(rf"({HUB_ID.pattern})(?:@([\w./-]+))?")
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
-MAX_REASON_CHARS = 200  # characters of an error of huggingface_hub
 
 
-def model_folder(name: str, log: Callable[[str], None] = lambda message: None) -> Path:
-    """The folder that a path, OWNER/NAME or OWNER/NAME@REVISION names, downloaded if needed.
-
-    Args:
-      log: gets one line when a download starts.
+def model_folder(name: str, log: Callable[[str], None]) -> Path:
+    """The folder that a path, OWNER/NAME or OWNER/NAME@REVISION names, downloaded if needed; `log`
+    gets one line when a download starts.
 
     Raises:
       ValueError: no such folder, no such model, no access to it, or offline and not in the cache.
@@ -44,7 +41,7 @@ def model_folder(name: str, log: Callable[[str], None] = lambda message: None) -
     return _snapshot(f"--model {name}", HfUri("model", match[1], match[2]), FILES, log)
 
 
-def fetch_datasets(config: DataConfig, log: Callable[[str], None] = lambda message: None) -> None:
+def fetch_datasets(config: DataConfig, log: Callable[[str], None]) -> None:
     """Download the datasets that `config` names on the hub and that the cache does not have; raises
     as `model_folder` does."""
     for path, uri in hub_datasets(config):
@@ -52,7 +49,7 @@ def fetch_datasets(config: DataConfig, log: Callable[[str], None] = lambda messa
 
 
 def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str], None]) -> Path:
-    """The folder of a repository in the cache, which error messages call `said`."""
+    """The folder of a repository in the cache, which error messages call `subject`."""
     download = partial(
         snapshot_download, uri.id, repo_type=uri.type, revision=uri.revision,
         allow_patterns=list(files), ignore_patterns="consolidated*",  # the weights a second time
@@ -83,7 +80,7 @@ def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str
                 f"{'revision' if is_revision else uri.type}, or no access to it; correct the name, "
                 "ask for access on its page, log in (hf auth login), or give a path"
             ) from None
-        reason = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON_CHARS]
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0]
         raise TransientError(
             f"{subject}: the hub cannot be reached, or the download was interrupted ({reason}); "
             "run the command again, finished files are kept, or give a path"

@@ -8,17 +8,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.data.text.tokenize import BYTE_TOKENIZER
-from dflop_jax.data.text.tokenizer_files import read_json
+from dflop_jax.data.text.tokenize import BYTE_TOKENIZER, read_json
 from dflop_jax.preflight.derived_fields import Setting
 from dflop_jax.weights import read_config
 
 TOKENIZER, CONFIG = "tokenizer.json", "config.json"
-PICTURE_PROCESSOR, CLIP_PROCESSOR, ALL_PROCESSORS = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
+PICTURE_PROCESSOR, CLIP_PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"
+ALL_PROCESSORS = "processor_config.json"
 # The factory that builds the model of a folder, by its model_type: a line for each family.
 FAMILIES: Mapping[str, str] = {
     "llava_onevision": "models.llava:build",
@@ -37,8 +33,6 @@ ANYRES_MAX = "anyres_max_"  # of vision_aspect_ratio: so many tiles
 # Samples beyond so many tokens are cut unless the user says more: one of the data's longest would
 # else decide how much memory a plan needs. Twice as many take up to four times the attention.
 MAX_TOKENS = 8192
-
-
 # Learning rates that are usual for fine-tuning: adapters begin as nothing and take ten times that
 # of whole weights.
 FULL_RATE, LORA_RATE = 1e-5, 1e-4
@@ -49,17 +43,9 @@ NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
 def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Setting]:
-    """Return the settings of a folder that `transformers` wrote.
-
-    Args:
-      given_fields: fields that the user gives; the folder may lack them.
-
-    Raises:
-      ValueError: no such folder, no config.json, an unknown model, no tokenizer.
-    """
-    config = read_config(folder)
-    name = str(folder)
-    settings = []
+    """Return the settings of a folder that `transformers` wrote, which may lack `given_fields`.
+    ValueError: no such folder, no config.json, an unknown model, no tokenizer."""
+    config, name, settings = read_config(folder), str(folder), []
     if "model.factory" not in given_fields:
         factory = factory_of(config, folder)
         settings.append(Setting("model.factory", factory, f"model_type of {CONFIG}"))
@@ -78,11 +64,7 @@ def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Se
 
 
 def factory_of(config: Mapping[str, Any], folder: Path) -> str:
-    """Return the import path of the factory for a folder's config.json.
-
-    Raises:
-      ValueError: an unknown model_type; the message lists the known ones.
-    """
+    """Return the import path of the factory for a folder's config.json; ValueError: none known."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
@@ -104,20 +86,11 @@ def factory_of(config: Mapping[str, Any], folder: Path) -> str:
     )
 
 
-def max_positions(config: Mapping[str, Any]) -> int:
-    """Return the positions that the text of a model may have; 0 where its configuration does not
-    say."""
-    text = config.get("text_config")
-    for section in (text if isinstance(text, dict) else {}, config):
-        value = section.get("max_position_embeddings")
-        if isinstance(value, int) and value > 0:
-            return value
-    return 0
-
-
-def token_limit(config: Mapping[str, Any]) -> Setting:
+def _token_limit(config: Mapping[str, Any]) -> Setting:
     """Return the limit of a sample's tokens: the model's positions, at most `MAX_TOKENS`."""
-    positions = max_positions(config)
+    sections = (_mapping(config.get("text_config")), config)
+    values = [section.get("max_position_embeddings") for section in sections]
+    positions = next((n for n in values if _is_count(n)), 0) or 0
     if 0 < positions < MAX_TOKENS:
         return Setting("data.max_tokens", positions, f"max_position_embeddings of {CONFIG}")
     origin = f"of the model's {positions:,} positions" if positions else "our bound"
@@ -129,14 +102,10 @@ def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
     settings = []
     pictures, source = _processor(folder, PICTURE_PROCESSOR, "image_processor")
     sizes = _mapping(pictures.get("size"))
-    for name, keys in {
-        "data.min_pixels": ("min_pixels", "shortest_edge"),
-        "data.max_pixels": ("max_pixels", "longest_edge"),
-    }.items():
-        old, new = keys
+    for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         value = pictures.get(old) or sizes.get(new)
         if "merge_size" in pictures and _is_count(value):  # else these are sides, not areas
-            settings.append(Setting(name, value, f"{new} of {source}"))
+            settings.append(Setting(f"data.{old}", value, f"{new} of {source}"))
     if _is_count(value := pictures.get("max_patches")):
         settings.append(Setting("data.max_tiles", value, f"max_patches of {source}"))
     ratio = str(config.get("vision_aspect_ratio", ""))
@@ -161,10 +130,9 @@ def _processor(folder: Path, file: str, key: str) -> tuple[Mapping[str, Any], st
     writes since version 5 and reads first, or else its own."""
     if nested := _mapping(read_json(folder / ALL_PROCESSORS).get(key)):
         return nested, ALL_PROCESSORS
-    alone = (
-        file if (folder / file).is_file() else PICTURE_PROCESSOR
-    )  # which older folders have for clips
-    return read_json(folder / alone), alone
+    if not (folder / file).is_file():
+        file = PICTURE_PROCESSOR  # which older folders have for clips
+    return read_json(folder / file), file
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -176,16 +144,13 @@ def _is_count(value: Any) -> bool:
 
 
 def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list[Setting]:
-    """Return defaults for training published weights, by config.json, devices and whether adapters
-    are trained."""
-    if gpus:
-        dtype = Setting("model.dtype", "bfloat16", "on GPUs; the optimizer keeps float32")
-    else:
-        dtype = Setting("model.dtype", "float32", "on CPUs")
-    origin = "of adapters on published weights" if lora else "of all of published weights"
+    """Return defaults for training published weights, all of them or with `lora` adapters."""
+    origin = f"of {'adapters on' if lora else 'all of'} published weights"
     return [
-        dtype,
-        token_limit(config),
+        Setting("model.dtype", "bfloat16", "on GPUs; the optimizer keeps float32")
+        if gpus
+        else Setting("model.dtype", "float32", "on CPUs"),
+        _token_limit(config),
         Setting("train.learning_rate", LORA_RATE if lora else FULL_RATE, origin),
         Setting("train.epochs", 1.0, "every sample once"),
         Setting("train.warmup_ratio", WARMUP_RATIO, "of the steps"),

@@ -22,7 +22,7 @@ from dflop_jax.checkpoint.store import (
     OtherVersion,
 )
 from dflop_jax.config import Config, fields
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import LIMITS
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Plan, PriceList, Profile
 from dflop_jax.schedule.correction import CorrectionState
@@ -43,7 +43,7 @@ _PROFILE_SETTINGS = {
     "model.dtype",
     "model.attention_kernel",
     "data.tokenizer",
-    *(f"data.{name}" for name in vars(Limits())),
+    *(f"data.{name}" for name in LIMITS),
     _KIND,
 }
 # A plan is searched anew where one of these differs, or a flag of plan.* but _NO_CHOICE.

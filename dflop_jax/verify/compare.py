@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import jax
@@ -26,19 +27,14 @@ TOKEN_MULTIPLE = 8  # of a row's tokens
 MIN_SCALE = 1e-3
 # Compiled for seconds and run for milliseconds: no optimisation.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-FLOAT32_COPIES = 3  # parameters and their gradients here, then gradients here and both there
-FLOAT64_COPIES = 6  # then gradients of both in float32, and both of float64 there
-FLOAT_BYTES = 4
+COPIES = 3  # parameters and their gradients here, then gradients here and both there
 
 
-def too_large(folder: Folder, copies: int = FLOAT32_COPIES) -> str:
-    """Why there is no memory to run both sides; "" if there is, or if nobody says how much.
-
-    Args:
-      copies: of the parameters, in float32.
-    """
+def too_large(folder: Folder, *, double: bool = False) -> str:
+    """Why there is no memory to run both sides, and with `double` transformers also in float64; ""
+    if there is, or if nobody says how much."""
     n = sum(int(np.prod(t.layout.file_shape)) for t in folder.map.tensors)
-    needed = copies * FLOAT_BYTES * n
+    needed = COPIES * (1 + double) * np.dtype(np.float32).itemsize * n
     free = available_host_bytes()
     if free is None or needed <= free:
         return ""
@@ -48,37 +44,18 @@ def too_large(folder: Folder, copies: int = FLOAT32_COPIES) -> str:
 def run_model(
     model: MultimodalModel, params: dict[str, Params], samples: Sequence[MixedSample]
 ) -> tuple[np.ndarray, dict[str, Params]]:
-    """Run the samples packed in one row, on the CPU.
-
-    Args:
-      params: of all modules, layers stacked, on a CPU device or the host.
-
-    Returns:
-      Logits float32 [tokens, vocab] of the samples one after the other, and the gradient of the sum
-      of their losses, as parameters lie.
-    """
+    """Run the samples packed in one row, on the CPU, where `params`, layers stacked, are. Returns
+    logits float32 [tokens, vocab] of the samples one after the other, and the gradient of the sum
+    of their losses, as parameters lie."""
     row = pack_row([s.sample for s in samples], model, TOKEN_MULTIPLE)
-    # Numpy's arrays go where the parameters are.
     chip = chip_of(jax.local_devices(backend="cpu")[0])
     run = jax.jit(partial(_loss, model, chip), compiler_options=COMPILER_OPTIONS)
     gradients, logits = run(params, row)
     return np.asarray(logits[0, : int(row.lengths[0])]), gradients
 
 
-def read_model(folder: Folder, model: MultimodalModel, device: jax.Device) -> dict[str, Params]:
-    """All parameters of a model, by module, layers stacked, on a device."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    return {
-        m: read_params(folder, m, module_structs(module, sharding=sharding))
-        for m, module in model.modules.items()
-    }
-
-
 def _loss(
-    model: MultimodalModel,
-    chip: str,
-    params: dict[str, Params],
-    row: AnswerRows,
+    model: MultimodalModel, chip: str, params: dict[str, Params], row: AnswerRows
 ) -> tuple[dict[str, Params], Array]:
     """The gradients of a row's loss, and its logits."""
     llm: Any = on_chip(model.modules[LLM], chip)
@@ -95,9 +72,17 @@ def _loss(
     return jax.grad(objective, has_aux=True)(params)
 
 
+def read_model(folder: Folder, model: MultimodalModel, device: jax.Device) -> dict[str, Params]:
+    """All parameters of a model, by module, layers stacked, on a device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return {
+        m: read_params(folder, m, module_structs(module, sharding=sharding))
+        for m, module in model.modules.items()
+    }
+
+
 def logit_errors(ours: np.ndarray, reference: Reference) -> tuple[float, float]:
-    """(largest difference as a share of the largest logit of the reference, of 1 at least; that
-    logit)."""
+    """(largest difference, as a share of the reference's largest logit or of 1; that logit)."""
     wanted = np.concatenate(reference.logits)
     largest = float(np.abs(wanted).max())
     return float(np.abs(ours - wanted).max()) / max(1.0, largest), largest
@@ -107,23 +92,14 @@ def gradient_errors(
     map_: WeightMap, ours: Mapping[str, Params], reference: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """By group of tensors ("llm.layers") the largest difference to the reference's gradient, as a
-    share of the largest entry of its tensor.
-
-    Args:
-      reference: by the names that transformers gives its parameters.
-
-    Raises:
-      ValueError: the reference has no gradient for a tensor of the model.
-    """
+    share of the largest entry of its tensor. ValueError: the reference lacks one."""
     wanted = {map_.canonical(name): a for name, a in reference.items()}
-    largest = _largest_entry(wanted)
     errors: dict[str, float] = {}
+    largest = _largest_entry(wanted)
     for t in map_.tensors:
         if t.name not in wanted:
             raise ValueError(f"transformers has no parameter {t.name!r}; take version 5")
-        leaf = ours[t.module][t.part]
-        for key in t.path:
-            leaf = leaf[key]
+        leaf = reduce(getitem, t.path, ours[t.module][t.part])
         gradient = to_file_layout(t, leaf, t.layer, np.dtype(np.float32))
         reference_t = wanted[t.name]
         if gradient.shape != reference_t.shape:  # one of several parameters that are one tensor

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -22,83 +23,68 @@ from dflop_jax.verify.samples import MAX_TILES, MixedSample, RandomMedium
 SYMMETRIC = (0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 POSITIONS = "audio_tower.embed_positions.weight"  # of sound: sines
-VIDEO_ID = 1  # stands for a clip's token, 0 for those of other media
 
 
 @dataclass(frozen=True)
 class ReferenceFamily:
-    """How transformers is given media. `video` is the id of a clip's token; `prepare` writes into
-    the configuration how the samples were made, where it is asked for that. A tensor whose name
-    ends in `fixed` is never trained: transformers says so of a new model, and forgets it of one
-    that it loads. `types` is the argument that says of every token which kind of medium it stands
-    for, as a number. `instead` names functions of its code, and those that do the same more
-    exactly."""
+    """How transformers is given media."""
 
     arguments: Callable[[Sequence[RandomMedium]], dict[str, Any]]
-    video: int = VIDEO_ID
+    has_clip_token: bool = True  # id 1 stands for a clip, 0 for other media; else 0 for all
+    # writes into the configuration how the samples were made, where it is asked for that
     prepare: Callable[[Any], None] = lambda config: None
+    # A tensor whose name ends so is never trained: transformers says so of a new model, and forgets
+    # it of one that it loads.
     fixed: str = ""
+    # the argument that says of every token which kind of medium it stands for, as a number
     types: tuple[str, Mapping[str, int]] | None = None
+    # functions of its code, and those that do the same more exactly
     replacements: Mapping[str, str] = field(default_factory=dict)
-
-    def token_types(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """`types` of a sample whose tokens stand for media of these kinds, "" for none."""
-        if self.types is None:
-            return {}
-        name, numbers = self.types
-        return {name: np.array([[numbers.get(kind, 0) for kind in kinds]])}
 
 
 def missing_packages() -> str:
     """Why there is no reference; "" if there is."""
     for package in ("torch", "transformers"):
-        try:
-            _import_package(package)
-        except ImportError:
+        if importlib.util.find_spec(package) is None:
             return f"{package} is not installed; pip install 'dflop_jax[reference]' brings it"
     return ""
 
 
 def _import_package(name: str) -> Any:
-    """What other people's packages warn of while they are imported is not ours to mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """A package, without the warnings of its import."""
+    with warnings.catch_warnings(action="ignore"):
         return importlib.import_module(name)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The logits [tokens, vocab] of each sample, and the gradient of the sum of all losses by the
-    name of its tensor."""
+    """What transformers computes."""
 
-    logits: list[np.ndarray]
-    gradients: Mapping[str, np.ndarray]
+    logits: list[np.ndarray]  # [tokens, vocab] of each sample
+    gradients: Mapping[str, np.ndarray]  # of the sum of all losses, by the name of its tensor
 
 
 def run_reference(
     folder: Path, kind: str, name: str, samples: Sequence[MixedSample], *, double: bool = False
 ) -> Reference:
-    """Run the folder's weights as the class `name` of transformers does, in float32.
-
-    Args:
-      double: in float64, also where its code asks for float32.
-
-    Raises:
-      ValueError: transformers cannot load the folder.
-    """
+    """Run the folder's weights as the class `name` of transformers does, in float32, or with
+    `double` in float64, also where its code asks for float32. ValueError: it cannot be loaded."""
     model = _load_model(folder, name)
     if double:
         model.double()
     config, family = model.config, FAMILIES[kind]
-    config.image_token_id, config.video_token_id, config.audio_token_id = 0, family.video, 0
+    config.image_token_id = config.audio_token_id = 0
+    config.video_token_id = int(family.has_clip_token)
     family.prepare(config)
     for name, parameter in model.named_parameters():
         if family.fixed and name.endswith(family.fixed):
             parameter.requires_grad_(False)
+    code = sys.modules[type(model).__module__]
+    exact = {name: getattr(code, other) for name, other in family.replacements.items()}
     precision = _use_float64(model) if double else nullcontext()
-    with _replace_functions(model, family.replacements), precision:
+    with patch.multiple(code, **exact) if exact else nullcontext(), precision:
         logits = [_run_sample(model, family, mixed) for mixed in samples]
-    return Reference(logits, named_gradients(model))
+    return Reference(logits, _named_gradients(model))
 
 
 def _run_sample(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.ndarray:
@@ -106,9 +92,12 @@ def _run_sample(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.n
     torch = _import_package("torch")
     llm = mixed.sample.fields["llm"]
     ids = llm["tokens"].astype(np.int64)
-    ids[np.array(mixed.kinds) == "video"] = family.video
+    ids[np.array(mixed.kinds) == "video"] = int(family.has_clip_token)
     inputs = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
-    inputs |= family.arguments(mixed.media) | family.token_types(mixed.kinds)
+    inputs |= family.arguments(mixed.media)
+    if family.types:
+        name, numbers = family.types
+        inputs[name] = np.array([[numbers.get(kind, 0) for kind in mixed.kinds]])
     dtype = next(model.parameters()).dtype
     tensors = {k: torch.from_numpy(np.asarray(a)) for k, a in inputs.items()}
     tensors = {k: a.to(dtype) if a.is_floating_point() else a for k, a in tensors.items()}
@@ -120,27 +109,12 @@ def _run_sample(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.n
     return logits
 
 
-@contextmanager
-def _replace_functions(model: Any, functions: Mapping[str, str]) -> Iterator[None]:
-    """Functions of the code of a model in the place of others."""
-    code = sys.modules[type(model).__module__]
-    originals = {name: getattr(code, name) for name in functions}
-    for name, replacement in functions.items():
-        setattr(code, name, getattr(code, replacement))
-    try:
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(code, name, function)
-
-
 class _DoubleTorch:
     """The package, to code that names a dtype by it: float32 is float64 there."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(
-            _import_package("torch"), {"float32": "float64", "float": "float64"}.get(name, name)
-        )
+        name = "float64" if name in ("float32", "float") else name
+        return getattr(_import_package("torch"), name)
 
 
 @contextmanager
@@ -148,23 +122,17 @@ def _use_float64(model: Any) -> Iterator[None]:
     """No code of a model's classes makes float32 of what it is given."""
     tensor = _import_package("torch").Tensor
     names = {c.__module__ for part in model.modules() for c in type(part).__mro__}
-    codes: list[Any] = [sys.modules[n] for n in names if n.startswith("transformers.")]
-    codes = [code for code in codes if hasattr(code, "torch")]
-    real, to_float = _import_package("torch"), tensor.float
-    tensor.float = tensor.double
-    for code in codes:
-        code.torch = _DoubleTorch()
-    try:
-        yield
-    finally:
-        tensor.float = to_float
+    codes = [sys.modules[n] for n in names if n.startswith("transformers.")]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(tensor, "float", tensor.double))
         for code in codes:
-            code.torch = real
+            if hasattr(code, "torch"):
+                stack.enter_context(patch.object(code, "torch", _DoubleTorch()))
+        yield
 
 
-def named_gradients(model: Any) -> dict[str, np.ndarray]:
-    """What a torch model's backward passes added up, by name; zeros for what they did not reach,
-    buffers that a folder has among it."""
+def _named_gradients(model: Any) -> dict[str, np.ndarray]:
+    """What a torch model's backward passes added up, by name; zeros where they did not reach."""
     saved = model.state_dict().keys()
     buffers = ((n, a) for n, a in model.named_buffers() if n in saved)
     return {
@@ -180,8 +148,7 @@ def _load_model(folder: Path, name: str) -> Any:
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return getattr(transformers, name).from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
             )
@@ -203,22 +170,17 @@ def _normalize(pixels: np.ndarray, mean: Any, std: Any) -> np.ndarray:
     return scaled.astype(np.float32).transpose(0, 3, 1, 2)
 
 
-def _pictures(media: Sequence[RandomMedium], kind: str) -> list[tuple[RandomMedium, np.ndarray]]:
-    """The media of a kind and their tiles."""
-    return [(drawn, drawn.medium.fields["pixels"]) for drawn in media if drawn.kind == kind]
-
-
 def _llava_onevision(media: Sequence[RandomMedium]) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
-    if images := _pictures(media, "image"):
-        tiles = [_normalize(t, *SYMMETRIC) for _, t in images]
-        most_tiles = max(map(len, tiles))
-        padded = [np.pad(t, ((0, most_tiles - len(t)), *[(0, 0)] * 3)) for t in tiles]
-        inputs["pixel_values"] = np.stack(padded)
-        inputs["image_sizes"] = np.array([drawn.size[::-1] for drawn, _ in images])
-        inputs["batch_num_images"] = np.array([len(images)])
-    if clips := _pictures(media, "video"):
-        inputs["pixel_values_videos"] = np.stack([_normalize(t, *SYMMETRIC) for _, t in clips])
+    tiles = [_normalize(drawn.medium.fields["pixels"], *SYMMETRIC) for drawn in media]
+    if sizes := [drawn.size[::-1] for drawn in media if drawn.kind == "image"]:
+        pictures = [t for t, drawn in zip(tiles, media) if drawn.kind == "image"]
+        max_tiles = max(map(len, pictures))
+        padded = [np.pad(t, ((0, max_tiles - len(t)), *[(0, 0)] * 3)) for t in pictures]
+        inputs["pixel_values"], inputs["image_sizes"] = np.stack(padded), np.array(sizes)
+        inputs["batch_num_images"] = np.array([len(pictures)])
+    if clips := [t for t, drawn in zip(tiles, media) if drawn.kind == "video"]:
+        inputs["pixel_values_videos"] = np.stack(clips)
     return inputs
 
 
@@ -287,14 +249,14 @@ TOKEN_TYPES = "mm_token_type_ids", MEDIA_NUMBERS
 EXACT_DELTA_RULE = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 FAMILIES = {
     "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_set_llava_grids),
-    "internvl": ReferenceFamily(partial(_tiles, IMAGENET), video=0),
+    "internvl": ReferenceFamily(partial(_tiles, IMAGENET), has_clip_token=False),
     "qwen2_audio": ReferenceFamily(_qwen2_audio, fixed=POSITIONS),
     "qwen3_vl": ReferenceFamily(_qwen3_vl, types=TOKEN_TYPES),
     "qwen3_5": ReferenceFamily(_qwen3_vl, types=TOKEN_TYPES, replacements=EXACT_DELTA_RULE),
     "qwen3_5_text": ReferenceFamily(lambda media: {}, replacements=EXACT_DELTA_RULE),
     "gemma3": ReferenceFamily(
         partial(_tiles, SYMMETRIC),
-        video=0,
+        has_clip_token=False,
         types=("token_type_ids", dict.fromkeys(MEDIA_NUMBERS, 1)),
     ),
     "gemma3_text": ReferenceFamily(lambda media: {}),

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.media.compose import compose, decode_opened
 from dflop_jax.data.media.kind import Header
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import DecodedMedium, Preparation, module_of
 from dflop_jax.data.media.video import Frames
 from dflop_jax.data.text.tokenize import ByteTokenizer, TokenRun
@@ -27,21 +27,20 @@ FIRST_WORD = 2  # ids of text begin here; the ones below stand where media are
 
 @dataclass(frozen=True, eq=False)
 class RandomMedium:
-    """A medium: its kind, its (width, height) where it is a picture, and what was made of it."""
+    """A medium and what was made of it."""
 
     kind: str
-    size: tuple[int, int]
+    size: tuple[int, int]  # (width, height) where it is a picture
     medium: DecodedMedium
 
 
 @dataclass(frozen=True, eq=False)
 class MixedSample:
-    """A sample; what it was made of in the order of the text; and the kind of medium that each
-    token stands for, "" for text."""
+    """A sample and what it was made of."""
 
     sample: Sample
-    media: tuple[RandomMedium, ...]
-    kinds: tuple[str, ...]
+    media: tuple[RandomMedium, ...]  # in the order of the text
+    kinds: tuple[str, ...]  # of medium that each token stands for, "" for text
 
 
 def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
@@ -50,15 +49,10 @@ def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     rng = np.random.default_rng(seed)
     preparation = spec.prepared(small_limits(spec), StampedTokenizer())
-    n_short, n_long = TEXTS
-    contents = [
-        (kinds, n_short)
-        for kinds in MEDIA_MIXES
-        if all(module_of(preparation, kind) for kind in kinds)
-    ]
+    mixes = [m for m in MEDIA_MIXES if all(module_of(preparation, kind) for kind in m)]
     return [
         random_sample(kinds, n_text, preparation, model.vocab_size, sizes=rng, values=rng)
-        for kinds, n_text in (*contents, ((), n_long))
+        for kinds, n_text in (*((mix, TEXTS[0]) for mix in mixes), ((), TEXTS[1]))
     ]
 
 
@@ -69,11 +63,13 @@ class StampedTokenizer(ByteTokenizer):
         return [FIRST_WORD]
 
 
-def small_limits(spec: MediaSpec) -> Limits:
+def small_limits(spec: MediaSpec) -> DataConfig:
     """Small ones, also of media at native resolution, which come in blocks of patches."""
     sides = (f.get("patch_px", 1) * f.get("merge", 1) for f in spec.media.values())
     block = max(sides, default=1) ** 2
-    return Limits(MAX_TILES, FRAMES, min_pixels=4 * block, max_pixels=64 * block)
+    return DataConfig(
+        max_tiles=MAX_TILES, max_frames=FRAMES, min_pixels=4 * block, max_pixels=64 * block
+    )
 
 
 def random_sample(

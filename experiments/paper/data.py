@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.data.media.anyres import AnyRes
-from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec, sound_counts
+from dflop_jax.data.media.tiles import DynamicTiling
 from dflop_jax.records import Load
 from experiments.paper.tables import TABLES
 

@@ -13,9 +13,8 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
-from dflop_jax.data.media.kind import Kind
-from dflop_jax.data.media.media_keys import with_keys
-from dflop_jax.data.media.tiling import IMAGE, read_scaled
+from dflop_jax.data.media.kind import IMAGE, Kind, with_keys
+from dflop_jax.data.media.pictures import read_picture
 from dflop_jax.data.media.video import Clip, clip_header
 from models.processors import IMAGENET_MEAN, IMAGENET_STD
 
@@ -30,7 +29,7 @@ def shared_files(kind: str) -> list[Path]:
 
 def read_upright(path) -> Image.Image:
     """The whole picture, as it is prepared."""
-    return read_scaled(path, None)[0]
+    return read_picture(path)
 
 
 def count_frames(path, most: int) -> int:

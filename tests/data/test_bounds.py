@@ -13,9 +13,9 @@ from dflop_jax.data.bounds import MAX_RATE_HZ, MAX_RECORD_BYTES, errors_as, read
 from dflop_jax.data.datasets.blob import Blob
 from dflop_jax.data.datasets.readers import find_files, open_reader
 from dflop_jax.data.media.audio import count_samples, read_sound
-from dflop_jax.data.media.tiling import picture_size
+from dflop_jax.data.media.pictures import picture_size
 from dflop_jax.data.media.video import read_frames
-from dflop_jax.data.text.tokenizer_files import read_json
+from dflop_jax.data.text.tokenize import read_json
 from tests.data.media_cases import count_frames
 
 PLAYLISTS = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dflop_jax.config import DataConfig
 from dflop_jax.data.media.fitted import FORM, Fitted, fitted_blocks
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.native import patch_places
 from dflop_jax.data.media.video import Clip
 
@@ -75,7 +75,7 @@ def test_frames_of_a_clip(total):
 
 def test_limits_make_pictures_smaller_and_are_named():
     facts = {"patch_px": 16, "merge": 3, "soft_tokens": 280, "frame_tokens": 70}
-    medium = FORM.build(facts, Limits(max_pixels=50 * 48**2, min_pixels=1), None)
+    medium = FORM.build(facts, DataConfig(max_pixels=50 * 48**2, min_pixels=1), None)
     assert (medium.native.soft_tokens, medium.native.frame_tokens) == (50, 50)
     with pytest.raises(ValueError, match=r"data.max_pixels=100 must leave a block of 48x48"):
-        FORM.build(facts, Limits(max_pixels=100, min_pixels=1), None)
+        FORM.build(facts, DataConfig(max_pixels=100, min_pixels=1), None)

@@ -14,9 +14,8 @@ from dflop_jax.data.datasets.mixture import MixtureEntry
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, open_readers
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
-from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.media.tiles import between_frames
+from dflop_jax.data.media.tiles import DynamicTiling, between_frames
 from dflop_jax.data.text.chat import ChatTokenizer
 from models.processors import IMAGENET_MEAN, IMAGENET_STD
 from tests.data.media_cases import made_dataset, normalized, upright

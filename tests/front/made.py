@@ -17,43 +17,24 @@ PATCH, MERGE = 4, 2
 PIXELS = 256, 4096  # of a picture, at least and at most
 HF_CONFIG: dict[str, Any] = {
     "text_config": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "vocab_size": VOCAB,
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "vocab_size": VOCAB,
         "max_position_embeddings": 1024,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                            "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     },
     "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "intermediate_size": 64,
-        "out_hidden_size": 32,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
+        "depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64,
+        "out_hidden_size": 32, "patch_size": PATCH, "spatial_merge_size": MERGE,
+        "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
     },
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 PREPROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "size": {"shortest_edge": PIXELS[0], "longest_edge": PIXELS[1]},
-    "patch_size": PATCH,
-    "temporal_patch_size": 2,
-    "merge_size": MERGE,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "merge_size": MERGE,
+    "size": {"shortest_edge": PIXELS[0], "longest_edge": PIXELS[1]}, "temporal_patch_size": 2,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
 
 
 def processor_files(folder: Path) -> Path:

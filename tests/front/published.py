@@ -41,24 +41,15 @@ def _no_pictures(*_: object) -> Given:
 
 @dataclass(frozen=True)
 class Family:
-    """A published family.
+    """A published family."""
 
-    Attributes:
-      write: makes a random folder of it, with tokenizer, template and processor, and returns it.
-      pictures: of (folder, tokenizer, rendered text, pictures), what is made of these.
-      written, framed: the template's text for a picture, and around its tokens; "" where the
-        model takes none.
-      token: stands for a token of a picture.
-      types: the argument that is 1 for these, where there is one.
-      answer: matches an answer of a rendered chat with what ends it, as its group.
-    """
-
-    write: Callable[[Path], Path]
-    pictures: Callable[..., Given] = _no_pictures
-    written: str = ""
-    framed: tuple[str, str] = ("", "")
-    token: str = ""
-    types: str = ""
+    write: Callable[[Path], Path]  # a random folder with tokenizer, template and processor
+    pictures: Callable[..., Given] = _no_pictures  # of (folder, tokenizer, text, pictures)
+    written: str = ""  # the template's text for a picture; "": the model takes none
+    framed: tuple[str, str] = ("", "")  # around the tokens of a picture
+    token: str = ""  # of a picture
+    types: str = ""  # the argument that is 1 for these, where there is one
+    # an answer of a rendered chat with what ends it, as the group
     answer: str = r"<\|im_start\|>assistant\s(.*?<\|im_end\|>)"
 
 
@@ -79,7 +70,6 @@ def _saved(model: Any, folder: Path) -> None:
 
 
 def qwen3_vl(folder: Path) -> Path:
-    """A Qwen3-VL of two layers each."""
     hf = transformers()
     ids = {"image_token_id": SPECIAL.index("<|image_pad|>"), "vision_start_token_id": 0}
     _saved(hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(**HF_CONFIG, **ids)), folder)
@@ -94,43 +84,23 @@ def _native(folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Imag
 
 
 def llava(folder: Path) -> Path:
-    """A LLaVA-OneVision of two layers each and tiles of 16 patches."""
     hf = transformers()
-    text = {
-        "model_type": "qwen2",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 1024,
-    }
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "image_size": TILE,
-        "patch_size": PATCH,
-        "vision_use_head": False,
-    }
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 64}  # fmt: skip
+    text = {**sizes, "model_type": "qwen2", "num_key_value_heads": 2, "vocab_size": VOCAB,
+            "max_position_embeddings": 1024}  # fmt: skip
+    vision = {**sizes, "model_type": "siglip_vision_model", "image_size": TILE,
+              "patch_size": PATCH, "vision_use_head": False}  # fmt: skip
     config = hf.LlavaOnevisionConfig(
-        vision_config=vision,
-        text_config=text,
-        image_grid_pinpoints=GRIDS,
+        vision_config=vision, text_config=text, image_grid_pinpoints=GRIDS,
         vision_aspect_ratio=f"anyres_max_{MOST_TILES}",
-    )
+    )  # fmt: skip
     _saved(hf.LlavaOnevisionForConditionalGeneration(config), folder)
     test_chat.write(folder, template=test_chat.PARTS)
     about = {
-        "image_processor_type": "LlavaOnevisionImageProcessor",
-        "size": {"height": TILE, "width": TILE},
-        "image_grid_pinpoints": GRIDS,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
+        "image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": GRIDS,
+        "size": {"height": TILE, "width": TILE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(about))
     return folder
 
@@ -160,7 +130,6 @@ def _tiled(folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Image
 
 
 def gemma3_text(folder: Path) -> Path:
-    """A text-only Gemma 3: layers of both kinds, a window of 9 tokens."""
     from tests.verify import gemma_folders
 
     gemma_folders.gemma3_text(
@@ -170,7 +139,6 @@ def gemma3_text(folder: Path) -> Path:
 
 
 def qwen3_5(folder: Path) -> Path:
-    """A Qwen3.5 with layers of both kinds."""
     from tests.verify import qwen3_5_folders
 
     qwen3_5_folders.qwen3_5(folder, vocab_size=VOCAB)
@@ -187,7 +155,6 @@ def _gemma_files(folder: Path, place: str, preprocessor: Mapping[str, Any]) -> P
 
 
 def gemma3(folder: Path) -> Path:
-    """A Gemma 3 with layers of both kinds and square pictures."""
     from tests.verify import gemma_folders
 
     gemma_folders.gemma3(folder, vocab_size=VOCAB, num_hidden_layers=3, tokens=SQUARE_TOKENS)
@@ -198,7 +165,6 @@ def gemma3(folder: Path) -> Path:
 
 
 def gemma4(folder: Path) -> Path:
-    """A Gemma 4 with layers of both kinds and pictures at their aspect."""
     from tests.verify import gemma_folders
 
     kinds = gemma_folders.text4()["layer_types"][:3]

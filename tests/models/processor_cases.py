@@ -9,7 +9,6 @@ import numpy as np
 from PIL import Image
 
 from dflop_jax.config import Config
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.preflight.derived_fields import with_settings
 from dflop_jax.preflight.model_folder import factory_of, folder_settings
 from dflop_jax.train.run_context import build_model
@@ -81,7 +80,7 @@ def read_model(folder, config):
     settings = folder_settings(folder, {"data.tokenizer"})
     ready = with_settings(Config(), [s for s in settings if s.name != "model.weights"])
     assert ready.model.factory == factory
-    return build_model(ready.model), Limits.of(ready.data)
+    return build_model(ready.model), ready.data
 
 
 def pictures(n=20):

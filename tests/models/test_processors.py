@@ -13,7 +13,7 @@ import pytest
 from reference_cases import FILE, project
 
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.media.tiling import IMAGE
+from dflop_jax.data.media.kind import IMAGE
 from models.processors import AUDIO_DEFAULTS, IMAGE_DEFAULTS, VIDEO_DEFAULTS
 from tests.verify.folders import load
 

@@ -13,35 +13,45 @@ ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
+ROPE4 = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                       "rope_theta": 2e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}  # fmt: skip
 SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 4,
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 4,
     "vision_use_head": False,
-}
+}  # fmt: skip
+TOWER4 = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 64,
+    "use_clipped_linears": True, "standardize": True,
+}  # fmt: skip
+TEXT = {
+    "vocab_size": 300, "hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 9, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 def text3(**more):
     """A `gemma3_text` configuration with all that differs from others in it."""
-    config = {
-        "vocab_size": 300,
-        "hidden_size": 40,
-        "intermediate_size": 72,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 9,
-        "sliding_window_pattern": 3,
-        "rope_parameters": {k: dict(v) for k, v in ROPE.items()},
-        "max_position_embeddings": 512,
-    }
-    return config | more
+    rope = {k: dict(v) for k, v in ROPE.items()}
+    return {
+        **TEXT, "num_hidden_layers": 7, "query_pre_attn_scalar": 24, "sliding_window_pattern": 3,
+        "rope_parameters": rope, **more,
+    }  # fmt: skip
+
+
+def text4(**more):
+    """A `gemma4_text` configuration of the dense form, as published."""
+    return {
+        **TEXT, "num_hidden_layers": 6, "global_head_dim": 32, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "final_logit_softcapping": 3.0, "num_kv_shared_layers": 0,
+        "layer_types": ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(6)],
+        "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0,
+        "rope_parameters": {k: dict(v) for k, v in ROPE4.items()}, **more,
+    }  # fmt: skip
 
 
 def value_of(name, shape, rng, scale_one):
@@ -60,104 +70,48 @@ def value_of(name, shape, rng, scale_one):
     return rng.normal(size=shape) / np.sqrt(np.prod(shape[1:]))
 
 
-def randomise(model, seed):
-    """See above; what is no part of a folder stays."""
-    torch = load("torch")
-    rng = np.random.default_rng(seed)
-    saved = set(model.state_dict())
-    scale_one = "gemma4" in model.config.model_type  # of products of queries and keys
+def randomise(model, draw, rng):
+    """The model with drawn values of (name, shape); what is no part of a folder stays."""
+    torch, saved = load("torch"), set(model.state_dict())
     with torch.no_grad():
         for name, a in (*model.named_parameters(), *model.named_buffers()):
             if name in saved:
-                values = value_of(name, tuple(a.shape), rng, scale_one).astype(np.float32)
-                a.copy_(torch.from_numpy(np.asarray(values)))
+                values = np.asarray(draw(name, tuple(a.shape), rng), np.float32)
+                a.copy_(torch.from_numpy(values))
     return model
 
 
 def write(path, model, *, seed=0, dtype="float32", shard="100KB"):
     """A folder of the model, in several files."""
-    randomise(model, seed).to(getattr(load("torch"), dtype)).save_pretrained(
-        path, max_shard_size=shard
-    )
+    scale_one = "gemma4" in model.config.model_type  # of products of queries and keys
+    randomise(model, lambda *a: value_of(*a, scale_one), np.random.default_rng(seed))
+    model.to(getattr(load("torch"), dtype)).save_pretrained(path, max_shard_size=shard)
     return path
 
 
 def gemma3_text(path, seed=0, dtype="float32", **more):
-    config = transformers_().Gemma3TextConfig(**text3(**more))
-    return write(path, transformers_().Gemma3ForCausalLM(config), seed=seed, dtype=dtype)
+    hf = transformers_()
+    model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**text3(**more)))
+    return write(path, model, seed=seed, dtype=dtype)
 
 
 def gemma3(path, seed=0, dtype="float32", vision=(), tokens=16, **more):
-    config = transformers_().Gemma3Config(
+    hf = transformers_()
+    config = hf.Gemma3Config(
         text_config=text3(**more), vision_config=SIGLIP | dict(vision), mm_tokens_per_image=tokens
     )
-    return write(
-        path,
-        transformers_().Gemma3ForConditionalGeneration(config),
-        seed=seed,
-        dtype=dtype,
-    )
-
-
-ROPE4 = {
-    "full_attention": {
-        "rope_type": "proportional",
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 2e4,
-    },
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-}
-TOWER4 = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "patch_size": 4,
-    "position_embedding_size": 64,
-    "use_clipped_linears": True,
-    "standardize": True,
-}
-
-
-def text4(**more):
-    """A `gemma4_text` configuration of the dense form, as published."""
-    config = {
-        "vocab_size": 300,
-        "hidden_size": 40,
-        "intermediate_size": 72,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "layer_types": ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(6)],
-        "sliding_window": 9,
-        "final_logit_softcapping": 3.0,
-        "use_bidirectional_attention": "vision",
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "rope_parameters": {k: dict(v) for k, v in ROPE4.items()},
-        "max_position_embeddings": 512,
-    }
-    return config | more
+    return write(path, hf.Gemma3ForConditionalGeneration(config), seed=seed, dtype=dtype)
 
 
 def gemma4_text(path, seed=0, dtype="float32", **more):
-    config = transformers_().Gemma4TextConfig(**text4(**more))
-    return write(path, transformers_().Gemma4ForCausalLM(config), seed=seed, dtype=dtype)
+    hf = transformers_()
+    model = hf.Gemma4ForCausalLM(hf.Gemma4TextConfig(**text4(**more)))
+    return write(path, model, seed=seed, dtype=dtype)
 
 
 def gemma4(path, seed=0, dtype="float32", vision=(), **more):
-    config = transformers_().Gemma4Config(
+    hf = transformers_()
+    config = hf.Gemma4Config(
         text_config=text4(**more), vision_config=TOWER4 | dict(vision), audio_config=None
     )
-    return write(
-        path,
-        transformers_().Gemma4ForConditionalGeneration(config),
-        seed=seed,
-        dtype=dtype,
-    )
+    return write(path, hf.Gemma4ForConditionalGeneration(config), seed=seed, dtype=dtype)

@@ -7,50 +7,26 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from .folders import load
-
-
-def transformers_():
-    return load("transformers", "5.24")
-
+from .gemma_folders import randomise, transformers_
 
 INDEX, MORE = "model.safetensors.index.json", "model-mtp.safetensors"
-TOWER = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 40,
-    "patch_size": 4,
-    "num_position_embeddings": 25,
-}
+TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40, "patch_size": 4,
+         "num_position_embeddings": 25}  # fmt: skip
+ONES = ("linear_attn.norm.weight", "norm1.weight", "norm2.weight", "merger.norm.weight", "dt_bias")
 
 
 def text(**more):
     """A `qwen3_5_text` configuration: numbers of heads of their own."""
     linear, full = "linear_attention", "full_attention"
-    config = {
-        "vocab_size": 300,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "layer_types": [linear, full, linear],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e3,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [4, 2, 2],
-        },
-    }
-    return config | more
-
-
-ONES = ("linear_attn.norm.weight", "norm1.weight", "norm2.weight", "merger.norm.weight", "dt_bias")
+    return {
+        "vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "layer_types": [linear, full, linear], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3,
+                            "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
+        **more,
+    }  # fmt: skip
 
 
 def value_of(name, shape, rng):
@@ -65,15 +41,9 @@ def value_of(name, shape, rng):
 
 def write(path, model, seed=0, dtype="float32"):
     """A folder of the model in several files, with `mtp.*` in one of its own."""
-    torch = load("torch")
     rng = np.random.default_rng(seed)
-    saved = set(model.state_dict())
-    with torch.no_grad():
-        for name, a in (*model.named_parameters(), *model.named_buffers()):
-            if name in saved:
-                values = value_of(name, tuple(a.shape), rng).astype(np.float32)
-                a.copy_(torch.from_numpy(np.asarray(values)))
-    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size="60KB")
+    randomise(model, value_of, rng)
+    model.to(getattr(load("torch"), dtype)).save_pretrained(path, max_shard_size="60KB")
     more = {f"mtp.{name}": rng.normal(size=(3, 4)).astype(np.float32) for name in ("fc", "norm")}
     save_file(more, path / MORE, metadata={"format": "pt"})
     index = json.loads((path / INDEX).read_text())

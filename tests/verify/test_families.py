@@ -67,31 +67,25 @@ def test_older_spellings_of_a_configuration():
     old = text | OLD | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     size = gemma_hf.read_gemma3_text(old).decoder
     assert size.kinds == ("sliding", "sliding", "global") * 2 + ("sliding",)
-    assert (size.global_heads.theta, size.global_heads.position_factor) == (5e5, 8.0)
-    assert (
-        size.sliding_heads.theta,
-        size.sliding_heads.position_factor,
-        size.sliding_heads.window,
-    ) == (2e3, 1.0, 9)
+    whole, sliding = size.global_heads, size.sliding_heads
+    assert (whole.theta, whole.position_factor) == (5e5, 8.0)
+    assert (sliding.theta, sliding.position_factor, sliding.window) == (2e3, 1.0, 9)
 
 
 @pytest.mark.parametrize(
-    "build, names",
+    "build, read, names",
     [
-        (gemma.build, "gemma3-4b gemma3-12b gemma3-27b gemma3-nano"),
-        (gemma.build_text, "gemma3-1b gemma3-text-nano"),
-        (gemma4.build, "gemma4-31b gemma4-nano gemma4-tiny"),
-        (qwen3_5.build, "qwen3.5-4b qwen3.5-9b qwen3.5-nano"),
-        (qwen3_5.build_text, "qwen3.5-text-4b qwen3.5-text-9b qwen3.5-text-nano"),
+        (gemma.build, gemma_hf.read_gemma3, "gemma3-4b gemma3-12b gemma3-27b gemma3-nano"),
+        (gemma.build_text, gemma_hf.read_gemma3_text, "gemma3-1b gemma3-text-nano"),
+        (gemma4.build, gemma4_hf.read_gemma4, "gemma4-31b gemma4-nano gemma4-tiny"),
+        (qwen3_5.build, qwen3_5_hf.read_qwen3_5, "qwen3.5-4b qwen3.5-9b qwen3.5-nano"),
+        (qwen3_5.build_text, qwen3_5_hf.read_qwen3_5_text, "qwen3.5-text-4b qwen3.5-text-nano"),
     ],
 )
-def test_a_size_comes_back_from_its_configuration(build, names):
-    readers = {"gemma3": gemma_hf.read_gemma3, "gemma3_text": gemma_hf.read_gemma3_text,
-               "gemma4": gemma4_hf.read_gemma4, "qwen3_5": qwen3_5_hf.read_qwen3_5,
-               "qwen3_5_text": qwen3_5_hf.read_qwen3_5_text}  # fmt: skip
+def test_a_size_comes_back_from_its_configuration(build, read, names):
     for model in map(build, names.split()):
         config = model.weights.config
-        assert readers[config["model_type"]](config) == model.size
+        assert read(config) == model.size
         assert model.weights.mismatches(config) == []
 
 
@@ -111,17 +105,21 @@ def test_both_forms_of_gemma_4s_configuration():
 
 def test_what_a_configuration_may_leave_out():
     size = qwen3_5_hf.read_qwen3_5_text({"model_type": "qwen3_5_text"}).decoder
-    assert size.mrope_sections == (11, 11, 10)
-    assert size.rotary_size == 64
+    assert (size.mrope_sections, size.rotary_size, size.tied) == ((11, 11, 10), 64, False)
     assert size.kinds == ("linear", "linear", "linear", "full") * 8
-    assert not size.tied
-    other = qwen3_5_hf.read_qwen3_5_text(
-        {"full_attention_interval": 3, "num_hidden_layers": 4}
-    ).decoder
-    assert other.kinds == ("linear", "linear", "full", "linear")
+    short = {"full_attention_interval": 3, "num_hidden_layers": 4}
+    kinds = qwen3_5_hf.read_qwen3_5_text(short).decoder.kinds
+    assert kinds == ("linear", "linear", "full", "linear")
+
+
+def whole4(**more):
+    return {"text_config": gemma_folders.text4(), **more}
 
 
 REFUSED = {
+    (gemma4_hf.read_gemma4, whole4): [
+        ({"audio_config": {"hidden_size": 8}}, "audio_config: sound is not built")
+    ],
     (gemma4_hf.read_gemma4_text, gemma_folders.text4): [
         ({"hidden_size_per_layer_input": 256}, "per-layer embeddings .*E-forms"),
         ({"num_kv_shared_layers": 2}, "share keys and values .*E-forms"),
@@ -159,10 +157,3 @@ REFUSED = {
 def test_what_is_not_built_is_refused_by_name(read, config, said):
     with pytest.raises(ValueError, match=said):
         read(config)
-
-
-def test_sound_of_gemma_4_is_refused_by_name():
-    with pytest.raises(ValueError, match="audio_config: sound is not built"):
-        gemma4_hf.read_gemma4(
-            {"text_config": gemma_folders.text4(), "audio_config": {"hidden_size": 8}}
-        )

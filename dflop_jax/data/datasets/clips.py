@@ -17,11 +17,9 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data.build import open_tokenizer
 from dflop_jax.data.datasets.clip_lists import Clip, draw_clips, list_files
 from dflop_jax.data.datasets.record_parser import short_digest
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.data.sample import STREAMS, FeatureGather, Sample
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import Tokenizer
+from dflop_jax.data.text.chat import AnyTokenizer
 from dflop_jax.records import Load
 
 GENERATOR = "generator"
@@ -98,7 +96,7 @@ def clip_format_of(model: Any) -> ClipFormat:
 
 
 def caption_ids(
-    caption: str, tokenizer: Tokenizer | ChatTokenizer, limits: Limits, label: str
+    caption: str, tokenizer: AnyTokenizer, limits: DataConfig, label: str
 ) -> np.ndarray:
     """Return the tokens of a caption and its end, int32, cut to `limits.max_tokens` or refused."""
     if not caption.strip():
@@ -150,8 +148,8 @@ class ClipSource:
         name: str,
         clips: Sequence[Clip],
         clip_format: ClipFormat,
-        tokenizer: Tokenizer | ChatTokenizer,
-        limits: Limits,
+        tokenizer: AnyTokenizer,
+        limits: DataConfig,
         *,
         seed: int,
         split: str,
@@ -206,7 +204,7 @@ def make_clip_source(
         n_rolled = max(1, n // 2)
         others = clips[n_rolled:] + clips[:n_rolled]
         clips = [c._replace(caption=other.caption) for c, other in zip(clips, others)]
-    limits = Limits.of(config)
+    limits = config
     return ClipSource(name, clips, clip_format, tokenizer, limits, seed=seed, split=split)
 
 

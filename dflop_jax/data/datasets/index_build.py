@@ -31,9 +31,7 @@ from dflop_jax.data.datasets.record_table import DatasetIndex, IndexRow, RecordT
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.compose import decode_media
 from dflop_jax.data.media.counts import sample_counts
-from dflop_jax.data.media.kind import Kinds
-from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.media.media_keys import with_keys
+from dflop_jax.data.media.kind import BUILT_IN, Kinds, with_keys
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.process_pool import MAX_TRIES, DecoderPool, DecoderReply
 from dflop_jax.data.sample import SourceFactory

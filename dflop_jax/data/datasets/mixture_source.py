@@ -17,9 +17,7 @@ from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 from dflop_jax.data.datasets.record_table import concatenate_tables, format_key_counts
 from dflop_jax.data.media import counts as media_counts
 from dflop_jax.data.media.compose import blank_media, compose, decode_media
-from dflop_jax.data.media.kind import Kinds
-from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.kind import BUILT_IN, Kinds
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.sample import Sample, SourceFactory
 from dflop_jax.data.text.tokenize import TokenRun, truncate_runs, weight_runs
@@ -97,7 +95,7 @@ class MixtureSource:
             raise ValueError("the mixture shows no sample; check subsets, weights and split")
         self.digest = short_digest(self._table.records["content_hash"][self._rows].tobytes())
         count_rows = (np.cumsum(usable) - 1)[self._rows]  # of each sample in the counts
-        self._keep_fitting(Limits.of(config), count_rows, uncut_counts.select(count_rows))
+        self._keep_fitting(config, count_rows, uncut_counts.select(count_rows))
         logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
 
     def _read_index(self, mixture: Mixture, rules: IndexRules) -> None:
@@ -133,7 +131,7 @@ class MixtureSource:
             logger.warning("%s: %d records left out: %s", self.name, len(left_out), reason)
 
     def _keep_fitting(
-        self, limits: Limits, count_rows: np.ndarray, uncut_counts: media_counts.SampleCounts
+        self, limits: DataConfig, count_rows: np.ndarray, uncut_counts: media_counts.SampleCounts
     ) -> None:
         """Keep the samples that fit the limits, cut where they must be, and warn of the others.
 

@@ -18,8 +18,7 @@ from dflop_jax.data.bounds import MAX_MEMBERS, MAX_NAME_CHARS
 from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, RecordFormat
 from dflop_jax.data.datasets.record_reader import FileReader, RecordReader, ShardReader
 from dflop_jax.data.datasets.tables import TableReader
-from dflop_jax.data.media.kind import Kinds
-from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.kind import BUILT_IN, Kinds
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train", "validation", "valid", "val", "dev", "eval", "test"}

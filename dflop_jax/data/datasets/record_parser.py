@@ -18,8 +18,7 @@ from dflop_jax.data.bounds import MAX_NAME_CHARS, MAX_PARTS
 from dflop_jax.data.datasets import conversations
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
 from dflop_jax.data.datasets.conversations import ANSWERS, QUESTION, SPELLINGS, TEXT_FIELDS, Turns
-from dflop_jax.data.media.kind import Kinds, tag_of
-from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.kind import BUILT_IN, Kinds, tag_of
 from dflop_jax.data.text.tokenize import NO_FIELDS, WEIGHT_FIELD, TemplateFields, escape_tags
 
 

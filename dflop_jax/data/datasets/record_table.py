@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop_jax.data.bounds import errors_as, parse_json
-from dflop_jax.data.media.kind import Kind, Kinds
-from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.kind import BUILT_IN, Kind, Kinds
 
 VERSION = 13  # of an index file; one more makes every index anew
 # What a table says of a record itself, and how many media it has.

@@ -15,16 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from PIL import Image, ImageDraw
 
+from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.record_table import build_table
 from dflop_jax.data.media.compose import blank_media, compose, decode_opened
 from dflop_jax.data.media.counts import fit_samples, sample_load
-from dflop_jax.data.media.kind import Kind
-from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.kind import BUILT_IN, IMAGE, VIDEO, Kind
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.media.tiling import IMAGE
-from dflop_jax.data.media.video import VIDEO, Frames
+from dflop_jax.data.media.video import Frames
 from dflop_jax.data.sample import MAX_CANDIDATES, STREAMS, Sample
 from dflop_jax.data.text import tokenize
 from dflop_jax.data.text.tokenize import Tokenizer, TokenRun
@@ -95,7 +93,7 @@ class Scene:
 class _Pen:
     """Draws the random parts of scenes from one generator."""
 
-    def __init__(self, rng: np.random.Generator, tile_px: int, limits: Limits) -> None:
+    def __init__(self, rng: np.random.Generator, tile_px: int, limits: DataConfig) -> None:
         self.rng, self.px, self.limits = rng, tile_px, limits
 
     def size(self, max_tiles: int = 9) -> tuple[int, int]:
@@ -244,7 +242,7 @@ GROUPS: dict[str, list[Callable[[_Pen], Scene]]] = {
 }
 
 
-def draw_scene(rng: np.random.Generator, tile_px: int, limits: Limits) -> Scene:
+def draw_scene(rng: np.random.Generator, tile_px: int, limits: DataConfig) -> Scene:
     """Return a random scene; nothing is rendered."""
     scenes = GROUPS[_draw(rng, list(MIXTURE), list(MIXTURE.values()))]
     return scenes[rng.integers(len(scenes))](_Pen(rng, tile_px, limits))
@@ -282,7 +280,7 @@ class SceneSource:
         seed: int,
         spec: MediaSpec,
         tokenizer: Tokenizer,
-        limits: Limits | None = None,
+        limits: DataConfig | None = None,
         *,
         split: str = "train",
         blank_images: bool = False,
@@ -291,7 +289,7 @@ class SceneSource:
             raise ValueError(f"n_samples={n} must be at least 1 and seed={seed} at least 0")
         self.name = f"scenes(n={n}, seed={seed}, {split})"
         self._n, self._key = n, (seed, STREAMS[split])
-        self._tokenizer, self._limits, self._blank = tokenizer, limits or Limits(), blank_images
+        self._tokenizer, self._limits, self._blank = tokenizer, limits or DataConfig(), blank_images
         self._preparation = preparation = spec.prepared(self._limits, tokenizer)
         picture_medium: Any = preparation.get(module_of(preparation, IMAGE.name))
         if picture_medium is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from fractions import Fraction
-from functools import lru_cache, partial
 from math import ceil, gcd
 
 import av
@@ -19,16 +18,10 @@ from av.container import InputContainer
 from dflop_jax.data.bounds import MAX_CHANNELS, MAX_RATE_HZ, MAX_RESAMPLING, MIN_RATE_HZ, one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import check_duration, open_container
-from dflop_jax.data.media.kind import Kind
 
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
 ZERO_CROSSINGS, PASSBAND_FRACTION, KAISER_BETA = 64, 0.94, 9.0
-INDEX_HZ = 16000  # rate at which an index counts samples: that of all encoders so far
-ESTIMATED_FORMATS = (
-    "aac",
-    "amr",
-    "mp3",
-)  # FFmpeg guesses their length by the first bit rate
+ESTIMATED_FORMATS = ("aac", "amr", "mp3")  # FFmpeg guesses their length by the first bit rate
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -45,11 +38,9 @@ def count_samples(path: MediaFile, rate_hz: int) -> int:
 
 
 def read_sound(path: MediaFile, n_samples: int, rate_hz: int) -> np.ndarray:
-    """The first `n_samples` of a sound at `rate_hz`, float32 [n_samples] in -1..1.
-
-    Channels are averaged. Where the sound breaks off, silence follows, with a warning. ValueError
-    when more than half of the samples are missing that way.
-    """
+    """The first `n_samples` of a sound at `rate_hz`, channels averaged, float32 [n_samples] in
+    -1..1. Where it breaks off, silence follows, with a warning; ValueError where that is more than
+    half."""
     with open_container(path, "sound") as container:
         stream = _stream(container, rate_hz)
         native_hz = stream.rate
@@ -72,21 +63,11 @@ def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
         return sound.astype(np.float32)
     from scipy import signal  # takes seconds to load, which most runs do not need
 
-    common = gcd(from_hz, to_hz)
-    numerator, denominator = to_hz // common, from_hz // common
-    taps = _lowpass(max(numerator, denominator))
-    return signal.resample_poly(
-        sound.astype(np.float64), numerator, denominator, window=taps
-    ).astype(np.float32)
-
-
-@lru_cache(maxsize=4)
-def _lowpass(factor: int) -> np.ndarray:
-    from scipy import signal
-
-    return signal.firwin(
-        2 * ZERO_CROSSINGS * factor + 1, PASSBAND_FRACTION / factor, window=("kaiser", KAISER_BETA)
-    )
+    up, down = to_hz // gcd(from_hz, to_hz), from_hz // gcd(from_hz, to_hz)
+    n_taps, cutoff = 2 * ZERO_CROSSINGS * max(up, down) + 1, PASSBAND_FRACTION / max(up, down)
+    taps = signal.firwin(n_taps, cutoff, window=("kaiser", KAISER_BETA))
+    resampled = signal.resample_poly(sound.astype(np.float64), up, down, window=taps)
+    return resampled.astype(np.float32)
 
 
 def _stream(container: InputContainer, rate_hz: int) -> AudioStream:
@@ -116,13 +97,10 @@ def _length_s(container: InputContainer, stream: AudioStream) -> Fraction:
     return ticks * (stream.time_base or Fraction(1, stream.rate))
 
 
-def _decode(
-    container: InputContainer, stream: AudioStream, n_samples: int
-) -> tuple[np.ndarray, str]:
+def _decode(container: InputContainer, stream: AudioStream, n_left: int) -> tuple[np.ndarray, str]:
     """The first samples at the file's own rate, and why there are fewer where that is so."""
     to_float = AudioResampler(format="fltp")
-    chunks = [np.zeros(0, np.float32)]
-    n_left, reason = n_samples, "it ends before its stated duration"
+    chunks, reason = [np.zeros(0, np.float32)], "it ends before its stated duration"
     try:
         for frame in container.decode(stream):
             for resampled in to_float.resample(frame):
@@ -133,18 +111,3 @@ def _decode(
     except av.FFmpegError as e:
         reason = one_line(e)
     return np.concatenate(chunks), reason
-
-
-AUDIO = Kind(
-    name="audio",
-    noun="sound",
-    verb="hears",
-    columns={"samples": np.int64},
-    header=lambda source: {"samples": count_samples(source, INDEX_HZ)},
-    opened=lambda source: partial(read_sound, source),
-    described=lambda h: f"a sound of {h['samples']:,} samples",
-    too_small="too short a sound; take a longer one",
-    extensions=("wav", "flac", "mp3", "ogg", "opus", "m4a"),
-    question="What is heard?",
-    placeholders=("<|AUDIO|>", "<audio>", "<|audio_pad|>"),
-)

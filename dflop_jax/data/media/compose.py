@@ -13,7 +13,7 @@ from dflop_jax.data.datasets.record_table import RecordTable
 from dflop_jax.data.media.counts import build_load
 from dflop_jax.data.media.kind import Header
 from dflop_jax.data.media.medium import TEXT_MODULE, DecodedMedium, Preparation, module_of
-from dflop_jax.data.media.token_sources import SOURCES, TokenSources, is_from_patches, shift_sources
+from dflop_jax.data.media.token_sources import SOURCES, is_from_patches, shift_sources
 from dflop_jax.data.sample import FeatureGather, Sample
 from dflop_jax.data.text.tokenize import TokenRun
 
@@ -28,12 +28,8 @@ def decode_media(
     preparation: Preparation,
     numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
-    """Return the decoded media of the record whose header is a row of `table`, those of the numbers
-    `numbers` (None: all).
-
-    Raises:
-      ValueError: a file that cannot be decoded, or is not what it was when it was indexed.
-    """
+    """Return the decoded media of the record whose header is a row of `table`, those of these
+    numbers (None: all). ValueError: a file that cannot be decoded, or differs from its index."""
     headers = table.headers(row)
     if [kind.name for kind, _ in headers] != [kind for kind, _ in record.media]:
         raise ValueError(f"{record.name}: {len(record.media)} media, {len(headers)} in the index")
@@ -49,8 +45,7 @@ def decode_opened(
     preparation: Preparation,
     numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
-    """Return the decoded media of a sample, given as (kind, what `Kind.opened` gives, header),
-    those of the numbers `numbers` (None: all)."""
+    """The same of media given as (kind, what `Kind.opened` gives, header)."""
     kinds = [kind for kind, _, _ in media]
     decoded = {}
     for number, (kind, opened, header) in enumerate(media):
@@ -69,34 +64,18 @@ def compose(
     placeholder: int,
 ) -> Sample:
     """Return the sample of tokenized text and decoded media: fields of the text's module (tokens,
-    targets, weights, is_visual, is_newline, what media add) and those of each medium's.
-
-    Args:
-      placeholder: token id that stands where media are; any, since it is not embedded.
-
-    Raises:
-      ValueError: pieces that name other media than there are.
-    """
+    targets, weights, is_visual, is_newline, what media add) and those of each medium's. The id
+    `placeholder` stands where media are; it is not embedded."""
     if sorted(p.medium for p in token_runs if p.medium >= 0) != sorted(media):
         raise ValueError(f"the text does not place each of {len(media)} media once")
-    runs: list[np.ndarray] = []
-    starts: dict[int, int] = {}  # of each medium among the tokens, in the order of the text
-    n = 0
-    for p in token_runs:
-        if p.medium >= 0:
-            starts[p.medium] = n
-            run = media[p.medium][1].ids
-        else:
-            run = np.asarray(p.ids, np.int64)
-        runs.append(run)
-        n += len(run)
-    ids = np.concatenate([np.zeros(0, np.int64), *runs])
-    weights = [
-        np.full(len(run), p.weight if p.supervised else 0.0, np.float32)
-        for p, run in zip(token_runs, runs, strict=True)
-    ]
+    runs = [media[p.medium][1].ids if p.medium >= 0 else p.ids for p in token_runs]
+    ends = np.cumsum([0, *map(len, runs)])
+    # of each medium among the tokens, in the order of the text
+    starts = {p.medium: n for p, n in zip(token_runs, ends.tolist()) if p.medium >= 0}
+    ids, n = np.concatenate([np.zeros(0, np.int64), *runs]).astype(np.int64), int(ends[-1])
+    weights = np.array([p.weight if p.supervised else 0.0 for p in token_runs], np.float32)
     tokens = np.where(ids >= 0, ids, placeholder).astype(np.int32)
-    own_weights = np.concatenate([np.zeros(0, np.float32), *weights])
+    own_weights = np.repeat(weights, np.diff(ends))
     # of each token the next one, and what the loss of predicting it counts
     targets, next_weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
     targets[:-1], next_weights[:-1] = tokens[1:], own_weights[1:]
@@ -105,23 +84,23 @@ def compose(
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
     gathers, lengths, run_lengths = {}, {}, {}
     for module, medium in preparation.items():
-        module_media = {k: decoded for k, (m, decoded) in media.items() if m == module}
-        sources = _token_sources(n, module_media, starts)
+        own = {k: decoded for k, (m, decoded) in media.items() if m == module}
+        sources, n_features = np.zeros(n, SOURCES), 0
+        for k, decoded in own.items():
+            stop = starts[k] + len(decoded.tokens)
+            sources[starts[k] : stop] = shift_sources(decoded.tokens, n_features)
+            n_features += decoded.features
         is_visual = is_from_patches(sources)
         text["is_visual"] |= is_visual
         text["is_newline"] |= sources["newline"]
-        text |= medium.text_fields(
-            is_visual, [module_media[k] for k in starts if k in module_media]
-        )
-        lengths[module] = tuple(
-            length for decoded in module_media.values() for length in decoded.lengths
-        )
+        text |= medium.text_fields(is_visual, [own[k] for k in starts if k in own])
+        lengths[module] = tuple(length for decoded in own.values() for length in decoded.lengths)
         if medium.is_joined:
-            run_lengths[module] = [len(decoded.lengths) for decoded in module_media.values()]
+            run_lengths[module] = [len(decoded.lengths) for decoded in own.values()]
         if lengths[module]:
             fields[module] = {
-                name: np.concatenate([decoded.fields[name] for decoded in module_media.values()])
-                for name in next(iter(module_media.values())).fields
+                name: np.concatenate([decoded.fields[name] for decoded in own.values()])
+                for name in next(iter(own.values())).fields
             }
             weight = np.ascontiguousarray(sources["weight"])
             index = np.where(weight > 0, sources["index"], -1)
@@ -139,15 +118,3 @@ def blank_media(sample: Sample, preparation: Preparation) -> Sample:
             if name in fields.get(module, {}):
                 fields[module][name] = np.full_like(fields[module][name], value)
     return replace(sample, fields=fields)
-
-
-def _token_sources(
-    n: int, media: Mapping[int, DecodedMedium], starts: Mapping[int, int]
-) -> TokenSources:
-    """Return where each of n tokens comes from among the features of a module's media, which stand
-    one after the other in its rows and from `starts` on in the text."""
-    tokens, feature = np.zeros(n, SOURCES), 0
-    for k, decoded in media.items():
-        tokens[starts[k] : starts[k] + len(decoded.tokens)] = shift_sources(decoded.tokens, feature)
-        feature += decoded.features
-    return tokens

@@ -1,8 +1,7 @@
 """Clips and sounds opened: files that contain all of themselves, and no others.
 
-FFmpeg also reads playlists, session descriptions and scripts that name other files or addresses.
-The list of formats leaves those out, the list of protocols is empty, and bytes come from a file
-that is already open.
+FFmpeg also reads playlists and scripts that name other files or addresses. The list of formats
+leaves those out, the list of protocols is empty, and bytes come from a file that is already open.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ OPTIONS = {
 }
 
 # A title may be in any encoding. Since 19 PyAV replaces what is not UTF-8 by itself.
-LENIENT: dict[str, Any] = (
-    {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
-)
+IS_STRICT = int(av.__version__.partition(".")[0]) < 19
+LENIENT: dict[str, Any] = {"metadata_errors": "replace"} if IS_STRICT else {}
 
 
 @contextmanager
@@ -45,8 +43,7 @@ def open_container(source: MediaFile, noun: str) -> Iterator[InputContainer]:
         yield container
 
 
-def check_duration(duration_s: float) -> float:
-    """The duration; ValueError when nobody could have recorded it."""
+def check_duration(duration_s: float) -> None:
+    """ValueError when nobody could have recorded it."""
     if not 0 <= duration_s <= MAX_DURATION_S:
         raise ValueError(f"it claims to last {duration_s:.4g} s")
-    return duration_s

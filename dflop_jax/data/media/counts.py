@@ -8,24 +8,21 @@ from types import MappingProxyType
 
 import numpy as np
 
+from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.record_table import RecordTable
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE, Preparation
 from dflop_jax.records import Load
 
 
 @dataclass(frozen=True, eq=False)
 class SampleCounts:
-    """Counts of n samples, int64; those of media by the modules that take them.
-
-    text_tokens, n_media [n]: of the conversation. media [4, n, modules]: pieces, tokens, tokens of
-    text between those, and tokens of the largest piece, see `medium.MediaCounts`; sums, and of the
-    last the greatest, over a sample's media. Text between tokens of media is not among text_tokens.
-    """
+    """Counts of n samples, int64; those of media by the modules that take them."""
 
     modules: tuple[str, ...]
-    text_tokens: np.ndarray
-    n_media: np.ndarray
+    text_tokens: np.ndarray  # [n], without the text between tokens of a medium
+    n_media: np.ndarray  # [n]
+    # [4, n, modules]: sums over a sample's media of pieces, tokens and tokens of text between, and
+    # the greatest of `longest`, see `medium.MediaCounts`
     media: np.ndarray
 
     def __len__(self) -> int:
@@ -47,7 +44,7 @@ class SampleCounts:
 
 
 def fit_samples(
-    table: RecordTable, preparation: Preparation, limits: Limits
+    table: RecordTable, preparation: Preparation, limits: DataConfig
 ) -> tuple[SampleCounts, np.ndarray]:
     """Return the counts of the records that the model can take, and which of them fit: bool [n].
 
@@ -65,20 +62,14 @@ def sample_counts(
     table: RecordTable, preparation: Preparation, max_tokens: int | None = None
 ) -> tuple[SampleCounts, np.ndarray]:
     """Return the counts of the records that the model can take, and which those are: bool
-    [len(table)].
+    [len(table)]. Records are left out if no module takes one of their media, or if it cannot.
 
-    Records are left out if no module takes one of their media, or if it cannot: pictures too thin
-    for any grid, sounds too short for a token.
-
-    Args:
-      max_tokens: a record ends before the first medium that ends behind so many tokens, and has no
-        more text; None: it is whole.
+    A record ends before the first medium that ends behind `max_tokens`, and has no more text; None:
+    it is whole.
     """
     owner = np.repeat(np.arange(len(table)), table.records["n_media"])
     is_usable = np.zeros(len(owner), bool)
-    counts = np.zeros(
-        (4, len(owner) + 1, len(preparation)), np.int64
-    )  # of each medium, from row 1 on
+    counts = np.zeros((4, len(owner) + 1, len(preparation)), np.int64)  # of each medium, from 1 on
     for column, medium in enumerate(preparation.values()):
         for kind in medium.kinds:
             rows = table.rows_of_kind(kind)
@@ -131,11 +122,9 @@ def describe_cut_media(table: RecordTable, preparation: Preparation) -> str:
         for k in medium.kinds:
             columns = {name: table.media[name][table.rows_of_kind(k)] for name in k.columns}
             messages.append(medium.cut(k.name, columns))
-            n_with_key = {key: int((columns[key] > 0).sum()) for key in k.keys if key in columns}
-            unused = {key: n for key, n in n_with_key.items() if n and not medium.uses_keys}
-            messages += [
-                f"not used: {key} of {k.name}s ({n:,} of them)" for key, n in unused.items()
-            ]
+            for key in () if medium.uses_keys else k.keys:
+                if n := int((columns.get(key, np.zeros(0)) > 0).sum()):
+                    messages.append(f"not used: {key} of {k.name}s ({n:,} of them)")
     return "; ".join(filter(None, messages))
 
 
@@ -145,17 +134,14 @@ def sample_load(
     """Return the load of a record, given the counts of this one sample."""
     lengths: dict[str, tuple[int, ...]] = {}
     runs: dict[str, list[int]] = {}
-    stop = int(counts.text_tokens[0] + counts.n_media[0])
-    headers = table.headers(row, stop)
+    headers = table.headers(row, int(counts.text_tokens[0] + counts.n_media[0]))
     for (module, medium), n in zip(preparation.items(), counts.n_pieces[0].tolist(), strict=True):
-        names = {kind.name for kind in medium.kinds}
-        mine = ((k.name, header) for k, header in headers if k.name in names)
-        if medium.piece_tokens:
+        if medium.piece_tokens and not medium.is_joined:
             lengths[module] = (medium.piece_tokens,) * n
         elif n:
-            lengths[module] = tuple(length for media in mine for length in medium.lengths(*media))
-        if n and medium.is_joined:
-            runs[module] = [len(medium.lengths(*media)) for media in mine]
+            own = [medium.lengths(k.name, header) for k, header in headers if k in medium.kinds]
+            lengths[module] = tuple(length for one in own for length in one)
+            runs[module] = [len(one) for one in own] if medium.is_joined else []
     return build_load(lengths, int(counts.all_tokens[0]), runs)
 
 

@@ -10,38 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import floor, sqrt
 from typing import ClassVar
 
 import numpy as np
 
+from dflop_jax.config import DataConfig
 from dflop_jax.data.media.kind import Columns
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import DecodedMedium, Facts, Form, Grid, integer_facts
-from dflop_jax.data.media.native import ClipLayout, Native, NativeMedium, Stamp, StampIds, stamp_of
+from dflop_jax.data.media.native import ClipLayout, Native, NativeMedium, cached_encode
 from dflop_jax.data.media.video import Clip
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import Tokenizer
+from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
 
 @dataclass(frozen=True)
 class Fitted(Native):
-    """Sizes of patches and budgets of tokens.
+    """Sizes of patches and budgets of tokens."""
 
-    Attributes:
-      soft_tokens: upper limit of tokens of a picture.
-      frame_tokens: upper limit of tokens of a frame.
-    """
-
-    soft_tokens: int = 280
-    frame_tokens: int = 70
+    soft_tokens: int = 280  # of a picture at most
+    frame_tokens: int = 70  # of a frame at most
 
     def __post_init__(self) -> None:
-        if min(self.soft_tokens, self.frame_tokens, self.max_frames) < 1:
+        if min(self.soft_tokens, self.frame_tokens) < 1:
             raise ValueError(
                 f"data.max_pixels={self.max_pixels} must leave a block of {self.block_px}x"
-                f"{self.block_px} pixels, and a clip a frame"
+                f"{self.block_px} pixels"
             )
 
     def blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -50,23 +43,18 @@ class Fitted(Native):
         rows, cols = np.array(blocks, np.int64).reshape(-1, 2).T
         return rows, cols
 
-    def _grid(self, width: int, height: int, tokens: int) -> Grid:
-        rows, cols = fitted_blocks(width, height, self.block_px, tokens)
-        return rows * self.merge, cols * self.merge
-
     def clip(self, clip: Clip) -> ClipLayout:
         """Frames at equal steps from the first on, all of them where there are not more."""
         n = min(self.max_frames, clip.total)
         frames = tuple(clip.first + i * clip.total // n for i in range(n))
         seconds = tuple(i * clip.rate_den / clip.rate_num for i in frames)
-        return ClipLayout(frames, seconds, self._grid(clip.width, clip.height, self.frame_tokens))
+        rows, cols = fitted_blocks(clip.width, clip.height, self.block_px, self.frame_tokens)
+        return ClipLayout(frames, seconds, (rows * self.merge, cols * self.merge))
 
 
-@lru_cache(maxsize=65536)
 def fitted_blocks(width: int, height: int, block_px: int, tokens: int) -> Grid:
     """Rows and columns of blocks of a picture: the most that its aspect and `tokens` allow, rounded
-    down; of a very thin one a single line, as long as its aspect, rounded down, and `tokens` allow.
-    """
+    down; of a very thin one a single line."""
     scale = sqrt(tokens * block_px**2 / (width * height))
     rows, cols = floor(scale * height / block_px), floor(scale * width / block_px)
     if rows == 0:
@@ -78,16 +66,13 @@ def fitted_blocks(width: int, height: int, block_px: int, tokens: int) -> Grid:
 
 @dataclass(frozen=True)
 class FittedMedium(NativeMedium):
-    """Pictures and clips; `stamp` gives the text around the first frame of a clip, `later` around
-    those that follow."""
+    """Pictures and clips."""
 
     native: Fitted
-    later: Stamp
-
     uses_keys: ClassVar[bool] = False
 
-    def stamps(self, seconds: Sequence[float]) -> list[StampIds]:
-        return [(self.later if i else self.stamp)(second) for i, second in enumerate(seconds)]
+    def time_text(self, index: int, second: float) -> str:
+        return f"{' ' * (index > 0)}{int(second // 60):02d}:{int(second % 60):02d} "
 
     def text_fields(
         self, stand: np.ndarray, media: Sequence[DecodedMedium]
@@ -95,9 +80,7 @@ class FittedMedium(NativeMedium):
         return {}  # positions count tokens
 
 
-def _build(
-    facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
-) -> FittedMedium:
+def _build(facts: Facts, limits: DataConfig, tokenizer: AnyTokenizer | None) -> FittedMedium:
     patch_px, merge, soft, frame = integer_facts(
         facts, patch_px=None, merge=1, soft_tokens=None, frame_tokens=None
     )
@@ -107,12 +90,7 @@ def _build(
         soft_tokens=min(soft, max_tokens), frame_tokens=min(frame, max_tokens),
     )  # fmt: skip
     ends = tokenizer.frame_ends if isinstance(tokenizer, ChatTokenizer) else ((), ())
-    first = stamp_of(tokenizer, _minutes, ends)
-    return FittedMedium(fits, first, stamp_of(tokenizer, lambda s: " " + _minutes(s), ends))
-
-
-def _minutes(second: float) -> str:
-    return f"{int(second // 60):02d}:{int(second % 60):02d} "
+    return FittedMedium(fits, cached_encode(tokenizer), ends)
 
 
 FORM = Form(FittedMedium.kinds, _build)

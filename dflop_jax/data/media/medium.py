@@ -8,54 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from dflop_jax.config import DataConfig
 from dflop_jax.data.media.kind import Columns, Header, Kinds
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.token_sources import TokenSources
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import Tokenizer
+from dflop_jax.data.text.chat import AnyTokenizer
 
 TEXT_MODULE = "llm"  # the module that reads the text, in which media stand
+# Fields of `DataConfig` that decide how large a sample may be, and what happens to a larger one.
+LIMITS = (
+    "max_tiles", "max_frames", "max_tokens", "oversize", "min_pixels", "max_pixels",
+    "max_clip_pixels", "frames_per_s",
+)  # fmt: skip
+GREY = 128  # of blank pictures, in 0 to 255
 Facts = Mapping[str, Any]
 Grid = tuple[int, int]  # rows and columns
 
 
 class MediaCounts(NamedTuple):
-    """What n media come to, each int64 [n], or one number for all.
+    """What n media come to, each int64 [n], or one number for all."""
 
-    usable: whether the module can take it at all. pieces: of the module. tokens: that stand for it
-    in the text; between: tokens of text that is written among those. longest: the tokens of its
-    largest piece, 0 where all pieces of the module are alike.
-    """
-
-    usable: np.ndarray
-    pieces: np.ndarray
-    tokens: np.ndarray
-    between: np.ndarray | int = 0
-    longest: np.ndarray | int = 0
+    usable: np.ndarray  # whether the module can take it at all
+    pieces: np.ndarray  # of the module
+    tokens: np.ndarray  # that stand for it in the text
+    between: np.ndarray | int = 0  # tokens of text that is written among those
+    longest: np.ndarray | int = 0  # tokens of its largest piece, 0 where all pieces are alike
 
 
 @dataclass(frozen=True, eq=False)
 class DecodedMedium:
-    """One medium as arrays.
+    """One medium as arrays."""
 
-    fields: by name, of all its pieces one after the other, as in `Sample.fields`.
-    lengths: tokens of each of its pieces in the module.
-    features: that the module gives for it.
-    tokens: of the t tokens that stand for it in the text, where each comes from among its features.
-    ids: int64 [t], of what is text among these tokens, -1 of the others.
-    grids: rows and columns of its pieces, where they have such.
-    """
-
-    fields: Mapping[str, np.ndarray]
-    lengths: tuple[int, ...]
-    features: int
-    tokens: TokenSources
-    ids: np.ndarray
-    grids: tuple[Grid, ...] = ()
+    fields: Mapping[str, np.ndarray]  # of all its pieces one after the other, as in a `Sample`
+    lengths: tuple[int, ...]  # tokens of each of its pieces in the module
+    features: int  # that the module gives for it
+    tokens: TokenSources  # of the t tokens that stand for it in the text, over its features
+    ids: np.ndarray  # int64 [t], of what is text among these tokens, -1 of the others
+    grids: tuple[Grid, ...] = ()  # of its pieces, where they have such
 
 
 class Medium(Protocol):
@@ -65,33 +58,12 @@ class Medium(Protocol):
     `alone` says whether a medium is the only one of its kind in its sample.
     """
 
-    @property
-    def kinds(self) -> Kinds: ...
-
-    @property
-    def piece_tokens(self) -> int:
-        """Tokens of every piece in the module; 0: they differ, and `lengths` says them."""
-        ...
-
-    @property
-    def sources(self) -> int:
-        """Features that a token of the text is a weighted sum of, 1 for a plain copy."""
-        return 1
-
-    @property
-    def uses_keys(self) -> bool:
-        """Whether a medium's own keys say how it is resized and sampled."""
-        return False
-
-    @property
-    def blank(self) -> Mapping[str, int]:
-        """The value of each field that shows nothing; {} where nothing is blanked."""
-        return {}
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether all pieces of a medium stand together in the text, and are seen as one."""
-        return False
+    kinds: ClassVar[Kinds]
+    piece_tokens: int  # of every piece in the module; 0: they differ, and `lengths` says them
+    sources: int = 1  # features that a token of the text is a weighted sum of
+    is_joined: bool = False  # all pieces stand together in the text, and are seen as one
+    uses_keys: ClassVar[bool] = False  # its own keys say how it is resized and sampled
+    blank: ClassVar[Mapping[str, int]] = MappingProxyType({})  # the value of fields shown blank
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
         """What n media of a kind come to, from their headers, each [n]; nothing is decoded."""
@@ -106,11 +78,8 @@ class Medium(Protocol):
         raise AssertionError("all pieces are alike")
 
     def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:
-        """The medium that `Kind.opened` opened, as large as its header says.
-
-        Raises:
-          ValueError: it cannot be decoded, or is not what its header says.
-        """
+        """The medium that `Kind.opened` opened, as large as its header says. ValueError: it cannot
+        be decoded, or is not what its header says."""
         ...
 
     def text_fields(
@@ -128,7 +97,7 @@ class Form:
     are worth. ValueError: facts that cannot be."""
 
     kinds: Kinds
-    build: Callable[[Facts, Limits, Tokenizer | ChatTokenizer | None], Medium]
+    build: Callable[[Facts, DataConfig, AnyTokenizer | None], Medium]
 
 
 Preparation = Mapping[str, Medium]  # by module, how a run takes media
@@ -136,22 +105,18 @@ Preparation = Mapping[str, Medium]  # by module, how a run takes media
 
 def module_of(preparation: Preparation, kind: str) -> str:
     """Return the module that takes media of a kind; "" if none does."""
-    return next(
-        (m for m, medium in preparation.items() if kind in (k.name for k in medium.kinds)), ""
-    )
+    return next((m for m, medium in preparation.items()
+                 if any(k.name == kind for k in medium.kinds)), "")  # fmt: skip
 
 
 def integer_facts(facts: Facts, *other_names: str, **defaults: int | None) -> list[int]:
-    """Return the facts of these names as whole numbers of at least 1, in this order; `usual` where
-    the model does not say, None: it has to.
-
-    Raises:
-      ValueError: one of them is none, or there are more than these and the `others`.
-    """
+    """Return the facts named by `defaults` as whole numbers, in this order; at least 1, or 0 where
+    that is the default; None: the model has to say it. ValueError: one of them is none, or there
+    are more than these and the `other_names`."""
     values = [facts.get(name, number) for name, number in defaults.items()]
     if not facts.keys() <= {*defaults, *other_names} or any(
         not isinstance(value, int) or value < (number != 0)
-        for value, number in zip(values, defaults.values(), strict=True)
+        for value, number in zip(values, defaults.values())
     ):
         raise ValueError(f"{', '.join(defaults)} must be at least 1, got {dict(facts)}")
     return values

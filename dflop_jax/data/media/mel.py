@@ -1,20 +1,20 @@
 """Whisper's log-mel features as Qwen2-Audio uses them, and what they cost.
 
 Sound at 16 kHz is cut or padded with silence to a window of 30 s; the encoder's convolutions halve
-its 3000 frames, a pooling halves them again, and the LLM sees those that are no padding.
+its 3000 frames, a pooling halves them again, and the LLM sees those that are no padding. This is
+the arithmetic of transformers' extractor in numpy: the import of that takes decoder processes 3 s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from math import log
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dflop_jax.data.media.audio import AUDIO
-from dflop_jax.data.media.kind import Columns, Header, Kinds
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.config import DataConfig
+from dflop_jax.data.media.kind import AUDIO, Columns, Header, Kinds
 from dflop_jax.data.media.medium import DecodedMedium, Facts, Form, MediaCounts, Medium
 from dflop_jax.data.media.token_sources import copied_sources
 
@@ -35,8 +35,7 @@ class MelSpec:
     max_windows: int = 1
 
     def __post_init__(self) -> None:
-        counts = {k: v for k, v in vars(self).items() if k != "window_s"}
-        if min(counts.values()) < 1 or self.window_s <= 0 or self.window_frames < 1:
+        if min(vars(self).values()) <= 0 or self.window_frames < 1:
             raise ValueError(f"{self}: every setting must be at least 1")
 
     @property
@@ -62,12 +61,10 @@ def encoder_tokens(frames: np.ndarray) -> np.ndarray:
 def sound_counts(samples: np.ndarray, spec: MelSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(windows, valid mel frames, LLM tokens) int64 [n] of sounds of int [n] samples."""
     samples = np.minimum(np.asarray(samples, np.int64), spec.max_samples)
-    full, rest = samples // spec.window_samples, samples % spec.window_samples
+    full, rest = np.divmod(samples, spec.window_samples)
     rest_frames = -(-rest // spec.hop)
-    window_tokens = int(encoder_tokens(np.array(spec.window_frames)))
-    tokens = full * window_tokens + encoder_tokens(rest_frames)
-    frames = full * spec.window_frames + rest_frames
-    return full + (rest > 0), frames, tokens
+    tokens = full * encoder_tokens(np.array(spec.window_frames)) + encoder_tokens(rest_frames)
+    return full + (rest > 0), full * spec.window_frames + rest_frames, tokens
 
 
 def log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
@@ -81,39 +78,29 @@ def log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
 
 
 def _window_log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
-    half = spec.n_fft // 2
-    padded = np.pad(sound, half, mode="reflect").astype(np.float64)
+    padded = np.pad(sound, spec.n_fft // 2, mode="reflect").astype(np.float64)
     frames = np.lib.stride_tricks.sliding_window_view(padded, spec.n_fft)[:: spec.hop]
     frames = frames[: spec.window_frames]  # the reference drops the last one
     spectrum = np.fft.rfft(frames * np.hanning(spec.n_fft + 1)[:-1], axis=1)  # periodic
-    power = (spectrum.real**2 + spectrum.imag**2) @ mel_filters(spec)
+    power = (spectrum.real**2 + spectrum.imag**2) @ _mel_filters(spec)
     level = np.log10(np.maximum(power, POWER_FLOOR)).T
     level = np.maximum(level, level.max() - RANGE_LOG10)
     return ((level + 4.0) / 4.0).astype(np.float32)
 
 
-@lru_cache(maxsize=4)
-def mel_filters(spec: MelSpec) -> np.ndarray:
-    """Triangular filters of equal area on Slaney's mel scale, float64 [1 + n_fft // 2, n_mels]."""
+def _mel_filters(spec: MelSpec) -> np.ndarray:
+    """Triangular filters of equal area, float64 [1 + n_fft // 2, n_mels], on Slaney's mel scale:
+    linear up to 1000 Hz (15 mel), then 27 steps to each factor of 6.4."""
     nyquist_hz = spec.sample_rate / 2
+    top_hz = min(nyquist_hz, 8000.0)
+    top = top_hz * 3 / 200 if top_hz < 1000 else 15 + log(top_hz / 1000) * 27 / log(6.4)
+    mels = np.linspace(0, top, spec.n_mels + 2)
+    corners_hz = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp((mels - 15) * log(6.4) / 27))
     bins_hz = np.linspace(0, nyquist_hz, 1 + spec.n_fft // 2)
-    top = _hz_to_mel(np.array(min(nyquist_hz, 8000.0)))
-    corners_hz = _mel_to_hz(np.linspace(0, top, spec.n_mels + 2))
     low, mid, high = corners_hz[:-2], corners_hz[1:-1], corners_hz[2:]
     rising = (bins_hz[:, None] - low) / (mid - low)
     falling = (high - bins_hz[:, None]) / (high - mid)
     return np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low)
-
-
-# Slaney's scale: linear up to 1000 Hz (15 mel), then 27 steps to each factor of 6.4.
-def _hz_to_mel(hz: np.ndarray) -> np.ndarray:
-    log = 15 + np.log(np.maximum(hz, 1000) / 1000) * 27 / np.log(6.4)
-    return np.where(hz < 1000, hz * 3 / 200, log)
-
-
-def _mel_to_hz(mel: np.ndarray) -> np.ndarray:
-    log = 1000 * np.exp((np.maximum(mel, 15) - 15) * np.log(6.4) / 27)
-    return np.where(mel < 15, mel * 200 / 3, log)
 
 
 @dataclass(frozen=True)
@@ -132,7 +119,7 @@ class MelMedium(Medium):
         return int(encoder_tokens(np.array(self.spec.window_frames)))
 
     @property
-    def piece_tokens(self) -> int:
+    def piece_tokens(self) -> int:  # type: ignore[override]
         return self.window_tokens or self.features
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
@@ -146,24 +133,22 @@ class MelMedium(Medium):
         return message if n else ""
 
     def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:
-        n = min(header["samples"], self.spec.max_samples)
-        (windows,), (frames,), (tokens,) = sound_counts(np.array([n]), self.spec)
-        first_frame = np.arange(windows) * self.spec.window_frames
-        valid_frames = np.minimum(
-            frames - first_frame, self.spec.window_frames
-        )  # full ones, then the rest
+        spec = self.spec
+        n = min(header["samples"], spec.max_samples)
+        windows, frames, n_tokens = (int(count) for count in sound_counts(np.array(n), spec))
+        full_then_rest = np.minimum(frames - np.arange(windows) * spec.window_frames,
+                                    spec.window_frames)  # fmt: skip
         fields = {
-            "mel": log_mel(opened(n, self.spec.sample_rate), self.spec),
-            "mel_frames": valid_frames.astype(np.int32),
+            "mel": log_mel(opened(n, spec.sample_rate), spec),
+            "mel_frames": full_then_rest.astype(np.int32),
         }
-        lengths, tokens = (self.piece_tokens,) * windows, int(tokens)
-        ids = np.full(tokens, -1)
+        lengths, tokens = (self.piece_tokens,) * windows, copied_sources(np.arange(n_tokens))
         return DecodedMedium(
-            fields, lengths, windows * self.features, copied_sources(np.arange(tokens)), ids
+            fields, lengths, windows * self.features, tokens, np.full(n_tokens, -1)
         )
 
 
-def _build(facts: Facts, limits: Limits, tokenizer: object) -> MelMedium:
+def _build(facts: Facts, limits: DataConfig, tokenizer: object) -> MelMedium:
     settings = {name: value for name, value in facts.items() if name != "piece_tokens"}
     return MelMedium(MelSpec(**settings), int(facts.get("piece_tokens", 0)))
 

@@ -1,75 +1,39 @@
 """Frames of a long clip by seeking, where that surely gives the frames that decoding all would.
 
 The packets are listed first, undecoded: their times say which frame is on show at a moment, and
-which can be decoded by themselves. Only codecs are taken whose such frames nothing after them looks
-behind. Where anything is in doubt, the clip is decoded from its start instead (see `video`).
+which are key frames. Where anything is in doubt, the clip is decoded from its start (see `video`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from av.container import InputContainer
 from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
+# Nothing after a key frame of these, of h264 after some of them, looks behind it.
 CLOSED_GOP_CODECS = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
 VP8_SHOWN_BIT = 16  # a bit of a packet's first byte: not only others refer to its frame
 H264_IDR_TYPE = 5  # a NAL unit's type: nothing after it refers to what was before
-# Frames that are decoded without seeking over those with it, from which on it is worth its cost.
-MIN_SEEK_GAIN = 1.5
 
-
-@dataclass(frozen=True)
-class FrameRun:
-    """Frames to decode without a seek between them: times (pts) of the one to begin with and of
-    those wanted, ascending."""
-
-    key: int
-    wanted: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SeekPlan:
-    """Which frame, by pts, is on show at every moment, and how to come by them."""
-
-    pts_by_moment: tuple[int, ...]
-    runs: tuple[FrameRun, ...]
-    keys: frozenset[int]
-
-
+# Numbers of frames, by the seconds at which all begin, in order; None if the clip ends before.
 Choose = Callable[[Sequence[float]], Sequence[int] | None]
 
 
-def choose_at_moments(moments: Sequence[float], last_s: float) -> Choose:
-    """The frames on show at ascending moments (seconds); None if the clip ends before.
+class SeekPlan(NamedTuple):
+    """How to come by the frames on show at some moments, by their times (pts)."""
 
-    Args:
-      last_s: seconds that the last frame stays on show.
-    """
-
-    def choose(seconds: Sequence[float]) -> Sequence[int] | None:
-        if moments[-1] > seconds[-1] + last_s:
-            return None
-        return [max(0, bisect_right(seconds, m) - 1) for m in moments]
-
-    return choose
-
-
-def choose_numbered(numbers: Sequence[int]) -> Choose:
-    """The frames of ascending numbers; None if the clip has fewer."""
-    return lambda seconds: numbers if numbers[-1] < len(seconds) else None
+    pts_by_moment: list[int]
+    runs: list[tuple[int, list[int]]]  # decoded without a seek: the key frame, those wanted
+    keys: set[int]
 
 
 def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) -> SeekPlan | None:
-    """Return how to see some frames of the clip; None: decode it from its start.
-
-    Args:
-      choose: picks them by the seconds at which frames begin, in order.
-    """
+    """Return how to see the chosen frames of the clip; None: decode it from its start."""
     if stream.codec_context.name not in CLOSED_GOP_CODECS or stream.time_base is None:
         return None
     order: dict[int, int] = {}  # pts -> place in the order of decoding
@@ -93,18 +57,18 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
     chosen = choose(seconds)
     if chosen is None:
         return None
-    pts_by_moment = tuple(times[k] for k in chosen)
-    runs: list[FrameRun] = []
+    pts_by_moment = [times[k] for k in chosen]
+    runs: list[tuple[int, list[int]]] = []
     for pts in dict.fromkeys(pts_by_moment):
         key = keys[bisect_right(keys, pts) - 1]
-        if runs and order[key] <= order[runs[-1].wanted[-1]] + 1:
-            runs[-1] = FrameRun(runs[-1].key, (*runs[-1].wanted, pts))
+        if runs and order[key] <= order[runs[-1][1][-1]] + 1:
+            runs[-1][1].append(pts)
         else:
-            runs.append(FrameRun(key, (pts,)))
-    decoded = sum(1 + max(order[t] for t in r.wanted) - order[r.key] for r in runs)
-    if MIN_SEEK_GAIN * decoded > 1 + order[pts_by_moment[-1]]:
+            runs.append((key, [pts]))
+    decoded = sum(1 + max(order[t] for t in wanted) - order[key] for key, wanted in runs)
+    if decoded > order[pts_by_moment[-1]]:  # as many as from the start
         return None
-    return SeekPlan(pts_by_moment, tuple(runs), frozenset(keys))
+    return SeekPlan(pts_by_moment, runs, {*keys})
 
 
 def is_hidden(packet: Packet, stream: VideoStream) -> bool:
@@ -119,13 +83,13 @@ def seek_frames(
 ) -> Iterator[tuple[VideoFrame, int]]:
     """Yield the frames of a plan, each with how many of the moments show it; LookupError where the
     clip is not as its packets said."""
-    for run in plan.runs:
-        container.seek(run.key, stream=stream)
-        pending = list(run.wanted)
+    for key, wanted in plan.runs:
+        container.seek(key, stream=stream)
+        pending = [*wanted]
         for k, frame in enumerate(container.decode(stream)):
-            is_key = frame.key_frame and frame.pts in plan.keys and frame.pts <= run.key
+            is_key = frame.key_frame and frame.pts in plan.keys and frame.pts <= key
             if k == 0 and not is_key:
-                raise LookupError(f"a seek to {run.key} led to {frame.pts}")
+                raise LookupError(f"a seek to {key} led to {frame.pts}")
             if frame.pts == pending[0]:
                 yield frame, plan.pts_by_moment.count(pending.pop(0))
             elif frame.pts is None or frame.pts > pending[0]:

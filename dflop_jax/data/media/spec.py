@@ -8,24 +8,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from dflop_jax.data.media import anyres, fitted, internvl_tiles, mel, native, tiles
-from dflop_jax.data.media.kind import Kinds
-from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.config import DataConfig
+from dflop_jax.data.media import anyres, fitted, mel, native, tiles
+from dflop_jax.data.media.kind import BUILT_IN, Kinds
 from dflop_jax.data.media.medium import Form, Preparation
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import Tokenizer
+from dflop_jax.data.text.chat import AnyTokenizer
 
-# The forms of published models: LLaVA-OneVision's is "anyres", InternVL's "dynamic", Qwen3-VL's
-# "native", Gemma 3's "square", Gemma 4's "fitted", Qwen2-Audio's "mel".
 FORMS = {
     "tiles": tiles.FORM,
-    "anyres": anyres.FORM,
-    "dynamic": internvl_tiles.FORM,
-    "native": native.FORM,
-    "square": tiles.SQUARE,
-    "fitted": fitted.FORM,
-    "mel": mel.FORM,
+    "anyres": anyres.FORM,  # LLaVA-OneVision
+    "dynamic": tiles.DYNAMIC,  # InternVL
+    "native": native.FORM,  # Qwen3-VL
+    "square": tiles.SQUARE,  # Gemma 3
+    "fitted": fitted.FORM,  # Gemma 4
+    "mel": mel.FORM,  # Qwen2-Audio
 }
 DEFAULT_FORMS = {"vision": "tiles", "audio": "mel"}  # of modules that name none
 
@@ -37,9 +33,7 @@ class MediaSpec:
     `media[module]` is what `MultimodalModel.preprocessing` says: "form", a name of `FORMS` or
     MODULE:NAME of a `Form` that anybody wrote; "piece_tokens", tokens of a piece inside its
     encoder, if these are others than the features that come out; all else is the form's own.
-
-    Raises:
-      ValueError: a form that is not known.
+    ValueError: a form that is not known.
     """
 
     media: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
@@ -56,29 +50,20 @@ class MediaSpec:
         media = {}
         for module, facts in preprocessing.items():
             if "form" in facts or module in DEFAULT_FORMS:
-                encoder_facts = (
-                    {"piece_tokens": int(piece_tokens[module])} if module in piece_tokens else {}
-                )
-                media[module] = {"form": DEFAULT_FORMS.get(module), **facts, **encoder_facts}
+                media[module] = {"form": DEFAULT_FORMS.get(module), **facts}
+                if module in piece_tokens:
+                    media[module]["piece_tokens"] = int(piece_tokens[module])
         return cls(media)
 
     @property
     def kinds(self) -> Kinds:
         """The kinds of all media that records may hold: the built-in ones, then the model's own."""
-        kinds = dict.fromkeys(BUILT_IN)
-        for facts in self.media.values():
-            kinds |= dict.fromkeys(resolve_form(facts["form"]).kinds)
-        return tuple(kinds)
+        forms = [resolve_form(facts["form"]) for facts in self.media.values()]
+        return tuple(dict.fromkeys([*BUILT_IN, *(kind for form in forms for kind in form.kinds)]))
 
-    def prepared(
-        self, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None = None
-    ) -> Preparation:
+    def prepared(self, limits: DataConfig, tokenizer: AnyTokenizer | None = None) -> Preparation:
         """Return how the model takes media under the limits, by module; without a tokenizer, no
-        text stands among frames.
-
-        Raises:
-          ValueError: facts that its form cannot take.
-        """
+        text stands among frames. ValueError: facts that its form cannot take."""
         preparation = {}
         for module, facts in self.media.items():
             settings = {name: value for name, value in facts.items() if name != "form"}

@@ -1,7 +1,7 @@
 """Pictures and clips as square tiles: a layout cuts them and says which tokens show what.
 
 The plain layout is an overview tile and a grid, every feature one token of the text; others are
-`AnyRes` and `DynamicTiling`. A frame of a clip is one tile.
+`Square`, `DynamicTiling` and `AnyRes`. A frame of a clip is one tile.
 """
 
 from __future__ import annotations
@@ -9,51 +9,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
-from dflop_jax.data.media.kind import Columns, Header, Kinds
-from dflop_jax.data.media.limits import Limits
-from dflop_jax.data.media.medium import (
-    DecodedMedium,
-    Facts,
-    Form,
-    MediaCounts,
-    Medium,
-    integer_facts,
-)
-from dflop_jax.data.media.tiling import IMAGE, choose_grid, fit_in_box, frame_tile, padded_tiles
+from dflop_jax.config import DataConfig
+from dflop_jax.data.media import medium
+from dflop_jax.data.media.kind import IMAGE, VIDEO, Columns, Header, Kinds
+from dflop_jax.data.media.medium import DecodedMedium, Grid, MediaCounts
+from dflop_jax.data.media.pictures import BICUBIC, Size, frame_tile, padded_tiles
 from dflop_jax.data.media.token_sources import TokenSources, copied_sources, insert_text
-from dflop_jax.data.media.video import VIDEO
-from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.tokenize import Tokenizer
+from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
-GREY = 128  # of blank pictures, in 0 to 255
 NEXT_FRAME_TEXT = "\nFrame{}: "  # InternVL's text between a clip's frames
-
 
 Counts = tuple[np.ndarray, np.ndarray, np.ndarray]  # of pictures, see `VisionLayout.count`
 
 
 class VisionLayout(ABC):
-    """How a model sees pictures and clips: `SimpleTiles`, `AnyRes`, `DynamicTiling`, `Square`, or
-    one of a user's own; a frozen dataclass, derived from this for what a simple one need not say.
-
-    `alone` says whether a picture is the only one of its sample.
-
-    Attributes:
-      tokens_per_tile: features that the encoder gives for a tile.
-      is_joined: see `medium.Medium`.
-    """
+    """How a model sees pictures and clips: a frozen dataclass, derived from this for what a simple
+    one need not say. `alone` says whether a picture is the only one of its sample."""
 
     tile_px: int
-    tokens_per_tile: int
+    tokens_per_tile: int  # features that the encoder gives for a tile
     max_tiles: int
-    is_joined: ClassVar[bool] = False
+    is_joined: ClassVar[bool] = False  # see `medium.Medium`
 
     @abstractmethod
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
@@ -63,18 +46,15 @@ class VisionLayout(ABC):
         """LLM tokens of clips of int [n] frames, one tile each."""
         return frames * self.tokens_per_tile
 
-    def min_size(self, width: int, height: int) -> tuple[int, int] | None:
-        """Pixels that tiles of a picture of this size need at least, so that a larger one may be
-        decoded at a smaller scale; None where it is to be decoded whole, as published processors
-        do."""
+    def min_size(self, width: int, height: int) -> Size | None:
+        """(width, height) that a larger picture may be decoded at; None: decode it whole, as
+        published processors do."""
         return None
 
     @abstractmethod
-    def cut_tiles(
-        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
-    ) -> np.ndarray:
-        """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture; `size` is its true
-        (width, height) where it was decoded at a smaller scale."""
+    def cut_tiles(self, image: Image.Image, alone: bool, size: Size) -> np.ndarray:
+        """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture, whose true (width,
+        height) is `size`."""
 
     def token_sources(self, width: int, height: int, alone: bool) -> TokenSources:
         """Where each LLM token of a picture comes from, over its tiles."""
@@ -91,7 +71,8 @@ class VisionLayout(ABC):
 
 @dataclass(frozen=True)
 class SimpleTiles(VisionLayout):
-    """The plain layout; `max_tiles` of the grid."""
+    """LLaVA-NeXT's: a base tile of the whole picture, resized, and where the picture is larger than
+    a tile, a grid of up to `max_tiles`."""
 
     tile_px: int
     tokens_per_tile: int
@@ -103,35 +84,53 @@ class SimpleTiles(VisionLayout):
         tiles = np.array([1 + rows * cols for rows, cols in grids], np.int64)
         return tiles > 0, tiles, self.count_clips(tiles)
 
-    def min_size(self, width: int, height: int) -> tuple[int, int]:
+    def min_size(self, width: int, height: int) -> Size:
         px = self.tile_px
         rows, cols = choose_grid(width, height, px, self.max_tiles)
         shown_w, shown_h = fit_in_box(width, height, max(1, cols) * px, max(1, rows) * px)
         return 2 * max(shown_w, px), 2 * max(shown_h, px)  # twice what tiles show of it
 
-    def cut_tiles(
-        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
-    ) -> np.ndarray:
-        def resized(width: int, height: int) -> Image.Image:
-            return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
-
-        px, true = self.tile_px, size or image.size
-        rows, cols = choose_grid(*true, px, self.max_tiles)
-        base = np.asarray(resized(px, px))[None]
+    def cut_tiles(self, image: Image.Image, alone: bool, size: Size) -> np.ndarray:
+        px, resize = self.tile_px, partial(image.resize, resample=BICUBIC, reducing_gap=2.0)
+        rows, cols = choose_grid(*size, px, self.max_tiles)
+        base = np.asarray(resize((px, px)))[None]
         if not rows * cols:
             return base
-        inner = resized(*fit_in_box(*true, cols * px, rows * px))
+        inner = resize(fit_in_box(*size, cols * px, rows * px))
         return np.concatenate([base, padded_tiles(inner, rows, cols, px)])
+
+
+@lru_cache(maxsize=65536)
+def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> Grid:
+    """(rows, cols) of the grid of 2..max_tiles tiles that keeps most pixels of a picture fitted
+    into it, then wastes least; (0, 0): the base tile only."""
+    if max(width, height) <= tile_px:
+        return (0, 0)
+    best_grid, best_key = (0, 0), (-1, 0)
+    for rows in range(1, max_tiles + 1):
+        for cols in range(1, max_tiles // rows + 1):
+            if rows * cols == 1:  # would only repeat the base tile
+                continue
+            w, h = fit_in_box(width, height, cols * tile_px, rows * tile_px)
+            kept_pixels = min(w * h, width * height)
+            key = (kept_pixels, kept_pixels - rows * cols * tile_px**2)
+            if key > best_key:
+                best_grid, best_key = (rows, cols), key
+    return best_grid
+
+
+def fit_in_box(width: int, height: int, box_width: int, box_height: int) -> Size:
+    """Largest (width, height) of the same aspect ratio inside the box, at least 1 x 1."""
+    if width * box_height >= height * box_width:
+        return box_width, max(1, height * box_width // width)
+    return max(1, width * box_height // height), box_height
 
 
 @dataclass(frozen=True)
 class Square(VisionLayout):
-    """Gemma 3's: each picture is resized to one square, its aspect ratio not kept.
-
-    Pixels equal those of the published processor (`Gemma3ImageProcessorPil`) without "pan and
-    scan", which published folders leave off. A frame of a clip is a picture, and sees the others
-    where no text stands between.
-    """
+    """Gemma 3's: each picture is resized to one square, as by the published processor
+    (`Gemma3ImageProcessorPil`) without "pan and scan", which published folders leave off. A frame
+    of a clip is a picture, and sees the others where no text stands between."""
 
     tile_px: int
     tokens_per_tile: int
@@ -142,44 +141,73 @@ class Square(VisionLayout):
         one = np.ones(len(widths), np.int64)
         return one > 0, one, self.count_clips(one)
 
-    def cut_tiles(
-        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
-    ) -> np.ndarray:
-        size_px = (self.tile_px, self.tile_px)
-        return np.asarray(image.resize(size_px, Image.Resampling.BILINEAR), np.uint8)[None]
+    def cut_tiles(self, image: Image.Image, alone: bool, size: Size) -> np.ndarray:
+        return frame_tile(image, self.tile_px, Image.Resampling.BILINEAR)[None]
 
 
 @dataclass(frozen=True)
-class TileMedium(Medium):
-    """Pictures and clips in the tiles of a layout.
+class DynamicTiling(VisionLayout):
+    """InternVL-2.5's: a picture is resized, its aspect ratio not kept, to the grid of up to
+    `max_tiles` tiles whose ratio is nearest, and cut; with more than one tile a thumbnail of the
+    whole follows. Pixels equal those of the published processor (`GotOcr2ImageProcessorPil`)."""
 
-    Attributes:
-      tile_tokens: of a tile inside the encoder; 0: as many as the features that come out.
-      max_frames: of a clip.
-      between_frames: ids of the text that follows each frame of a clip but the last, for
-        max_frames - 1 of them; () if there is none.
-    """
+    tile_px: int = 448
+    tokens_per_tile: int = 256
+    max_tiles: int = 12
+    min_tiles: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_tiles <= self.max_tiles or min(self.tile_px, self.tokens_per_tile) < 1:
+            raise ValueError(f"{self}: sizes must be at least 1, min_tiles at most max_tiles")
+
+    def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
+        tiles = np.multiply(*self.grids(widths, heights))
+        tiles = tiles + (tiles > 1)
+        return tiles > 0, tiles, self.count_clips(tiles)
+
+    def cut_tiles(self, image: Image.Image, alone: bool, size: Size) -> np.ndarray:
+        px = self.tile_px
+        rows, cols = (int(n[0]) for n in self.grids(*np.array(size)[:, None]))
+        tiles = padded_tiles(image.resize((cols * px, rows * px), BICUBIC), rows, cols, px)
+        return tiles if len(tiles) == 1 else np.concatenate([tiles, frame_tile(image, px)[None]])
+
+    def grids(self, widths: np.ndarray, heights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, cols) int64 [n] of the grids nearest in aspect ratio to upright widths x heights
+        pixels, int [n]; of equally near ones the larger whose pixels are half filled."""
+        ratio, area = widths / heights, widths.astype(np.int64) * heights
+        rows, cols = np.ones((2, len(widths)), np.int64)
+        min_distance = np.full(len(widths), np.inf)
+        sides = range(1, self.max_tiles + 1)
+        grids = [(c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles]
+        for n_cols, n_rows in sorted(grids, key=lambda g: g[0] * g[1]):
+            distance = np.abs(ratio - n_cols / n_rows)
+            filled = area > 0.5 * self.tile_px**2 * n_cols * n_rows
+            is_nearer = (distance < min_distance) | ((distance == min_distance) & filled)
+            rows, cols = np.where(is_nearer, n_rows, rows), np.where(is_nearer, n_cols, cols)
+            min_distance = np.minimum(min_distance, distance)
+        return rows, cols
+
+
+@dataclass(frozen=True)
+class TileMedium(medium.Medium):
+    """Pictures and clips in the tiles of a layout."""
 
     layout: VisionLayout
     sources: int = 1
-    tile_tokens: int = 0
-    max_frames: int = 32
+    tile_tokens: int = 0  # inside the encoder; 0: as many as the features that come out
+    max_frames: int = DataConfig.max_frames  # of a clip
+    # ids of the text behind each of max_frames - 1 frames of a clip; () if there is none
     between_frames: tuple[tuple[int, ...], ...] = ()
 
     kinds: ClassVar[Kinds] = (IMAGE, VIDEO)
-    blank: ClassVar[Mapping[str, int]] = MappingProxyType({"pixels": GREY})
-
-    def __post_init__(self) -> None:
-        if self.max_frames < 1:
-            raise ValueError(f"max_frames={self.max_frames} must be at least 1")
-        assert len(self.between_frames) in (0, self.max_frames - 1)
+    blank: ClassVar[Mapping[str, int]] = MappingProxyType({"pixels": medium.GREY})
 
     @property
-    def piece_tokens(self) -> int:
+    def piece_tokens(self) -> int:  # type: ignore[override]
         return self.tile_tokens or self.layout.tokens_per_tile
 
     @property
-    def is_joined(self) -> bool:
+    def is_joined(self) -> bool:  # type: ignore[override]
         return self.layout.is_joined and not self.between_frames
 
     @property
@@ -203,64 +231,54 @@ class TileMedium(Medium):
         return (self.piece_tokens,) * n
 
     def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:
+        layout = self.layout
         if kind == IMAGE.name:
             size = header["width"], header["height"]
-            image = opened(size, self.layout.min_size(*size))
-            tiles, tokens = (
-                self.layout.cut_tiles(image, alone, size),
-                self.layout.token_sources(*size, alone),
-            )
+            tiles = layout.cut_tiles(opened(size, layout.min_size(*size)), alone, size)
+            tokens = layout.token_sources(*size, alone)
             ids = np.full(len(tokens), -1)
         else:
             n = min(header["frames"], self.max_frames)
-            tile = partial(frame_tile, tile_px=self.layout.tile_px)
+            tile = partial(frame_tile, tile_px=layout.tile_px)
             tiles = opened.spread(n, tile, header["first"], header["total"])
-            tokens, text_between = self.layout.clip_token_sources(n), self.between_frames[: n - 1]
-            counts = np.array([len(ids) for ids in text_between], np.int64)
-            positions = np.repeat(np.arange(1, len(text_between) + 1) * (len(tokens) // n), counts)
-            ids = np.insert(
-                np.full(len(tokens), -1), positions, [i for ids in text_between for i in ids]
-            )
+            tokens, text_between = layout.clip_token_sources(n), self.between_frames[: n - 1]
+            step = len(tokens) // n
+            positions = [k * step for k, ids in enumerate(text_between, 1) for _ in ids]
+            text_ids = [i for ids in text_between for i in ids]
+            ids = np.insert(np.full(len(tokens), -1), positions, text_ids)
             tokens = insert_text(tokens, positions)
-        lengths, features = (
-            (self.piece_tokens,) * len(tiles),
-            len(tiles) * self.layout.tokens_per_tile,
-        )
+        lengths = (self.piece_tokens,) * len(tiles)
+        features = len(tiles) * layout.tokens_per_tile
         return DecodedMedium({"pixels": tiles}, lengths, features, tokens, ids)
 
 
-def tile_form(make_layout: Callable[..., VisionLayout], *fact_names: str) -> Form:
-    """Return the form of a layout, which `make_clip_source` makes of tile_px, tokens_per_tile,
-    max_tiles and those of the `further` facts that a model states; the tokenizer's text stands
-    between frames."""
+def tile_form(make_layout: Callable[..., VisionLayout], *fact_names: str) -> medium.Form:
+    """Return the form of a layout, which `make_layout` makes of tile_px, tokens_per_tile, max_tiles
+    and those of the `fact_names` that a model states; the tokenizer's text stands between frames.
+    """
 
     def build(
-        facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
+        facts: medium.Facts, limits: DataConfig, tokenizer: AnyTokenizer | None
     ) -> TileMedium:
         layout_facts = {name: facts[name] for name in fact_names if name in facts}
-        px, tokens, sources, inside = integer_facts(
+        px, tokens, sources, inside = medium.integer_facts(
             facts, *fact_names, tile_px=None, tokens_per_tile=None, sources=1, piece_tokens=0
         )
         n = limits.max_frames
         text_between = between_frames(tokenizer, n) if isinstance(tokenizer, ChatTokenizer) else ()
-        layout = make_layout(
-            tile_px=px, tokens_per_tile=tokens, max_tiles=limits.max_tiles, **layout_facts
-        )
+        layout = make_layout(px, tokens, limits.max_tiles, **layout_facts)
         return TileMedium(layout, sources, inside, n, text_between)
 
-    return Form(TileMedium.kinds, build)
+    return medium.Form(TileMedium.kinds, build)
 
 
 def between_frames(tokenizer: ChatTokenizer, n: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ids between the n frames of a clip, n - 1 times; () where the model writes none
-    there."""
+    """Return the ids between the n frames of a clip, n - 1 times; () where there are none."""
     if tokenizer.picture_ends is None:
         return ()
     begin_ids, end_ids = tokenizer.picture_ends
-    return tuple(
-        (*end_ids, *tokenizer.encode(NEXT_FRAME_TEXT.format(k)), *begin_ids)
-        for k in range(2, n + 1)
-    )
+    texts = [tokenizer.encode(NEXT_FRAME_TEXT.format(k)) for k in range(2, n + 1)]
+    return tuple((*end_ids, *text_ids, *begin_ids) for text_ids in texts)
 
 
-FORM, SQUARE = tile_form(SimpleTiles), tile_form(Square)
+FORM, SQUARE, DYNAMIC = map(tile_form, (SimpleTiles, Square, DynamicTiling))

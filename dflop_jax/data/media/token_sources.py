@@ -34,7 +34,6 @@ def copied_sources(index: np.ndarray) -> TokenSources:
 
 
 def newlines(n: int) -> TokenSources:
-    """`n` newline tokens."""
     sources = np.zeros(n, SOURCES)
     sources["newline"] = True
     return sources
@@ -47,19 +46,15 @@ def resampled_sources(grid: np.ndarray, height: int, width: int) -> TokenSources
     """
     y0, y1, fy = _taps(grid.shape[0], height)
     x0, x1, fx = _taps(grid.shape[1], width)
-    rows = (y0[:, None], y0[:, None], y1[:, None], y1[:, None])
-    cols = (x0, x1, x0, x1)
-    wy = np.stack([1 - fy, 1 - fy, fy, fy], -1)[:, None, :]
-    wx = np.stack([1 - fx, fx, 1 - fx, fx], -1)[None, :, :]
     sources = np.zeros((height, width), SOURCES)
-    sources["index"] = np.stack([grid[r, c] for r, c in zip(rows, cols, strict=True)], -1)
-    sources["weight"] = wy * wx
+    corners = [grid[np.ix_(y, x)] for y in (y0, y1) for x in (x0, x1)]
+    weights = [np.outer(wy, wx) for wy in (1 - fy, fy) for wx in (1 - fx, fx)]
+    sources["index"], sources["weight"] = np.stack(corners, -1), np.stack(weights, -1)
     return sources.reshape(-1)
 
 
-def insert_text(tokens: TokenSources, positions: np.ndarray) -> TokenSources:
-    """The tokens with room for text: one token that has no source before each place of
-    `positions`."""
+def insert_text(tokens: TokenSources, positions: list[int]) -> TokenSources:
+    """The tokens with one that has no source before each of the positions, for text."""
     return np.insert(tokens, positions, np.zeros(1, SOURCES))
 
 
@@ -71,9 +66,7 @@ def add_line_ends(tokens: TokenSources, rows: int) -> TokenSources:
 
 def _taps(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(lower, upper, weight of the upper) of each output; float32 as the reference computes it."""
-    scale = np.float32(n_in) / np.float32(max(n_out, 1))
-    centre = np.maximum(
-        scale * (np.arange(n_out, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0
-    )
+    half, scale = np.float32(0.5), np.float32(n_in) / np.float32(max(n_out, 1))
+    centre = np.maximum(scale * (np.arange(n_out, dtype=np.float32) + half) - half, 0)
     lower = np.minimum(centre.astype(np.int64), n_in - 1)
     return lower, np.minimum(lower + 1, n_in - 1), (centre - lower).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -21,35 +22,26 @@ from PIL.Image import Transpose
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import check_duration, open_container
-from dflop_jax.data.media.kind import Kind
-from dflop_jax.data.media.media_keys import FRAMES, SIZES, SPAN
-from dflop_jax.data.media.seek import (
-    Choose,
-    choose_at_moments,
-    choose_numbered,
-    is_hidden,
-    seek_frames,
-    seek_plan,
-)
+from dflop_jax.data.media.seek import Choose, is_hidden, seek_frames, seek_plan
 
 FRAMES_PER_S = 2.0  # that are taken of a clip
 DEFAULT_RATE = Fraction(25)  # frames a second of a clip that does not say
+Convert = Callable[[Image.Image], np.ndarray]
 MIRRORED = Transpose.TRANSPOSE, Transpose.FLIP_LEFT_RIGHT, Transpose.FLIP_TOP_BOTTOM
 MAX_RATE_DEN = 10_000  # of a counted rate, whose parts then fit int32
 logger = logging.getLogger("dflop_jax.data")
 
 
 class Clip(NamedTuple):
-    """Pixels of an upright frame, number of frames that are shown, frames a second on average; the
-    number of the first, and what its record asks for (see `media_keys`), each 0 where it does not.
-    """
+    """What a header says of a clip, and what its record asks for (see `kind.with_keys`), each 0
+    where it does not."""
 
-    width: int
+    width: int  # of an upright frame
     height: int
-    total: int
-    rate_num: int
+    total: int  # frames that are shown
+    rate_num: int  # frames a second on average
     rate_den: int
-    first: int = 0
+    first: int = 0  # number of the first frame
     min_pixels: int = 0  # of a frame
     max_pixels: int = 0
     resized_width: int = 0
@@ -65,54 +57,54 @@ class Clip(NamedTuple):
         return self.rate_den / self.rate_num
 
 
+class Frames(NamedTuple):
+    """A clip of a file: `read_frames` and `read_numbered` of it."""
+
+    spread: Callable[..., np.ndarray]
+    numbered: Callable[..., np.ndarray]
+
+
 def clip_header(path: MediaFile) -> dict[str, int]:
     """Read the fields of `Clip`, and "frames", FRAMES_PER_S over the duration, at most what is
-    there.
-
-    Decodes one frame, which says how the clip is turned. Reads the whole file where its metadata do
-    not list the packets, see `_scan_clip`.
-    Raises ValueError when the file is no video, or one without frames.
-    """
+    there. ValueError when the file is no video, or one without frames."""
     with open_container(path, "video") as container:
         clip, _ = _scan_clip(container)
     frames = min(clip.total, ceil(clip.total * clip.frame_s * FRAMES_PER_S))
     return {"frames": frames, **clip._asdict()}
 
 
-def read_numbered(
-    path: MediaFile, numbers: Sequence[int], convert: Callable[[Image.Image], np.ndarray]
-) -> np.ndarray:
+def read_numbered(path: MediaFile, numbers: Sequence[int], convert: Convert) -> np.ndarray:
     """`convert` of the upright RGB frames of these ascending numbers, stacked; a number may come
     several times. A clip that breaks off is treated as by `read_frames`."""
+
+    def choose(seconds: Sequence[float]) -> Sequence[int] | None:
+        return numbers if numbers[-1] < len(seconds) else None
 
     def choose_frames(frames: Iterator[VideoFrame]) -> Iterator[tuple[VideoFrame, int]]:
         for number, frame in enumerate(islice(frames, numbers[-1] + 1)):
             yield frame, numbers.count(number)
 
-    return _read(path, choose_numbered(numbers), choose_frames, len(numbers), convert)
+    return _read(path, choose, choose_frames, len(numbers), convert)
 
 
 def read_frames(
-    path: MediaFile,
-    n_frames: int,
-    convert: Callable[[Image.Image], np.ndarray],
-    first: int = 0,
-    total: int | None = None,
+    path: MediaFile, n_frames: int, convert: Convert, first: int = 0, total: int | None = None
 ) -> np.ndarray:
     """`convert` of `n_frames` upright RGB frames, those on show in the middles of as many equal
-    parts of the clip, or of `total` frames of it from the `first` on, stacked.
-
-    Where the clip breaks off, the last good frame is repeated, with a warning. ValueError when
-    more than half of the frames are missing that way.
-    """
+    parts of the clip, or of `total` frames of it from the `first` on, stacked. Where it breaks off,
+    the last good frame is repeated, with a warning; ValueError where that is more than half."""
     with open_container(path, "video") as container:
         clip, start_s = _scan_clip(container)
     part_s = (total or clip.total) * clip.frame_s / n_frames
     moments = [start_s + first * clip.frame_s + (k + 0.5) * part_s for k in range(n_frames)]
+
+    def choose(seconds: Sequence[float]) -> Sequence[int] | None:
+        if moments[-1] > seconds[-1] + 2 * clip.frame_s:
+            return None
+        return [max(0, bisect_right(seconds, m) - 1) for m in moments]
+
     choose_frames = partial(_frames_at, moments, start_s, clip.frame_s)
-    return _read(
-        path, choose_at_moments(moments, 2 * clip.frame_s), choose_frames, n_frames, convert
-    )
+    return _read(path, choose, choose_frames, n_frames, convert)
 
 
 def _read(
@@ -120,10 +112,10 @@ def _read(
     choose: Choose,
     choose_frames: Callable[[Iterator[VideoFrame]], Iterator[tuple[VideoFrame, int]]],
     n: int,
-    convert: Callable[[Image.Image], np.ndarray],
+    convert: Convert,
 ) -> np.ndarray:
-    """`convert` of n frames: those chosen, by seeking, where that gains something and surely gives
-    the same, else those that are `repeat_by_weight` of all, each so many times."""
+    """`convert` of n frames: those that `choose` says, by seeking, where that gains something and
+    surely gives the same, else those of `choose_frames` of all, each so many times."""
 
     def converted(frames: Iterator[tuple[VideoFrame, int]]) -> Iterator[np.ndarray]:
         for frame, n_times in frames:
@@ -155,9 +147,8 @@ def _read(
 def _frames_at(
     moments: Sequence[float], start_s: float, frame_s: float, frames: Iterator[VideoFrame]
 ) -> Iterator[tuple[VideoFrame, int]]:
-    """Yield the frames on show at ascending moments, each with how many of the moments show it;
-    those of fewer moments if the clip ends before. An error while decoding is raised after the last
-    good frame."""
+    """Yield the frames on show at ascending moments, each with how many of the moments show it, as
+    far as the clip goes. An error while decoding is raised after the last good frame."""
     n_done, previous, previous_s = 0, None, start_s
     error: av.FFmpegError | None = None
     while n_done < len(moments):
@@ -234,9 +225,7 @@ def _plausible_rate(rate: Fraction) -> Fraction:
 def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[int, int]:
     """(the first one's begin, duration of all). A last one that does not say how long it lasts does
     so as the others on average, `usual_ticks` at most."""
-    timed = [
-        (begin_ticks, duration) for begin_ticks, duration in packets if begin_ticks is not None
-    ]
+    timed = [(begin, duration) for begin, duration in packets if begin is not None]
     first, (last, last_ticks) = min(timed, default=(0, 0))[0], max(timed, default=(0, 0))
     last_ticks = max(last_ticks, min((last - first) // max(len(timed) - 1, 1), usual_ticks))
     return first, last + last_ticks - first
@@ -257,29 +246,3 @@ def _upright(frame: VideoFrame) -> Image.Image:
     for is_needed, transpose in zip(_orientation(frame), MIRRORED, strict=True):
         image = image.transpose(transpose) if is_needed else image
     return image
-
-
-class Frames(NamedTuple):
-    """A clip of a file: `read_frames` and `read_numbered` of it."""
-
-    spread: Callable[..., np.ndarray]
-    numbered: Callable[..., np.ndarray]
-
-
-VIDEO = Kind(
-    name="video",
-    noun="clip",
-    verb="sees",
-    # frames: what it offers at FRAMES_PER_S; the others as in `Clip`
-    columns={"frames": np.int32, **dict.fromkeys(Clip._fields, np.int32), "fps": np.int64},
-    header=clip_header,
-    opened=lambda source: Frames(partial(read_frames, source), partial(read_numbered, source)),
-    described=lambda h: f"a clip of {h['total']} frames of {h['width']}x{h['height']} pixels",
-    too_small="too thin or too short a clip; crop it or take a longer one",
-    keys=(*SIZES, *FRAMES, *SPAN, "total_pixels"),
-    extensions=("mp4", "mkv", "webm", "avi", "mov"),
-    question="Describe the video.",
-    placeholders=("<video>", "<|video_pad|>"),
-    wrapped=True,
-    preface="Frame1: ",  # InternVL's text before a clip's frames
-)

@@ -11,8 +11,8 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dflop_jax.data import bounds
 
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
+MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
 # Templates may ask for the day (Llama 3.1): the same tokens every day make runs repeatable.
 TODAY = date(2024, 7, 26)
 
@@ -33,14 +34,15 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A compiled template; `variables` (bos_token, eos_token, ...) are known to it.
+    """A compiled template; `variables` (bos_token, eos_token, ...) are known to it. In the place of
+    `written`, its text for a picture, processors put `framed` once it has been rendered (Gemma).
+    ValueError: `source` is no jinja template."""
 
-    Raises:
-      ValueError: `source` is no jinja template.
-    """
-
-    def __init__(self, source: str, variables: Mapping[str, str], name: str) -> None:
+    def __init__(
+        self, source: str, variables: Mapping[str, str], name: str, written: str, framed: str
+    ) -> None:
         self._name, self._variables = name, dict(variables)
+        self._written, self._framed = written, framed
         with bounds.errors_as(f"{name}: chat template is no valid jinja"):
             self._template = _environment().from_string(source)
         self.takes_parts = self._shows([{"type": "text", "text": "probe"}])
@@ -52,21 +54,25 @@ class ChatTemplate:
         variables: Message = MappingProxyType({}),
         *,
         add_generation_prompt: bool = False,
-    ) -> tuple[str, tuple[Span, ...]]:
+        frames_pictures: bool = True,
+    ) -> tuple[str, list[Span]]:
         """The text, and the spans of characters that the template itself calls generated.
-
-        Args:
-          variables: of this conversation, such as its tools.
-
-        ValueError when the template refuses the messages.
-        """
+        `variables` are of this conversation, such as its tools. ValueError: it refuses them."""
         with bounds.errors_as(f"{self._name}: chat template fails"):
-            text = self._template.render(
+            marked = self._template.render(
                 **{"tools": None, "documents": None, **self._variables, **variables},
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
             )
-        return _strip_marks(text)
+        parts = MARKS.split(marked)
+        marks = [*accumulate(map(len, parts))]  # where they stood: begin, end, begin, ...
+        text, spans = "".join(parts), [*zip(marks[0::2], marks[1::2])]
+        if not (self._written and frames_pictures):
+            return text, spans
+        starts = [match.start() for match in re.finditer(re.escape(self._written), text)]
+        longer = len(self._framed) - len(self._written)
+        shifted = [[p + longer * bisect_left(starts, p) for p in span] for span in spans]
+        return text.replace(self._written, self._framed), [(b, e) for b, e in shifted]
 
     def _shows(self, content: Any) -> bool:
         """Whether the text of a message with this content, a text or parts, is rendered."""
@@ -102,48 +108,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json  # jinja's own escapes HTML
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = TODAY.strftime
+    environment.globals.update(raise_exception=fail, strftime_now=TODAY.strftime)
     return environment
 
 
-def _strip_marks(text: str) -> tuple[str, tuple[Span, ...]]:
-    plain: list[str] = []
-    ends: list[int] = []  # where marks stood: begin, end, begin, ...
-    for text_part in text.replace(END_MARK, BEGIN_MARK).split(BEGIN_MARK):
-        plain.append(text_part)
-        ends.append((ends[-1] if ends else 0) + len(text_part))
-    return "".join(plain), tuple(zip(ends[0::2], ends[1::2], strict=False))
-
-
-@dataclass(frozen=True)
-class PictureFrame:
-    """A template's text for a picture, and what processors put in its place once the template has
-    been rendered (Gemma); both may be ""."""
-
-    written: str = ""
-    framed: str = ""
-
-    @classmethod
-    def from_config(cls, named: Mapping[str, str], template: str) -> PictureFrame:
-        """Return that of a tokenizer whose configuration names the tokens that begin and end a
-        picture: Gemma 3's templates write the former alone, Gemma 4's the picture's own token."""
-        begin, picture, end = (named.get(f"{name}_token") for name in ("boi", "image", "eoi"))
-        if not (begin and picture and end):
-            return cls()
-        if picture in template:
-            return cls(picture, f"{begin}{picture}{end}")
-        return cls(begin, f"\n\n{begin}{picture}{end}\n\n")
-
-    def apply(self, text: str, spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
-        """A rendered text with its pictures framed, and the places of its spans there."""
-        if not self.written:
-            return text, tuple(spans)
-        starts = [match.start() for match in re.finditer(re.escape(self.written), text)]
-        longer = len(self.framed) - len(self.written)
-
-        def shift(position: int) -> int:
-            return position + longer * bisect_left(starts, position)
-
-        framed = text.replace(self.written, self.framed)
-        return framed, tuple((shift(begin), shift(end)) for begin, end in spans)
+def picture_frame(named: Mapping[str, str], template: str) -> tuple[str, str]:
+    """(a template's text for a picture, what processors put in its place), "" where a configuration
+    does not name the tokens that begin and end a picture: Gemma 3's templates write the former
+    alone, Gemma 4's the picture's own token."""
+    begin, picture, end = (named.get(f"{name}_token") for name in ("boi", "image", "eoi"))
+    if not (begin and picture and end):
+        return "", ""
+    if picture in template:
+        return picture, f"{begin}{picture}{end}"
+    return begin, f"\n\n{begin}{picture}{end}\n\n"

@@ -1,20 +1,27 @@
 """Tokenizers, the chat template that turns a conversation into pieces of tokens, and the weights of
-what is trained on."""
+what is trained on. Those of a model's folder are as `transformers` resolves them."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dflop_jax.data.media.kind import tag_of
-from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.tokenizer_files import FileEncoding, load_tokenizer
+import tokenizers
 
+from dflop_jax.data.bounds import MAX_TOKENIZER_BYTES, errors_as, parse_json, read_bounded
+from dflop_jax.data.media.kind import BUILT_IN, tag_of
+
+TOKENIZER = "tokenizer.json"
+MAX_PADDING_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
 ANSWER_TOKENS = 32  # of its first answer that a cut conversation keeps, or all of a shorter one
 TAG = tag_of(BUILT_IN)
 BREAK = "\ufdd2"  # inside what spells a tag or a special token and is text; encoding leaves it out
@@ -32,30 +39,113 @@ SPECIAL_TOKENS = {
 }
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back. `placeholder_id` stands where media are."""
+@dataclass(frozen=True)
+class FolderTokenizer:
+    """What `transformers` makes of a folder's tokenizer files."""
 
-    vocab_size: int
-    pad_id: int
-    im_start_id: int
-    im_end_id: int
-    placeholder_id: int
+    backend: str  # the tokenizer as the text of a tokenizer.json
+    named: Mapping[str, str]  # special tokens by the names that templates use, such as image_token
+    template: str  # the processor's chat template, or else the tokenizer's
+
+
+def resolve_tokenizer(folder: Path) -> FolderTokenizer:
+    """Return the tokenizer and chat template of a folder. ValueError: one is missing or cannot be
+    read, or tokenizer.json lacks a special token that the configuration names."""
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
+    changed = tuple(sorted((f.name, f.stat().st_mtime_ns) for f in folder.glob("*.j*")))
+    return _resolve_folder(folder, changed)
+
+
+@lru_cache(8)
+def _resolve_folder(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderTokenizer:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say that torch is missing
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoTokenizer
+        from transformers.processing_utils import ProcessorMixin
+
+        with errors_as(f"{folder}: its tokenizer cannot be read", "; download its files again"):
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            processor, _unused = ProcessorMixin.get_processor_dict(str(folder))
+    template = processor.get("chat_template") or tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"{folder}: no chat template; put the model's chat_template.jinja beside {TOKENIZER}"
+        )
+    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    text = (folder / TOKENIZER).read_text(encoding="utf-8")
+    for token in [*named.values(), *map(str, tokenizer.all_special_tokens)]:
+        if json.dumps(token) not in text and json.dumps(token, ensure_ascii=False) not in text:
+            raise ValueError(
+                f"{folder}: tokenizer_config.json names {token!r}, which {TOKENIZER} lacks; take "
+                "both files from one model"
+            )
+    return FolderTokenizer(tokenizer.backend_tokenizer.to_str(), named, template)
+
+
+def parse_tokenizer(text: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizer.json's text, for whole texts whose special tokens are plain
+    text; an error of the library, or a ValueError, for something else."""
+    tokenizer = tokenizers.Tokenizer.from_buffer(text)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise ValueError("it has no tokens")
+    return tokenizer
+
+
+class FileEncoding:
+    """What a tokenizer of a file has beside its special tokens."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encoding(self, text: str) -> tokenizers.Encoding:
+        """A text's tokens; ValueError where the tokenizer fails on it."""
+        with errors_as("the tokenizer fails"):
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; text that spells a special token is still plain text."""
-        ...
+        return self.encoding(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens left out."""
-        ...
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def decode_with_special(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens by their names."""
-        ...
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:
+    """ValueError unless a tokenizer of `vocab_size` ids fits an embedding of so many rows."""
+    n_padding_rows = max(MAX_PADDING_ROWS, embedding_size // 64)
+    if vocab_size > embedding_size or vocab_size + n_padding_rows < embedding_size:
+        raise ValueError(
+            f"{name}: the tokenizer has {vocab_size} ids, the model's embedding {embedding_size} "
+            "rows; take the tokenizer of this model"
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object of a JSON file, empty without one. ValueError when it is something else."""
+    if not file.is_file():
+        return {}
+    with errors_as(f"{file}: not a JSON object"):
+        return parse_json(read_bounded(file, MAX_TOKENIZER_BYTES), dict[str, Any])
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0-255, then four special ids."""
+    """UTF-8 bytes are ids 0-255, then four special ids. `placeholder_id` stands where media are."""
 
     pad_id, im_start_id, im_end_id, placeholder_id = 256, 257, 258, 259
     vocab_size = 260
@@ -74,16 +164,13 @@ class ByteTokenizer:
 
 class FileTokenizer(FileEncoding):
     """A Hugging Face tokenizer.json with ChatML tokens and a token that stands for media.
-
-    Raises:
-      ValueError: no such file, not a tokenizer, or a special token that the template needs is
-        missing.
-    """
+    ValueError: no such file, not a tokenizer, or one of these tokens is missing."""
 
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise ValueError(f"{path}: no such tokenizer.json; leave it empty for byte-level")
-        super().__init__(load_tokenizer(path))
+        with errors_as(f"{path}: not a tokenizer.json", "; name one, or the model's folder"):
+            super().__init__(parse_tokenizer(read_bounded(Path(path), MAX_TOKENIZER_BYTES)))
         ids = {}
         for name, names in SPECIAL_TOKENS.items():
             token_ids = (self._tokenizer.token_to_id(n) for n in names)
@@ -96,14 +183,16 @@ class FileTokenizer(FileEncoding):
         self.placeholder_id, self.pad_id = ids["placeholder_id"], ids["pad_id"]
 
 
+Tokenizer = ByteTokenizer | FileTokenizer  # those without a chat template
+
+
 @dataclass(frozen=True)
 class TemplateFields:
-    """What a record gives its chat template beside the turns: `messages`, of each turn further
-    fields of its message (reasoning_content, tool_calls), () where no turn has any; `variables` of
-    the whole template (tools, enable_thinking)."""
+    """What a record gives its chat template beside the turns."""
 
+    # further fields of each turn's message (reasoning_content, tool_calls); () where none has any
     messages: tuple[Mapping[str, Any], ...] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)  # tools, enable_thinking
 
     @property
     def names(self) -> set[str]:
@@ -115,24 +204,20 @@ NO_FIELDS = TemplateFields()
 
 @dataclass(frozen=True)
 class TokenRun:
-    """A run of text tokens, or (medium >= 0) the place of a medium's tokens. `weight` is that of
-    each token's loss, where they are supervised, and `answer` counts the record's answers up to the
-    one that they are of; -1: that is not known."""
+    """A run of text tokens, or (medium >= 0) the place of a medium's tokens."""
 
     ids: tuple[int, ...] = ()
     supervised: bool = False
     medium: int = -1
-    weight: float = 1.0
-    answer: int = -1
+    weight: float = 1.0  # of each token's loss, where they are supervised
+    answer: int = -1  # counts the record's answers up to the one that these are of; -1: not known
 
 
 def encode_chatml(
     turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, tag: re.Pattern[str] = TAG
 ) -> tuple[TokenRun, ...]:
-    """ChatML of (role, text) turns; answers and their end-of-turn token are supervised.
-
-    Roles are those of `ROLES`. The k-th match of `tag` (see `kind.tag_of`) becomes medium k.
-    """
+    """ChatML of turns (a role of `ROLES`, text); answers and their end-of-turn token are
+    supervised. The k-th match of `tag` (see `kind.tag_of`) becomes medium k."""
     runs: list[TokenRun] = []
     n_media = n_answers = 0
     newline = tuple(tokenizer.encode("\n"))
@@ -193,24 +278,17 @@ def answer_weights(
     """The weight of every answer of a record: its turn's times the record's own, 1 where none is
     given, 0 where `loss` or `train` of the turn is false, 0 or "false"; () where all are 1.
 
-    Args:
-      turns: mappings, of which those of answers may have a weight, or one of `LOSS_SWITCHES`.
-      roles: human, gpt or system, of each.
-
-    Raises:
-      ValueError: a weight or switch that is none, or a weight of a turn that is no answer.
+    ValueError: a weight or switch that is none, or a weight of a turn that is no answer.
     """
     common_weight = _weight(record_weight, "the record")
     weights = []
     for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):
         fields = turn if isinstance(turn, Mapping) else {}
-        turn_weight, switches = (
-            fields.get(WEIGHT_FIELD),
-            {name: fields.get(name) for name in LOSS_SWITCHES},
-        )
+        switches = {name: fields.get(name) for name in LOSS_SWITCHES}
         for name, value in switches.items():
             if value not in _ON_VALUES + _OFF_VALUES:
                 raise ValueError(f"{name} of turn {k} is {value!r:.50}; give true or false")
+        turn_weight = fields.get(WEIGHT_FIELD)
         if role == "gpt":
             is_trained = not any(value in _OFF_VALUES for value in switches.values())
             weights.append(common_weight * _weight(turn_weight, f"turn {k}") * is_trained)
@@ -232,11 +310,7 @@ def weight_runs(
     runs: Sequence[TokenRun], weights: Sequence[float], *, prompts: bool
 ) -> tuple[TokenRun, ...]:
     """The pieces of a conversation with the weights of its answers (none: 1 each), and all other
-    text supervised, too, if `prompts`.
-
-    Raises:
-      ValueError: weights where the template does not tell the answers apart.
-    """
+    text supervised, too, if `prompts`. ValueError: the template does not tell answers apart."""
     weighted = []
     for p in runs:
         if weights and p.supervised:

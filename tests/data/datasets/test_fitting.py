@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.record_table import build_table
 from dflop_jax.data.media.counts import fit_samples, largest_rows, sample_load
-from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.tiles import SimpleTiles
 from dflop_jax.data.text.tokenize import ANSWER_TOKENS, TokenRun, count_text_tokens, truncate_runs
@@ -69,7 +69,7 @@ def test_a_cut_sample_is_its_first_tokens(n, oversize):
     headers = [[h | place for h, place in zip(of, places, strict=True)]
                for (_, of), (_, places) in zip(made, columns, strict=True)]  # fmt: skip
     table = build_table([record for record, _ in columns], headers)
-    counts, fits = fit_samples(table, HOW, Limits(max_tokens=MAX_TOKENS, oversize=oversize))
+    counts, fits = fit_samples(table, HOW, DataConfig(max_tokens=MAX_TOKENS, oversize=oversize))
     assert len(counts) == len(fits) == n
     n_cut = 0
     for i, (pieces, of) in enumerate(made):

@@ -13,7 +13,7 @@ from PIL import Image
 from dflop_jax.data.datasets.blob import Blob, open_media
 from dflop_jax.data.datasets.readers import find_files, open_reader
 from dflop_jax.data.datasets.record_parser import Record
-from dflop_jax.data.media.tiling import picture_size
+from dflop_jax.data.media.pictures import picture_size
 from tests.data.media_cases import add_bytes, made_dataset, make_shards, read_upright, talk
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, SceneSource
+from dflop_jax.config import DataConfig
+from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource
 from dflop_jax.data.datasets.scenes import COLOURS, draw_scene
 from tests.data.views import media_spec, supervised, tiles, tokens
 
@@ -133,7 +134,10 @@ def test_samples_repeat_have_their_load_and_differ_between_seeds_and_splits():
 
 def test_scenes_at_native_resolution():
     facts = {"form": "native", "patch_px": 4, "merge": 2, "frames": 2}
-    limits = Limits(4, 8, 4096, min_pixels=256, max_pixels=6000, max_clip_pixels=20_000)
+    limits = DataConfig(
+        max_tiles=4, max_frames=8, max_tokens=4096, min_pixels=256, max_pixels=6000,
+        max_clip_pixels=20_000,
+    )  # fmt: skip
     options = {"n": 60, "spec": MediaSpec.of({"vision": facts}, {}), "limits": limits}
     data, grey = source(**options), source(**options, blank_images=True)
     lengths = set()
@@ -157,7 +161,7 @@ def test_scenes_at_native_resolution():
 
 
 def test_the_smallest_pictures_have_their_shape_in_the_middle():
-    rng, limits = np.random.default_rng(0), Limits()
+    rng, limits = np.random.default_rng(0), DataConfig()
     scenes = [draw_scene(rng, 8, limits) for _ in range(400)]
     singles = [p for s in scenes for p in s.pictures if len(p.shapes) == 1 and not p.frames]
     assert any(min(p.width, p.height) < 8 for p in singles)
@@ -168,7 +172,7 @@ def test_the_smallest_pictures_have_their_shape_in_the_middle():
 
 @pytest.mark.parametrize("oversize", ["truncate", "drop", "error"])
 def test_oversize_scenes(oversize):
-    data = source(limits=Limits(max_tokens=90, oversize=oversize))
+    data = source(limits=DataConfig(max_tokens=90, oversize=oversize))
     if oversize == "error":
         with pytest.raises(ValueError, match=r"scenes.*max_tokens=90"):
             [data.load(i) for i in range(50)]

@@ -12,27 +12,19 @@ from dflop_jax.data.media.audio import count_samples, read_sound, resample
 from tests.data.media_cases import shared_files, write_wav
 
 
-def test_values_at_the_same_rate_are_exact(tmp_path):
-    samples = np.random.default_rng(0).integers(-32768, 32768, (2, 5000))
-    path = write_wav(tmp_path / "a.wav", samples, 16000)
-    assert count_samples(path, 16000) == 5000
-    expected = samples.mean(0) / 32768
-    np.testing.assert_allclose(read_sound(path, 5000, 16000), expected, atol=1e-7)
-    np.testing.assert_allclose(read_sound(path, 1234, 16000), expected[:1234], atol=1e-7)
-
-
-@pytest.mark.parametrize("rate_hz", [8000, 11025, 22050, 44100, 48000])
+@pytest.mark.parametrize("rate_hz", [8000, 11025, 16000, 22050, 44100, 48000])
 @pytest.mark.parametrize("n", [1, 7, 30_000])
 def test_length_is_that_of_the_header(tmp_path, rate_hz, n):
-    samples = np.random.default_rng(1).integers(-9000, 9000, (1, n))
+    samples = np.random.default_rng(1).integers(-9000, 9000, (2, n))
     path = write_wav(tmp_path / "a.wav", samples, rate_hz)
     count = count_samples(path, 16000)
     assert count == -(-n * 16000 // rate_hz)
     sound = read_sound(path, count, 16000)
-    assert sound.shape == (count,)
-    assert sound.dtype == np.float32
+    assert (sound.shape, sound.dtype) == ((count,), np.float32)
     part = read_sound(path, (count + 1) // 2, 16000)  # of a sound decoded in part only
     np.testing.assert_allclose(part, sound[: len(part)], atol=1e-6)
+    if rate_hz == 16000:
+        np.testing.assert_allclose(sound, samples.mean(0) / 32768, atol=1e-7)
 
 
 @pytest.mark.parametrize("rate_hz", [8000, 22050, 44100, 48000])
@@ -45,16 +37,15 @@ def test_resampling_keeps_what_both_rates_can_hold(rate_hz):
             got = resample(sine(hz, rate_hz), rate_hz, 16000)
             assert len(got) == 16000
             np.testing.assert_allclose(got[500:-500], sine(hz, 16000)[500:-500], atol=2e-4)
-        if rate_hz > 20000:  # above the new Nyquist frequency: nothing may come through
-            high = resample(sine(8600, rate_hz), rate_hz, 16000)
-            assert np.abs(high[500:-500]).max() < 1e-3
+    if rate_hz > 20000:  # above the new Nyquist frequency: nothing may come through
+        high = resample(sine(8600, rate_hz), rate_hz, 16000)
+        assert np.abs(high[500:-500]).max() < 1e-3
     assert len(resample(np.zeros(0, np.float32), rate_hz, 16000)) == 0
 
 
 def test_every_shared_sound_decodes_as_its_header_says(caplog):
-    paths = shared_files("audio")
     with caplog.at_level(logging.WARNING):
-        for path in paths:
+        for path in shared_files("audio"):
             n = count_samples(path, 16000)
             with av.open(str(path)) as container:
                 decoded = sum(f.samples for f in container.decode(audio=0))
@@ -81,39 +72,17 @@ def test_length_is_what_decodes_where_the_header_is_a_guess(tmp_path, codec, xin
     assert abs(count_samples(path, 16000) - decoded) < 10
 
 
-def test_sound_of_a_clip_is_read_too():
-    for path in shared_files("videos"):
-        with av.open(str(path)) as container:
-            silent = not container.streams.audio
-        if silent:
-            with pytest.raises(ValueError, match="no audio stream"):
-                count_samples(path, 16000)
-        else:
-            n = min(16000, count_samples(path, 16000))
-            assert read_sound(path, n, 16000).shape == (n,)
-
-
-@pytest.mark.parametrize("content", [b"", b"no sound", b"RIFF\x04\0\0\0WAVE"])
-def test_no_sound_is_a_value_error(tmp_path, content):
+def test_what_is_no_sound_or_breaks_off(tmp_path, caplog):
     path = tmp_path / "a.wav"
-    path.write_bytes(content)
-    for read in (lambda: count_samples(path, 16000), lambda: read_sound(path, 10, 16000)):
-        with pytest.raises(ValueError, match=r"a\.wav: .*(not a readable|only 0)"):
-            read()
-
-
-def test_sound_without_samples(tmp_path):
-    path = write_wav(tmp_path / "a.wav", np.zeros((1, 0), int), 16000)
+    for content in (b"", b"no sound", b"RIFF\x04\0\0\0WAVE"):
+        path.write_bytes(content)
+        for read in (count_samples, lambda path, rate_hz: read_sound(path, 10, rate_hz)):
+            with pytest.raises(ValueError, match=r"a\.wav: .*(not a readable|only 0)"):
+                read(path, 16000)
+    write_wav(path, np.zeros((1, 0), int), 16000)
     with pytest.raises(ValueError, match="no samples"):
         count_samples(path, 16000)
-    with pytest.raises(ValueError, match="only 0 of 5"):
-        read_sound(path, 5, 16000)
-
-
-def test_a_sound_that_breaks_off(tmp_path, caplog):
-    samples = np.full((1, 16000), 8000)
-    whole = write_wav(tmp_path / "a.wav", samples, 16000).read_bytes()
-    path = tmp_path / "b.wav"
+    whole = write_wav(path, np.full((1, 16000), 8000), 16000).read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4])
     with caplog.at_level(logging.WARNING):
         sound = read_sound(path, 16000, 16000)
@@ -121,5 +90,5 @@ def test_a_sound_that_breaks_off(tmp_path, caplog):
     assert sound[11000] > 0.2
     assert (sound[13000:] == 0).all()
     path.write_bytes(whole[: len(whole) // 4])
-    with pytest.raises(ValueError, match=r"b\.wav: only .* of 16000"):
+    with pytest.raises(ValueError, match=r"a\.wav: only .* of 16000"):
         read_sound(path, 16000, 16000)

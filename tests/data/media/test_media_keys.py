@@ -11,10 +11,10 @@ from PIL import Image
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.media.media_keys import with_keys
+from dflop_jax.data.media.kind import VIDEO, with_keys
 from dflop_jax.data.media.native import Native
-from dflop_jax.data.media.tiling import frame_tile
-from dflop_jax.data.media.video import VIDEO, Clip, read_numbered
+from dflop_jax.data.media.pictures import frame_tile
+from dflop_jax.data.media.video import Clip, read_numbered
 from tests.data.media.test_native import dataset
 from tests.data.media_cases import noise, picture_header, with_columns, write_clip
 
@@ -33,24 +33,20 @@ def keyed_size(height, width, low, high):
 
 def test_keys_of_a_picture_say_its_size():
     rng = np.random.default_rng(0)
-    native = Native()
     for _ in range(300):
         width, height = np.exp(rng.uniform(3, 8, 2)).astype(int).tolist()
         low, high = sorted(np.exp(rng.uniform(8, 16, 2)).astype(int).tolist())
         keys = {"min_pixels": low, "max_pixels": high}
-        cases = [(keys, (height, width, low, high))]
-        cases.append(({"max_pixels": high}, (height, width, 4096, high)))
-        cases.append(({"min_pixels": low}, (height, width, low, 2**24)))
-        cases.append(({"resized_height": 40 + height, "resized_width": 2 * width, **keys},
-                      (40 + height, 2 * width, 4096, 2**24)))  # fmt: skip
-        for given, size in cases:
+        resized = {"resized_height": 40 + height, "resized_width": 2 * width, **keys}
+        for given, size in [
+            (keys, (height, width, low, high)),
+            ({"max_pixels": high}, (height, width, 4096, high)),
+            ({"min_pixels": low}, (height, width, low, 2**24)),
+            (resized, (40 + height, 2 * width, 4096, 2**24)),
+        ]:
             header = picture_header(width, height, **given)
             if max(width, height) < 200 * min(width, height):
-                assert native.grid(header) == keyed_size(*size), (width, height, given)
-    plain = picture_header(640, 480)
-    assert native.grid(plain) == native.grid(
-        picture_header(640, 480, max_pixels=2**24, min_pixels=1)
-    )
+                assert Native().grid(header) == keyed_size(*size), (width, height, given)
 
 
 def test_keys_of_a_clip_say_its_frames_and_size():
@@ -94,9 +90,9 @@ def test_keys_of_a_clip_say_its_frames_and_size():
         assert native.clip(sized).grid == keyed_size(400, 100, 4096, 2**24)
 
 
-@pytest.mark.parametrize(
-    "keys, why",
-    [
+def test_keys_that_cannot_be():
+    header = with_columns(VIDEO, **Clip(64, 48, 50, 10, 1)._asdict())
+    for keys, why in [
         ({"fps": 0}, "its fps is 0, which is no number that it can be"),
         ({"nframes": 2.5}, "its nframes is 2.5"),
         ({"max_pixels": "9"}, "its max_pixels is .9."),
@@ -108,12 +104,9 @@ def test_keys_of_a_clip_say_its_frames_and_size():
         ({"resized_width": 64}, "one of resized_width and resized_height; give both"),
         ({"video_start": 3, "video_end": 2}, "video_start 3 leaves no frames of 5.00 s"),
         ({"video_start": 6}, "video_start 6 leaves no frames of 5.00 s"),
-    ],
-)  # fmt: skip
-def test_keys_that_cannot_be(keys, why):
-    header = with_columns(VIDEO, **Clip(64, 48, 50, 10, 1)._asdict())
-    with pytest.raises(ValueError, match=why):
-        with_keys(header, keys)
+    ]:
+        with pytest.raises(ValueError, match=why):
+            with_keys(header, keys)
 
 
 def test_keys_of_parts_reach_the_model_or_are_named(tmp_path, caplog):
@@ -149,12 +142,10 @@ def test_keys_of_parts_reach_the_model_or_are_named(tmp_path, caplog):
     assert all(made.load == source.load(k) for k, made in enumerate([first, second, third]))
 
     caplog.clear()
-    tiles = {"vision": {"form": "tiles", "tile_px": 32, "tokens_per_tile": 4}}
+    tiles = MediaSpec({"vision": {"form": "tiles", "tile_px": 32, "tokens_per_tile": 4}})
     config = DataConfig(path=str(tmp_path), **limits)
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        of_tiles = make_source(
-            config, MediaSpec.of(tiles, {}), index_dir=tmp_path, in_processes=False
-        )
+        of_tiles = make_source(config, tiles, index_dir=tmp_path, in_processes=False)
     unused = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
     assert unused == [
         f"{tmp_path}: not used: min_pixels of images (1 of them); not used: max_pixels of images "

@@ -13,23 +13,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 from PIL import Image
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.media.native import (
-    CLIP_PIXELS,
-    MIN_CLIP_PIXELS,
-    MIN_FRAMES,
-    PICTURE_PIXELS,
-    Native,
-    clip_grid,
-    patch_places,
-    token_positions,
-)
-from dflop_jax.data.media.tiling import IMAGE, picture_size
+from dflop_jax.data.media.kind import IMAGE
+from dflop_jax.data.media.native import Native
+from dflop_jax.data.media.pictures import picture_size
 from dflop_jax.data.media.video import Clip, read_numbered
-from tests.data.media.test_seek import write_long
+from tests.data.media.test_video import write_long
 from tests.data.media_cases import (
     clip_of,
     made_pictures,
@@ -42,10 +35,12 @@ from tests.data.media_cases import (
     write_clip,
 )
 from tests.data.text.test_chat import write
+from tests.verify.folders import load
 
 SIZES = [(1, 1), (1, 200), (200, 1), (33, 31), (56, 2000), (1200, 900), (16, 16), (4000, 3000),
          (48, 48), (80, 112), (9000, 50), (255, 257), (6000, 5000), (2048, 8192)]  # fmt: skip
 SPEC = MediaSpec.of({"vision": {"form": "native", "patch_px": 16, "merge": 2, "frames": 2}}, {})
+LIMITS = {"min_pixels": 1024, "max_pixels": 40_000, "max_clip_pixels": 60_000, "max_frames": 6}
 # media of a message in the published tokens, each where it stands
 QWEN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
@@ -60,11 +55,9 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<
 @pytest.fixture(scope="module")
 def published():
     """The published code, by part: pictures, clips, text, model."""
-    pytest.importorskip("transformers")
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pictures
-    from transformers.models.qwen3_vl import modeling_qwen3_vl as model
-    from transformers.models.qwen3_vl import processing_qwen3_vl as text
-
+    pictures = load("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    model = load("transformers.models.qwen3_vl.modeling_qwen3_vl")
+    text = load("transformers.models.qwen3_vl.processing_qwen3_vl")
     # its class can only be imported where torchvision is
     file = Path(model.__file__).parent / "video_processing_qwen3_vl.py"
     spec = spec_from_file_location("transformers.models.qwen3_vl.clips", file)
@@ -87,28 +80,19 @@ def test_sizes_are_the_published_ones(published, low, high):
         except ValueError:
             assert not rows_of[k]
             continue
-        assert rows_of[k]
+        assert (rows_of[k], cols_of[k]) == (rows // 32, cols // 32)
         assert native.grid(picture_header(width, height)) == (rows // 16, cols // 16)
-        assert rows_of[k] * cols_of[k] == rows * cols // 1024
-
-
-def picture_processor(published, low, high):
-    return published.pictures.Qwen2VLImageProcessorPil(
-        patch_size=16, size={"shortest_edge": low, "longest_edge": high},
-        image_mean=[0.5] * 3, image_std=[0.5] * 3,
-    )  # fmt: skip
 
 
 def test_limits_are_those_of_the_published_configuration(published):
     """Of clips: its video_preprocessor_config.json, where that says more than the class."""
-    of, native = published.clips.Qwen3VLVideoProcessor, Native()
+    of, native, config = published.clips.Qwen3VLVideoProcessor, Native(), DataConfig()
     assert (native.patch_px, native.merge) == (of.patch_size, of.merge_size)
     assert (native.frames, native.frames_per_s) == (of.temporal_patch_size, of.fps)
-    assert (MIN_FRAMES, native.max_frames) == (of.min_frames, of.max_frames)
-    assert (MIN_CLIP_PIXELS, CLIP_PIXELS) == (4096, 25_165_824)
-    config = DataConfig()
-    assert (config.min_pixels, config.max_pixels) == PICTURE_PIXELS
-    assert (config.max_clip_pixels, config.frames_per_s) == (CLIP_PIXELS, of.fps)
+    assert (native.min_frames, native.max_frames) == (of.min_frames, of.max_frames)
+    assert (native.min_clip_pixels, native.max_clip_pixels) == (4096, 25_165_824)
+    assert (config.min_pixels, config.max_pixels) == (65_536, 16_777_216)
+    assert config.frames_per_s == of.fps
 
 
 @pytest.mark.parametrize(
@@ -175,145 +159,127 @@ def test_a_clip_s_patches_are_the_published_ones(published, tmp_path):
         assert (off > 0).mean() < 0.005
 
 
-def test_places_of_patches_are_those_of_their_pixels():
-    rows, cols = 6, 4
-    pixels = np.repeat(np.repeat(np.mgrid[:rows, :cols].transpose(1, 2, 0), 16, 0), 16, 1)
-    frames = np.concatenate([pixels, np.zeros((*pixels.shape[:2], 1), int)], -1)
-    patches = Native().patches(np.stack([frames] * 2).astype(np.uint8)).reshape(-1, 3, 2, 16, 16)
-    places = patch_places([(rows, cols), (2, 2)], 2)
-    np.testing.assert_array_equal(places[: rows * cols, :2], patches[:, :2, 0, 0, 0])
-    assert (places[: rows * cols, 2:] == (rows, cols)).all()
-    assert places[rows * cols :].tolist() == [
-        [0, 0, 2, 2],
-        [0, 1, 2, 2],
-        [1, 0, 2, 2],
-        [1, 1, 2, 2],
-    ]
-
-
 def dataset(folder, records, **options):
     (folder / "dataset.json").write_text(json.dumps(records))
-    config = DataConfig(
-        path=str(folder), min_pixels=1024, max_pixels=40_000, max_clip_pixels=60_000,
-        max_tokens=4096, max_frames=6, **options,
-    )  # fmt: skip
+    config = DataConfig(path=str(folder), max_tokens=4096, **LIMITS, **options)
     return make_source(config, SPEC, index_dir=folder / "index", vocab_size=512, in_processes=False)
 
 
 def mixed(folder):
-    """Records of one picture, several, a clip, and text alone."""
-    pictures = [p.name for p in made_pictures(folder) if p.name != "thin.png"]
+    """Records of one picture, several, a clip, and text alone; then of shared media."""
+    names = [p.name for p in made_pictures(folder) if p.name != "thin.png"]
     write_clip(folder / "a.mp4", 9)
+    shared = [p.name for p in shared_files("images")[::4]]
+    fives = [shared[k : k + 5] for k in range(0, len(shared), 5)]
     return [
-        {"image": pictures[1], "conversations": talk("<image>\nWhat?", "Two <b>.")},
-        {"image": pictures[2:6],
+        {"image": names[1:2], "conversations": talk("<image>\nWhat?", "Two <b>.")},
+        {"image": names[2:6],
          "conversations": talk("<image> and <image>", "a", "<image>or<image>?", "b")},
         {"video": "a.mp4", "conversations": talk("Look:<video>\nMoves?", "Yes.")},
-        {"video": "a.mp4", "image": pictures[0],
+        {"video": "a.mp4", "image": names[:1],
          "conversations": talk("<image><video>", "First.", "And?", "Then.")},
         {"conversations": talk("Hello there.", "assistant")},
+        *({"image": five, "conversations": talk("<image>" * len(five), "Some.")} for five in fives),
+        *({"video": p.name, "conversations": talk("Look: <video>", "It moves.")}
+          for p in shared_files("videos")[:4]),
     ]  # fmt: skip
 
 
-def of_shared():
-    """Records of shared pictures, five in each, and clips."""
-    pictures, clips = shared_files("images")[::4], shared_files("videos")[:4]
-    names = [p.name for p in pictures]
-    fives = [names[k : k + 5] for k in range(0, len(names), 5)]
-    return [
-        *({"image": five, "conversations": talk("<image>" * len(five), "Some.")} for five in fives),
-        *({"video": p.name, "conversations": talk("Look: <video>", "It moves.")} for p in clips),
-    ]
+class Published:
+    """The published processor and model's positions, without a video processor."""
+
+    def __init__(self, code):
+        self.of, self.of_model = code.text.Qwen3VLProcessor, code.model.Qwen3VLModel
+        self.own, sizes = Native(**LIMITS), SimpleNamespace(merge_size=2, temporal_patch_size=2)
+        self.processor = SimpleNamespace(
+            vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>",
+            image_token="<|image_pad|>", video_token="<|video_pad|>",
+            image_processor=sizes, video_processor=sizes,
+            _calculate_timestamps=lambda *a: self.of._calculate_timestamps(self.processor, *a),
+        )  # fmt: skip
+        vision = SimpleNamespace(spatial_merge_size=2)
+        self.model = SimpleNamespace(
+            config=SimpleNamespace(vision_config=vision),
+            get_vision_position_ids=lambda *a, **k: self.of_model.get_vision_position_ids(
+                self.model, *a, **k
+            ),
+        )
+
+    def render(self, record, found):
+        """(text, grids of pictures, grids of clips), media in their tokens."""
+        import torch
+
+        text, images, videos = "", [], []
+        for turn in record["conversations"]:
+            role = {"human": "user", "gpt": "assistant"}[turn["from"]]
+            text += f"<|im_start|>{role}\n{turn['value']}<|im_end|>\n"
+        for name in record.get("image", []):
+            images.append([1, *self.own.grid(picture_header(*picture_size(found(name))))])
+            seen = {"image_grid_thw": torch.tensor(images)}
+            pads = self.of.replace_image_token(self.processor, seen, len(images) - 1)
+            text = text.replace("<image>", f"<|vision_start|>{pads}<|vision_end|>", 1)
+        if "video" in record:
+            facts = clip_of(found(record["video"]))
+            layout = self.own.clip(facts)
+            videos.append([len(layout.seconds), *layout.grid])
+            fps, frames = facts.rate_num / facts.rate_den, list(layout.frames)
+            metadata = [SimpleNamespace(fps=fps, frames_indices=frames)]
+            seen = {"video_grid_thw": torch.tensor(videos), "video_metadata": metadata}
+            pads = self.of.replace_video_token(self.processor, seen, 0)
+            text = text.replace("<video>", f"<|vision_start|>{pads}<|vision_end|>", 1)
+        return text, images, videos
+
+    def positions(self, ids, kinds, images, videos):
+        import torch
+
+        places, _ = self.of_model.get_rope_index(
+            self.model, torch.tensor(ids)[None], torch.tensor(kinds)[None],
+            torch.tensor(images) if images else None, torch.tensor(videos) if videos else None,
+        )  # fmt: skip
+        return places[:, 0].T.numpy()
 
 
 def test_samples_are_the_published_ones(published, tmp_path):
     """Token ids, positions and patches; small, since the resizing is the same at any size. (Patches
     of clips: see above.)"""
-    torch = pytest.importorskip("torch")
-    import tokenizers
-
-    (tmp_path / "t").mkdir()
-    write(tmp_path / "t", QWEN, special=SPECIAL)
-    records = [*mixed(tmp_path), *of_shared()]
+    pytest.importorskip("torch")
+    folder = write(tmp_path / "t", QWEN, special=SPECIAL)
+    records = mixed(tmp_path)
     roots = {f.parent for kind in ("images", "videos") for f in shared_files(kind)} | {tmp_path}
-    source = dataset(
-        tmp_path, records, tokenizer=str(tmp_path / "t"), root=tuple(sorted(map(str, roots)))
-    )
+    source = dataset(tmp_path, records, tokenizer=str(folder), root=tuple(sorted(map(str, roots))))
     assert len(source) == len(records)
-    own = Native(min_pixels=1024, max_pixels=40_000, max_clip_pixels=60_000, max_frames=6)
-    pictures = picture_processor(published, 1024, 40_000)
-    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "t" / "tokenizer.json"))
+    pictures = published.pictures.Qwen2VLImageProcessorPil(
+        patch_size=16, size={"shortest_edge": 1024, "longest_edge": 40_000},
+        image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    )  # fmt: skip
+    theirs, tokenizer = Published(published), tokenizers.Tokenizer.from_file(
+        str(folder / "tokenizer.json")
+    )  # fmt: skip
     image, video, pad = (
         tokenizer.token_to_id(t) for t in ("<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
     )
-    processor = SimpleNamespace(
-        vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>",
-        image_token="<|image_pad|>", video_token="<|video_pad|>",
-        image_processor=SimpleNamespace(merge_size=2),
-        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
-    )  # fmt: skip
 
     def found(name):
         return next(root / name for root in roots if (root / name).exists())
 
-    of = published.text.Qwen3VLProcessor
-    processor._calculate_timestamps = lambda *a: of._calculate_timestamps(processor, *a)
-    model = SimpleNamespace(
-        config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
-    )
-    of_model = published.model.Qwen3VLModel
-    model.get_vision_position_ids = lambda *a, **k: of_model.get_vision_position_ids(model, *a, **k)
     for i, record in enumerate(records):
-        text, images, videos = "", [], []
-        for turn in record["conversations"]:
-            role = {"human": "user", "gpt": "assistant"}[turn["from"]]
-            text += f"<|im_start|>{role}\n{turn['value']}<|im_end|>\n"
-        names = record.get("image", [])
-        for name in [names] if isinstance(names, str) else names:
-            images.append([1, *own.grid(picture_header(*picture_size(found(name))))])
-            seen = {"image_grid_thw": torch.tensor(images)}
-            pads = of.replace_image_token(processor, seen, len(images) - 1)
-            text = text.replace("<image>", f"<|vision_start|>{pads}<|vision_end|>", 1)
-        if "video" in record:
-            facts = clip_of(found(record["video"]))
-            layout = own.clip(facts)
-            videos.append([len(layout.seconds), *layout.grid])
-            fps, frames = facts.rate_num / facts.rate_den, list(layout.frames)
-            seen = {
-                "video_grid_thw": torch.tensor(videos),
-                "video_metadata": [SimpleNamespace(fps=fps, frames_indices=frames)],
-            }
-            pads = of.replace_video_token(processor, seen, 0)
-            text = text.replace("<video>", f"<|vision_start|>{pads}<|vision_end|>", 1)
+        text, images, videos = theirs.render(record, found)
         ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids)
         kinds = np.select([ids == image, ids == video], [1, 2])
         fields = source.sample(i).fields
-        llm = fields["llm"]
         if images and not videos:
-            shown = [read_upright(found(n)) for n in ([names] if isinstance(names, str) else names)]
-            theirs = pictures(shown, return_tensors="np")["pixel_values"]
+            shown = [read_upright(found(n)) for n in record["image"]]
+            expected = pictures(shown, return_tensors="np")["pixel_values"]
             ours = fields["vision"]["patches"] / 127.5 - 1
-            np.testing.assert_allclose(ours, theirs, atol=1e-6)
-        np.testing.assert_array_equal(llm["tokens"], np.where(kinds > 0, pad, ids))
-        positions, _ = of_model.get_rope_index(
-            model, torch.tensor(ids)[None], torch.tensor(kinds)[None],
-            torch.tensor(images) if images else None, torch.tensor(videos) if videos else None,
-        )  # fmt: skip
-        np.testing.assert_array_equal(llm["positions"], positions[:, 0].T.numpy())
-
-
-def test_positions_by_hand():
-    found = token_positions([2, (2, 3), 1, (1, 1), 0, 2])
-    text = [[0] * 3, [1] * 3]
-    first = [[2, 2 + r, 2 + c] for r in range(2) for c in range(3)]
-    assert found.tolist() == [*text, *first, [5] * 3, [6] * 3, [7] * 3, [8] * 3]
-    assert token_positions([]).shape == (0, 3)
+            np.testing.assert_allclose(ours, expected, atol=1e-6)
+        np.testing.assert_array_equal(fields["llm"]["tokens"], np.where(kinds > 0, pad, ids))
+        positions = theirs.positions(ids, kinds, images, videos)
+        np.testing.assert_array_equal(fields["llm"]["positions"], positions)
 
 
 def test_what_cannot_be_seen_is_left_out_and_named(tmp_path, caplog):
     Image.fromarray(noise(1, 10_000)).save(tmp_path / "thin.png")
     write_clip(tmp_path / "one.mp4", 1)
-    assert clip_grid(Native(), 1, Clip(64, 48, 1, 10, 1)) is None
     records = mixed(tmp_path)[:1]
     records += [
         {"id": "thin", "image": "thin.png", "conversations": talk("<image>?", "a")},

@@ -1,4 +1,5 @@
-"""Clips written here, sampled by header and decoded: the counts agree, the moments are even."""
+"""Clips written here, sampled by header and decoded: the counts agree, the moments are even, and
+frames by seeking are those of decoding from the start."""
 
 import logging
 from fractions import Fraction
@@ -8,7 +9,8 @@ import av
 import numpy as np
 import pytest
 
-from dflop_jax.data.media.anyres import frame_tile
+from dflop_jax.data.media import video
+from dflop_jax.data.media.pictures import frame_tile
 from dflop_jax.data.media.video import read_frames, read_numbered
 from tests.data.media_cases import clip_of, count_frames
 
@@ -28,19 +30,25 @@ def write_clip(path, n, rate=10, size=(64, 48), times=None, drawn=None, **option
         stream.codec_context.gop_size = 12
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         stream.codec_context.time_base = Fraction(1, rate)
+        out.start_encoding()
         for k in range(n):
             grey = np.full((size[1], size[0], 3), 255 * k // n, np.uint8)
             frame = av.VideoFrame.from_ndarray(grey if drawn is None else drawn, format="rgb24")
             frame.pts = times[k] if times else k
             out.mux(stream.encode(frame))
-        out.mux(stream.encode())
+        if n:
+            out.mux(stream.encode())
     return path
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "avi", "mkv"])
-@pytest.mark.parametrize("n, count", [(1, 1), (4, 1), (20, 4), (60, 8)])
+@pytest.mark.parametrize("n, count", [(0, 0), (1, 1), (4, 1), (20, 4), (60, 8)])
 def test_frames_follow_the_duration_up_to_the_cap(tmp_path, suffix, n, count):
     path = write_clip(tmp_path / f"a.{suffix}", n)
+    if not n:
+        with pytest.raises(ValueError, match=rf"a\.{suffix}: not a readable video"):
+            count_frames(path, 8)
+        return
     assert count_frames(path, 8) == count
     for wanted in {1, count}:
         clip = read_clip(path, wanted)
@@ -154,7 +162,59 @@ def test_a_clip_that_breaks_off(tmp_path, shared_data, caplog):
         clip = read_clip(broken, 8)
     assert clip.shape[0] == 8
     assert (clip[-1] == clip[-2]).all()
-    assert str(broken) in caplog.text
-    assert "repeated" in caplog.text
+    assert f"{broken}: repeated" in caplog.text
     with pytest.raises(ValueError, match="half_index_first"):
         read_clip(shared_data / "bad/half_index_first.mp4", 7)
+
+
+def write_long(path, codec, frames=240, **options):
+    """A clip of 64 x 48 pixels in which every frame differs, a key frame every 24."""
+    rng = np.random.default_rng(0)
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream(codec, rate=10, options={"g": "24", **options})
+        stream.width, stream.height = 64, 48
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for k in range(frames):
+            image = np.full((48, 64, 3), k % 256, np.uint8)
+            image[rng.integers(0, 48, 200), rng.integers(0, 64, 200)] = 255
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        out.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    "name, codec, options, seeks",
+    [("a.mp4", "libx264", {"bf": "3", "x264-params": "open-gop=0"}, True),
+     ("b.mp4", "libx264", {"bf": "3", "x264-params": "open-gop=1:scenecut=0"}, False),
+     ("a.mkv", "libx264", {"bf": "2"}, True), ("a.ts", "libx264", {}, True),
+     ("a.mp4", "mpeg4", {}, True), ("b.mp4", "mpeg4", {"bf": "2"}, True),
+     ("a.avi", "mpeg4", {"bf": "2"}, None), ("a.avi", "mjpeg", {}, True),
+     ("a.webm", "libvpx", {"deadline": "realtime"}, True)],
+)  # fmt: skip
+def test_seeking_gives_the_same_frames(tmp_path, monkeypatch, name, codec, options, seeks):
+    path, plan, plans = write_long(tmp_path / name, codec, **options), video.seek_plan, []
+
+    def watched(*args):
+        plans.append(plan(*args))
+        return plans[-1]
+
+    for n in (3, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(video, "seek_plan", watched)
+            sought = read_frames(path, n, np.asarray)
+            patch.setattr(video, "seek_plan", lambda *args: None)
+            np.testing.assert_array_equal(sought, read_frames(path, n, np.asarray))
+    assert seeks is None or [p is not None for p in plans] == [seeks] * 2
+
+
+def test_a_clip_that_is_not_as_its_packets_say_is_decoded_from_its_start(tmp_path, monkeypatch):
+    path = write_long(tmp_path / "a.mp4", "mpeg4")
+    whole = read_frames(path, 4, np.asarray)
+    sought = video.seek_frames
+
+    def broken(*args):
+        yield next(sought(*args))
+        raise LookupError("no frame")
+
+    monkeypatch.setattr(video, "seek_frames", broken)
+    np.testing.assert_array_equal(read_frames(path, 4, np.asarray), whole)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from dflop_jax.data.text.chat import UNANSWERED, ChatTokenizer
-from dflop_jax.data.text.tokenize import weight_runs
-from dflop_jax.data.text.tokenizer_files import check_embedding
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.tokenize import check_embedding, weight_runs
+from tests.verify.folders import load
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
@@ -84,32 +83,32 @@ def messages(turns):
 
 @pytest.fixture(scope="module")
 def published():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the import, not of what is tested
-        pytest.importorskip("transformers")
-        from transformers import PreTrainedTokenizerFast
-    return lambda folder: PreTrainedTokenizerFast.from_pretrained(str(folder))
+    tokenizer = load("transformers").PreTrainedTokenizerFast
+    return lambda folder: tokenizer.from_pretrained(str(folder))
+
+
+def said(chat, pieces):
+    """The texts that are trained on."""
+    return [chat.decode_with_special(p.ids) for p in pieces if p.supervised]
 
 
 @pytest.mark.parametrize("turns", CHATS)
 @pytest.mark.parametrize("template", [CHATML, MARKED, PARTS], ids=["chatml", "marked", "parts"])
 def test_ids_are_those_of_transformers(tmp_path, published, template, turns):
-    folder = write(tmp_path, template)
-    ids, answers = ChatTokenizer(folder).encode_chat(messages(turns))
-    supervised = answers > UNANSWERED
-    marked = template is MARKED
+    folder, marked = write(tmp_path, template), template is MARKED
+    chat = ChatTokenizer(folder)
+    ids, answers = chat.encode_chat(messages(turns))
     out = published(folder).apply_chat_template(
         messages(turns), return_dict=True, return_assistant_tokens_mask=marked
     )
     assert ids.tolist() == out["input_ids"]
     if marked:
-        assert supervised.astype(int).tolist() == out["assistant_masks"]
-    chat = ChatTokenizer(folder)
+        assert (answers != 0).astype(int).tolist() == out["assistant_masks"]
     pieces = chat.encode_turns(turns)
     assert [i for p in pieces for i in p.ids] == ids.tolist()
-    answers = [text for role, text in turns if role == "gpt"]
-    said = [chat.decode_with_special(p.ids) for p in pieces if p.supervised]
-    assert marked or said == [f"{text}<|im_end|>" for text in answers]
+    assert marked or said(chat, pieces) == [
+        f"{text}<|im_end|>" for role, text in turns if role == "gpt"
+    ]
 
 
 def test_media_go_where_the_template_puts_them(tmp_path):
@@ -138,7 +137,6 @@ GEMMA = """{% for m in messages %}<|im_start|>{{ m.role }}
     ids=["gemma3", "gemma4"],
 )
 def test_pictures_of_gemma_are_framed(tmp_path, written, framed):
-    """As its processors put them into the rendered text; answers behind stay supervised."""
     names = {"boi_token": "<start>", "image_token": "<soft>", "eoi_token": "<end>"}
     template = GEMMA.replace("PICTURE", written)
     folder = write(tmp_path, template, config=names, special=[*SPECIAL, *names.values()])
@@ -150,8 +148,7 @@ def test_pictures_of_gemma_are_framed(tmp_path, written, framed):
     )
     assert spelled.count(framed) == 2
     assert [p.medium for p in pieces if p.medium >= 0] == [0, 1]
-    answers = [chat.decode_with_special(p.ids) for p in pieces if p.supervised]
-    assert answers == ["It.<|im_end|>", "That.<|im_end|>"]
+    assert said(chat, pieces) == ["It.<|im_end|>", "That.<|im_end|>"]
     text = chat.encode_turns([("human", "a <start> b"), ("gpt", "c")])  # spelled, no picture
     assert chat.ids_of("<start>")[0] not in [i for p in text for i in p.ids]
 
@@ -211,7 +208,6 @@ THINKING = """{% set last = namespace(question=0) %}{% for m in messages %}
 
 
 def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
-    """The last one is, with its thinking, and it is said once."""
     chat = ChatTokenizer(write(tmp_path, THINKING))
     turns = [("human", "q1"), ("gpt", "<think>t1</think>a1"), ("human", "q2")]
     turns.append(("gpt", "<think>t2</think>a2"))
@@ -220,14 +216,12 @@ def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
         text = chat.decode_with_special(i for p in pieces for i in p.ids)
         assert "t1" not in text
         assert "a1" in text
-        (answer,) = (p for p in pieces if p.supervised)
-        assert chat.decode_with_special(answer.ids) == "t2\n</think>\na2<|im_end|>"
+        assert said(chat, pieces) == ["t2\n</think>\na2<|im_end|>"]
         (weighted,) = (p for p in weight_runs(pieces, (0.5, 0.25), prompts=False) if p.supervised)
         assert weighted.weight == 0.25  # of the second answer
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "only the last answer" in caplog.text
-    (alone,) = (p for p in chat.encode_turns(turns[:2]) if p.supervised)
-    assert chat.decode_with_special(alone.ids) == "t1\n</think>\na1<|im_end|>"
+    assert said(chat, chat.encode_turns(turns[:2])) == ["t1\n</think>\na1<|im_end|>"]
 
 
 ANSWERS_ALONE = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
@@ -255,20 +249,15 @@ def test_a_bad_template_is_one_line(tmp_path, reason):
 
 def test_a_medium_without_a_token(tmp_path):
     chat = ChatTokenizer(write(tmp_path, special=SPECIAL[:3]))
-    assert chat.encode_turns([("human", "q"), ("gpt", "a")])
-    with pytest.raises(ValueError, match="no token stands for video"):
-        chat.encode_turns([("human", "<video>"), ("gpt", "a")])
-    with pytest.raises(ValueError, match="U\\+FDD0"):
-        chat.encode_turns([("human", "\ufdd0"), ("gpt", "a")])
+    for question, why in (("<video>", "no token stands for video"), ("\ufdd0", r"U\+FDD0")):
+        with pytest.raises(ValueError, match=why):
+            chat.encode_turns([("human", question), ("gpt", "a")])
 
 
 def test_embedding_sizes(tmp_path):
-    folder = write(tmp_path)
-    size = ChatTokenizer(folder).vocab_size
-    ChatTokenizer(folder, embedding_size=size + 500)
-    for wrong in (size - 1, size + 5000):
-        with pytest.raises(ValueError, match=f"has {size} ids, the model's embedding {wrong}"):
-            ChatTokenizer(folder, embedding_size=wrong)
+    size = ChatTokenizer(write(tmp_path)).vocab_size
+    with pytest.raises(ValueError, match=f"has {size} ids, the model's embedding {size - 1}"):
+        ChatTokenizer(tmp_path, embedding_size=size - 1)
     for ids, rows in [(151665, 151936), (151665, 152064), (128256, 128256)]:  # Qwen2.5, Llama 3
         check_embedding(ids, rows, "a")
     with pytest.raises(ValueError, match="of this model"):
@@ -279,13 +268,8 @@ def test_answers_need_not_begin_with_the_thought_of_their_prompt(tmp_path):
     template = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}")
     assert template != CHATML
     chat = ChatTokenizer(write(tmp_path, template))
-    pieces = chat.encode_turns(
-        [("human", "2+2?"), ("gpt", "4"), ("human", "Sure?"), ("gpt", "Yes")]
-    )
-    assert [chat.decode_with_special(p.ids) for p in pieces if p.supervised] == [
-        "4<|im_end|>",
-        "Yes<|im_end|>",
-    ]
+    turns = [("human", "2+2?"), ("gpt", "4"), ("human", "Sure?"), ("gpt", "Yes")]
+    assert said(chat, chat.encode_turns(turns)) == ["4<|im_end|>", "Yes<|im_end|>"]
 
 
 def test_the_processors_template_goes_before_the_tokenizers(tmp_path):

@@ -120,9 +120,8 @@ def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
     expected = theirs(folder).apply_chat_template(
         messages_for(template, raw), tools=tools, tokenize=False, **options
     )
-    pieces = weight_runs(
-        chat.encode_turns(record.turns, record.fields), record.weights, prompts=False
-    )
+    runs = chat.encode_turns(record.turns, record.fields)
+    pieces = weight_runs(runs, record.weights, prompts=False)
     said = "".join("#" if p.medium >= 0 else chat.decode_with_special(p.ids) for p in pieces)
     if shape != "html":
         expected = re.sub("<image>|<video>", "#", expected)
@@ -139,7 +138,6 @@ def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
 
 
 def test_processes_that_read_records_do_not_import_transformers(tmp_path, caplog):
-    """They are given what the main process made of the folder."""
     folder = write(tmp_path / "t", TEMPLATES["either"], special=SPECIAL)
     (tmp_path / "d.json").write_text(json.dumps([SHAPES["tools"]]))
     config = DataConfig(path=str(tmp_path / "d.json"), tokenizer=str(folder))

@@ -63,11 +63,8 @@ class StepDone:
 
 
 class Callback:
-    """Override what is of interest; all methods do nothing.
-
-    They run in the thread that dispatches steps: slow ones hold the devices up, and an error ends
-    the run.
-    """
+    """Override what is of interest. Methods run in the thread that dispatches steps: slow ones hold
+    the devices up, and an error ends the run."""
 
     everywhere: ClassVar[bool] = False  # called on every process, not on process 0 only
     _stop_reason = ""
@@ -106,8 +103,7 @@ class Callbacks:
         return next((c._stop_reason for c in self.active if c._stop_reason), "")
 
     def after_step(self, done: StepDone) -> dict[str, float]:
-        """The metrics that callbacks add to the step's; ValueError unless they are numbers, each
-        under a name of its own."""
+        """The metrics that callbacks add; ValueError unless they are numbers of different names."""
         user_metrics: dict[str, float] = {}
         for c in self.active:
             for name, value in (c.after_step(done) or {}).items():

@@ -137,19 +137,16 @@ def choose_plan(
     on_checked: Callable[[], None],
 ) -> tuple[Executor, RunState, TimedPlan | None]:
     """Choose the plan to train under, all processes together; profile and search where needed.
+    ValueError if the checkpoint is of another model, or no plan fits.
 
     Args:
       stored: the state of the checkpoint that is resumed.
-      given_executor, profile: of a given plan, closed where another plan is chosen; they go before
-        those of the checkpoint.
+      given_executor, profile: of a given plan, which go before those of the checkpoint.
       on_checked: called once all is checked that can be checked without measuring.
 
     Returns:
       The executor; the state with plan, profile, prices and settings of this run; and the timed
       plan where the choice compiled it.
-
-    Raises:
-      ValueError: the checkpoint is of another model, or no plan fits.
     """
     settings = run_settings(context)
     state = _reuse_on_all(context, stored, given_executor, profile, settings, progress.log)
@@ -203,8 +200,7 @@ def _reuse_on_all(
     settings: dict[str, Any],
     log: Callable[[str], None],
 ) -> RunState:
-    """Return the initial state of a run with process 0's given or stored plan and profile; only
-    process 0 has prices."""
+    """Return the state with process 0's given or stored plan and profile, prices on process 0."""
     is_given, peers = profile is not None, context.peers
     given_plan = given_executor.plan if given_executor else None
     state = replace(stored or RunState(), plan=given_plan, profile=profile, prices=None)

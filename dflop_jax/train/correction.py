@@ -34,12 +34,8 @@ def restore_learnt(
 
 class Corrector:
     """Adaptive correction of one run, on process 0 (DFLOP, arXiv 2603.25120; our rules are in
-    `schedule.correction`). Steps up to the last one that `learnt` knows are not sampled: this run
-    takes the decisions of the one that was resumed.
-
-    Args:
-      learnt: what `worker` schedules by (see `price_changes`).
-    """
+    `schedule.correction`). `learnt` is what `worker` schedules by; steps that it knows are not
+    sampled: this run takes the decisions of the one that was resumed."""
 
     def __init__(self, run: PlannedRun, worker: ScheduleWorker, learnt: CorrectionState):
         self._run, self._prices, self._worker = run, run.prices, worker

@@ -46,13 +46,8 @@ class LoadedParams:
 def load_params(
     run: str | Path, model: MultimodalModel, placement: jax.Device | Mapping[str, Params]
 ) -> LoadedParams:
-    """Load the parameters of a run, adapters folded into what they adapt; see
-    `use_newest_checkpoint`.
-
-    Args:
-      placement: one device, for whole arrays as they were saved; or by module the shapes, dtypes
-        and shardings of its parts.
-    """
+    """Load the parameters of a run, adapters folded in, on one device as they were saved, or with
+    the shapes, dtypes and shardings of each module; see `use_newest_checkpoint`."""
 
     def load(reader: CheckpointReader, folder: Path) -> LoadedParams:
         params = {}
@@ -258,9 +253,8 @@ def _open_run(path: str, run: str, step: str) -> CheckpointReader:
 def read_segment_params(
     reader: CheckpointReader, segment: Segment, init_fresh: Callable[[], Params]
 ) -> Params:
-    """Read a segment's parameters from a checkpoint of the same model under any plan. Parts of
-    which it has nothing (adapters that the run lacked) are fresh. ValueError if it is of another
-    model."""
+    """Read a segment's parameters from a checkpoint under any plan; adapters that it lacks are
+    fresh. ValueError if it is of another model."""
     module, checkpoint_name = segment.plan.module, f"the checkpoint of step {reader.step}"
     other_model = "it is of another model, name a run of this one"
     names = [name.split("/") for name in reader.specs]  # params/MODULE/PART/...
@@ -305,8 +299,7 @@ def find_weight_map(model: MultimodalModel, module: str) -> Any:
 
 
 def check_only_adapters(config: Config, model: MultimodalModel, frozen: Sequence[str]) -> None:
-    """ValueError unless the adapters of a run and the published weights that it began with are its
-    whole model."""
+    """ValueError unless a run's adapters and initial published weights are its whole model."""
     groups = trained_groups(model, ())
     if LORA not in groups:
         raise ValueError(
@@ -325,8 +318,7 @@ def check_only_adapters(config: Config, model: MultimodalModel, frozen: Sequence
 
 
 def _find_trained_base(weights: Sequence[str]) -> str:
-    """The run that trained more than adapters, among those that `model.weights` begin with; "" for
-    none."""
+    """The run that `model.weights` begin with and that trained more than adapters; "" for none."""
     for _, _, run, _ in map(parse_weights, weights):
         if not run:
             continue
@@ -340,8 +332,7 @@ def _find_trained_base(weights: Sequence[str]) -> str:
 
 
 def find_tokenizer_folders(config: Config) -> list[Path]:
-    """Folders with tokenizer, template and processors of a run: the data's first, then those of the
-    weights, the last module's before the others'."""
+    """Folders with tokenizer, template and processors: the data's, then the last module's first."""
     weight_folders = find_published_folders(config.model.weights).values()
     names = [config.data.tokenizer, *reversed(weight_folders), config.model.size]
     return [Path(name) for name in names if name and Path(name).is_dir()]

@@ -42,12 +42,8 @@ from dflop_jax.train.step_log import StepLog
 
 
 class StepProfiler:
-    """Writes one trace of the steps `train.profile_steps`, for XProf and Perfetto. The steps before
-    and after wait, so that nothing else runs on the devices.
-
-    Args:
-      drain: waits for every step that was dispatched.
-    """
+    """Writes one trace of `train.profile_steps`, for XProf and Perfetto. `drain` waits for all
+    dispatched steps, so that nothing else runs on the devices."""
 
     def __init__(self, run: PlannedRun, first_step: int, drain: Callable[[], None]):
         config, self._log, self._drain = run.context.config, run.progress.log, drain

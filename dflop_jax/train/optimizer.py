@@ -73,9 +73,8 @@ def _require_method(
 
 
 def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
-    """Return what trains of a model after `configure_model`: with LoRA the adapters, and under the
-    stage `full` the parts that `train.learning_rates` names. ValueError for a part that the model
-    lacks, choices that contradict each other, or nothing left to train."""
+    """Return what trains of a model: with LoRA the adapters, and under the stage `full` the parts
+    that `train.learning_rates` names. ValueError for contradictions and unknown parts."""
     all_groups, stage = trained_groups(model, ()), f"train.stage={config.stage}"
     trained_groups(model, config.freeze)  # whether the names are right
     selected = _groups_of_stage(config.stage, model, all_groups)
@@ -177,9 +176,8 @@ def make_decay_mask(params: Any, undecayed: frozenset[str] = frozenset()) -> Any
 def add_weight_decay(
     default: float, by_group: Mapping[str, float]
 ) -> optax.GradientTransformationExtraArgs:
-    """Add decayed weights to the updates: the decay of a parameter's freeze group in `by_group`,
-    else `default`. An update takes the group of each part as `groups`; see `make_decay_mask` for
-    `undecayed`."""
+    """Add decayed weights to the updates, by the decay of the freeze group in `by_group`, else by
+    `default`. An update takes the group of each part as `groups`."""
 
     def update(
         updates: Any,
@@ -225,8 +223,7 @@ def with_moments_dtype(
 
 
 def make_optimizer(config: TrainConfig) -> Optimizer:
-    """Make the optimizer of `train.optimizer` and `train.ema`; the runtime clips, since the global
-    norm spans submeshes."""
+    """Make the optimizer of `train.optimizer` and `train.ema`; the runtime clips gradients."""
     betas = {"b1": config.beta1, "b2": config.beta2}
     if config.optimizer == "lion":
         scale = optax.scale_by_lion(**betas)

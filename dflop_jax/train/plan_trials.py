@@ -65,19 +65,16 @@ def run_with_memory_check(
     limit_s: float | None = None,
 ) -> T:
     """Return the result of `work`, which all processes do together; it calls its argument where
-    they wait for each other, and there all learn that one of them has run out of memory.
+    they wait for each other. PlanTooLarge on all of them if one runs out of memory.
 
     Args:
-      action: for the message, such as "compiling".
       limit_s: longest wait for the others after this process has run out, after which the run
         ends: they may wait on their devices for what it did not send. None: nothing is sent.
-
-    Raises:
-      PlanTooLarge: on every process, memory of one of them did not hold it.
     """
 
-    def agree(own: tuple[str, float] | None = None) -> None:
-        shortages = filter(None, peers.all_gather("memory", own, tuple[str, float] | None))
+    def agree(own_shortage: tuple[str, float] | None = None) -> None:
+        record_type = tuple[str, float] | None
+        shortages = filter(None, peers.all_gather("memory", own_shortage, record_type))
         if worst := max(shortages, key=lambda s: s[1], default=None):
             raise PlanTooLarge(*worst)
 
@@ -128,8 +125,7 @@ def _find_shortage(
 
 
 def make_executor(context: RunContext, plan: Plan) -> Executor:
-    """Return a plan's executor, nothing compiled yet; ValueError if the plan does not fit the model
-    or the devices."""
+    """Return a plan's executor; ValueError if it does not fit the model or the devices."""
     train, trained = context.config.train, context.trained
     return Executor(
         context.model,
@@ -249,8 +245,7 @@ class PlanTrials:
         return load_or_compute(PriceList, file, time_programs).prices
 
     def try_step(self, plan: Plan, prices: Prices) -> None:
-        """Run one step of a plan where memory is limited; process 0 only. PlanTooLarge if memory of
-        a process does not hold it."""
+        """Run one step of a plan where memory is limited, as `prices` does."""
         if self._context.plannable_bytes:
             loads, n = self._profile.data.loads, self._context.config.train.global_batch
             trainable = self._executor(plan).trainable

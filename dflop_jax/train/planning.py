@@ -87,10 +87,10 @@ def check_layers(context: RunContext, profile: Profile, profile_name: str, remed
     layers = {name: m.n_layers for name, m in modules.items()}
     if profile.model.n_layers != layers:
         problem = f"with layers {profile.model.n_layers}, this one has {layers}"
-    elif other := [
+    elif changed_kinds := [
         n for n, m in modules.items() if profile.model.layer_kinds(n) != layer_kinds_of(m)
     ]:
-        problem = f"whose layers of {other[0]!r} are of other kinds"
+        problem = f"whose layers of {changed_kinds[0]!r} are of other kinds"
     if problem:
         raise ValueError(f"{profile_name} is of a model {problem}; {remedy}")
 
@@ -202,7 +202,7 @@ def evaluate_changes(
 def check_trainable(config: Config) -> None:
     """ValueError where flags contradict each other in a run that trains."""
     plan, checkpoint, train, data = config.plan, config.checkpoint, config.train, config.data
-    other_held_out = "data.factory" if data.factory else "data.eval_path" if data.eval_path else ""
+    held_out_flag = "data.factory" if data.factory else "data.eval_path" if data.eval_path else ""
     reason = "a data.factory has its own" if data.factory else "train.eval_samples is 0"
     stop_step = profiled_steps(train.profile_steps).stop
     problems: tuple[tuple[object, str], ...] = (
@@ -232,8 +232,8 @@ def check_trainable(config: Config) -> None:
             "how many samples",
         ),
         (
-            train.eval_fraction and other_held_out,
-            f"train.eval_fraction={train.eval_fraction:g}: {other_held_out} says what is held out; "
+            train.eval_fraction and held_out_flag,
+            f"train.eval_fraction={train.eval_fraction:g}: {held_out_flag} says what is held out; "
             "leave one of them out",
         ),
         (

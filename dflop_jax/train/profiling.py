@@ -189,8 +189,7 @@ def _measure_cached(
     record_type: type[Measured],
     measure: Callable[[], Measured | None],
 ) -> Measured:
-    """Return the record in process 0's cache, else what all processes measure together, of which
-    process 0 returns the result."""
+    """Return the record in process 0's cache, else what all processes measure together."""
     peers, folder, record, file = context.peers, Path(context.config.cache_dir), None, Path()
     if peers.is_primary:
         file = folder / f"{name}-{key()}.json"
@@ -211,8 +210,7 @@ def _measure_cached(
 
 
 def measure_hardware(context: RunContext) -> Hardware:
-    """Return the devices' data sheet with nodes and links as measured here, from the cache where it
-    has them; for all processes together."""
+    """Return the devices' data sheet with links as measured; for all processes together."""
     kind, hosts = context.devices[0].device_kind, context.hosts or ("",)
     node = node_size(context.devices, hosts)
 
@@ -232,8 +230,7 @@ def measure_hardware(context: RunContext) -> Hardware:
 def _measure_concurrency(
     context: RunContext, shape: Shape, local_devices: Sequence[jax.Device]
 ) -> float:
-    """Return how many devices really compute at once: the rate of all against that of one; for
-    process 0."""
+    """Return, on process 0, the rate of all devices over that of one."""
     model, devices, peers = context.model, context.devices, context.peers
     if len(devices) == 1 or devices[0].platform != "cpu":
         return float(len(devices))

@@ -37,8 +37,7 @@ class NewPlan:
 
 
 def find_drift(profiled: Sequence[Load], recent_loads: Sequence[Load]) -> float:
-    """Return the largest relative change of a module's mean tokens, or of a feature of its content;
-    0 where all are within chance."""
+    """Return the largest relative change of a module's mean tokens or content; 0 if by chance."""
     max_change, loads = 0.0, (*profiled, *recent_loads)
     for module in dict.fromkeys(m for load in loads for m in load.pieces):
         for amounts in _tokens_and_content(loads, module):
@@ -74,8 +73,7 @@ def make_recent_profile(
 def predict_saving(
     plan: Plan, new_plan: Plan, profile: Profile, config: Config
 ) -> tuple[float | None, str]:
-    """Return the share of a step that the new plan saves by simulation on the latest batches of a
-    profile; None, and why, where the current `plan` stays."""
+    """Simulate the share of a step that the new plan saves; None, and why, where `plan` stays."""
     data, n = profile.data, config.train.global_batch
     if new_plan.layout == plan.layout:
         return None, "the plan is still the best"
@@ -97,8 +95,7 @@ def predict_saving(
 
 
 class Redecider:
-    """Looks whether another plan would pay; `loads` gives those of a step's batch, in which too
-    large samples are not replaced."""
+    """Looks for a plan that pays; `loads` gives those of a batch with its too large samples."""
 
     def __init__(self, run: PlannedRun, loads: Callable[[int], list[Load]]):
         self._run, self._loads = run, loads

@@ -142,10 +142,7 @@ def reuse_state(
 
     The stored plan and prices serve where no setting that decides between plans differs, the stored
     profile where none differs that it was measured under; numbers of devices and processes may. A
-    given plan or profile goes before the stored one.
-
-    Raises:
-      ValueError: other parts train now.
+    given plan or profile goes before the stored one. ValueError if other parts train now.
     """
     before = stored.settings
     changes = {
@@ -180,16 +177,10 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """How a run goes on.
+    """How a run goes on."""
 
-    Attributes:
-      at: the step whose checkpoint is resumed in place of the newest; newer ones are set aside.
-      reset_optimizer: take parameters and data only; the optimizer, which may be another one,
-        begins anew.
-    """
-
-    at: int | None = None
-    reset_optimizer: bool = False
+    at: int | None = None  # step of the checkpoint, else the newest; newer ones are set aside
+    reset_optimizer: bool = False  # which may then be another one
 
 
 @dataclass(frozen=True)
@@ -206,11 +197,7 @@ def find_checkpoint(
 ) -> tuple[RunState, CheckpointReader] | None:
     """Return the newest checkpoint that every process can open, older than those in `unreadable`;
     None if there is none at all. Newer ones that cannot be opened are logged and added to
-    `unreadable`, as are those that are newer than step `at`.
-
-    Raises:
-      ValueError: none of those that are there can be read, or there is none of step `at`.
-    """
+    `unreadable`, as are those that are newer than step `at`. ValueError if none can be read."""
     store = CheckpointStore(folder)
     below = min((u.step for u in unreadable), default=None)
     steps = [s for s in store.steps() if below is None or s < below] if peers.is_primary else []

@@ -83,8 +83,7 @@ def count_compiles() -> Iterator[CompileCounts]:
 
 
 def select_devices(n: int) -> list[jax.Device]:
-    """Return the first `n` devices, all for 0; on CPU `n` devices are simulated. ValueError if
-    fewer exist."""
+    """Return the first `n` devices, all for 0, simulated on CPU; ValueError if fewer exist."""
     if n > 0:
         with suppress(RuntimeError):  # devices are in use already
             jax.config.update("jax_num_cpu_devices", n)
@@ -108,11 +107,7 @@ def import_object(flag: str, path: str) -> Callable[..., Any]:
 
 
 def build_model(config: ModelConfig) -> MultimodalModel:
-    """Return the model that `config.factory` (MODULE:FUNCTION) builds.
-
-    Raises:
-      ValueError: no such module or function, or a size or attention kernel that it does not know.
-    """
+    """Return the model that `config.factory` (MODULE:FUNCTION) builds; ValueError if it cannot."""
     factory = import_object("model.factory", config.factory)
     kernel = config.attention_kernel
     if kernel == "auto":
@@ -125,11 +120,8 @@ def build_model(config: ModelConfig) -> MultimodalModel:
 
 
 def build_trained_model(config: Config, chip: str = "") -> MultimodalModel:
-    """Return the model of a configuration with the adapters and the loss that it is trained with.
-
-    Raises:
-      ValueError: see `build_model` and `configure_model`, or the chip lacks its attention kernel.
-    """
+    """Return the model of a configuration with its adapters and loss terms; ValueError if it cannot
+    be built, or a given chip lacks its attention kernel."""
     kernel = config.model.attention_kernel
     if chip and kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
         raise ValueError(
@@ -240,16 +232,8 @@ def with_step_count(context: RunContext, n_samples: int) -> RunContext:
 
 
 def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
-    """Find the devices and build the model of a configuration, set up the compilation cache and
-    join the other processes.
-
-    Args:
-      resume: a `run_dir` with a time in its name means the newest such run.
-
-    Raises:
-      ValueError: the model cannot be built or lacks a part that is to train, too few devices exist,
-        or the cache has no folder.
-    """
+    """Find the devices, build the model, set up the compilation cache and join the other processes;
+    ValueError where that fails. `resume`: a time in `run_dir` means the newest run."""
     if config.plan.hardware:
         return _make_planning_context(config)
     with writable_path(config.cache_dir, "choose another --cache_dir") as cache:

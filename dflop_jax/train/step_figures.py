@@ -160,8 +160,7 @@ def sum_by_name(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def peak_flops(
     config: Config, devices: Sequence[jax.Device], hardware: Hardware | None = None
 ) -> float | None:
-    """Peak FLOP/s of a device, or of hardware that is planned for: `train.peak_flops`, else by the
-    chip and the compute dtype; None where unknown, as of CPUs."""
+    """Peak FLOP/s of a device: `train.peak_flops`, else by chip and dtype; None on CPU."""
     if config.train.peak_flops:
         return config.train.peak_flops
     if hardware:
@@ -172,8 +171,7 @@ def peak_flops(
 def measure_utilisation(
     flops: Mapping[str, float], step_s: float, layout: Layout, n_devices: int, peak: float | None
 ) -> dict[str, Any]:
-    """Return the fields of `StepMetrics` about FLOPs, from those needed by module; `peak` is the
-    peak FLOP/s of a device, if known."""
+    """Return the fields of `StepMetrics` about FLOPs; `peak` is the peak FLOP/s of a device."""
     per_s = {m: n / step_s if step_s > 0 else 0.0 for m, n in flops.items()}
     total_per_s = sum(per_s.values())
     fields: dict[str, Any] = {

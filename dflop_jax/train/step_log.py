@@ -188,8 +188,7 @@ class StepLog:
         )
 
     def _find_skip(self, result: StepResult, step: int) -> SkippedUpdate | None:
-        """Log why a step changed no parameter, and set the reason to end where too many in a row
-        did; None for a step that did."""
+        """Log why a step changed no parameter; too many in a row set `end_reason`."""
         if result.applied:
             return None
         cause = figures.SPIKE if math.isfinite(result.grad_norm) else figures.NOT_FINITE

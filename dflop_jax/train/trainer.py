@@ -127,8 +127,8 @@ class Trainer:
         it earlier, a second one ends the process.
 
         Raises:
-          ValueError: the folder holds another run or its checkpoint is of another model, no plan
-            fits, or too many samples are bad.
+          ValueError: folder, checkpoint or given plan are of another run, no plan fits, or too many
+            samples are bad.
           TransientError: another run writes to the folder.
         """
         losses: dict[int, float] = {}  # by step, each as it was run last
@@ -180,8 +180,8 @@ class Trainer:
         self.profile = state.profile
         stack.callback(ex.close)
         waiting = partial(context.sections.within, SAVE)
-        keep = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
-        saver = Checkpointer(self._checkpoints, ex, peers, waiting=waiting, **keep)
+        retention = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
+        saver = Checkpointer(self._checkpoints, ex, peers, waiting=waiting, **retention)
         with plan_trials.translate_memory_errors(peers, ex.plan, "placing its parameters"):
             if checkpoint is None:
                 ex.init(config.train.seed, self._initializer)
@@ -246,8 +246,7 @@ class Trainer:
         progress: Progress,
         is_same_plan: bool,
     ) -> None:
-        """Compile the programs where the plan's choice did not, time them where the folder has no
-        figures of the plan yet, and write and report these figures."""
+        """Compile the programs if needed, time them for a new plan, and write and report it."""
         is_same_plan = self.peers.broadcast("untimed", is_same_plan, bool)
         if timed is None:
             start_s = time.perf_counter()

@@ -32,18 +32,16 @@ ALL_FROZEN = ("vision", "connector", "llm")
 
 
 @functools.cache
-def base(tied: bool = False, dtype: str = "float32"):
+def base(dtype: str = "float32"):
     nano = build("nano", dtype)
-    decoder = dataclasses.replace(nano.size.decoder, tied=tied)
+    decoder = dataclasses.replace(nano.size.decoder, tied=False)
     return dataclasses.replace(nano, size=dataclasses.replace(nano.size, decoder=decoder))
 
 
 @functools.cache
-def adapted(
-    tied: bool = False, dtype: str = "float32", *, everywhere: bool = False, dropout: float = 0.0
-):
+def adapted(dtype: str = "float32", *, everywhere: bool = False, dropout: float = 0.0):
     settings = EVERYWHERE if everywhere else {}
-    return base(tied, dtype).with_lora(RANK, ALPHA, dropout=dropout, **settings)
+    return base(dtype).with_lora(RANK, ALPHA, dropout=dropout, **settings)
 
 
 def let_act(ex) -> None:
@@ -53,10 +51,8 @@ def let_act(ex) -> None:
             rng = np.random.default_rng(5)
             lead = (s.module.n_layers,) if part in s.stacked else ()
             rows = list(s.layer_rows.get(part, ()))
-            cuts, structs = (
-                param_zero_specs(s)[part],
-                jax.eval_shape(partial(s.module.init, part), KEY),
-            )
+            cuts = param_zero_specs(s)[part]
+            structs = jax.eval_shape(partial(s.module.init, part), KEY)
             for name_, pair in ex.state.params[name][part].items():
                 whole = rng.normal(size=(*lead, *structs[name_]["b"].shape)) * 0.05
                 mine = jnp.asarray(whole[rows] if lead else whole, jnp.float32)
@@ -65,8 +61,7 @@ def let_act(ex) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """A module without adapters, its weights made of theirs: what `AdaptedModule` does is not
-    used."""
+    """A module without adapters whose weights are folded here."""
 
     module: object
 
@@ -110,17 +105,16 @@ def samples():
 
 
 @functools.cache
-def oracle(tied: bool, *, everywhere: bool = False):
-    """(initial parameters with acting adapters, loss and gradients of the folded weights, loss
-    without the adapters), computed plainly."""
-    m = adapted(tied, everywhere=everywhere)
+def oracle():
+    """(initial parameters, loss and gradients of folded weights, loss without adapters)."""
+    m = adapted(everywhere=True)
     plan = plain.plan_of(m, (0, 1, 1, 1), (0, 1, 1, 1))
-    ex = Executor(m, plan, optax.sgd(1.0), freeze=ALL_FROZEN if everywhere else FREEZE)
+    ex = Executor(m, plan, optax.sgd(1.0), freeze=ALL_FROZEN)
     ex.init(0)
     let_act(ex)
     params = plain.join(plan, ex.state.params)
     ex.close()
-    modules = base(tied).modules
+    modules = base().modules
     folded = FoldedModel({name: Folded(module) for name, module in modules.items()})
     loss, grads = plain.plain_loss_and_grads(folded, params, samples())
     # By the same programs, which take seconds to compile.
@@ -135,7 +129,7 @@ def oracle(tied: bool, *, everywhere: bool = False):
 @functools.cache
 def dropped_oracle():
     """(loss, gradients) of adapters everywhere that do not see all, sample by sample."""
-    params, *_ = oracle(False, everywhere=True)
+    params, *_ = oracle()
     m = adapted(everywhere=True, dropout=DROPOUT)
     return plain.plain_loss_and_grads(m, params, samples(), DRAWS)
 

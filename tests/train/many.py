@@ -1,8 +1,4 @@
-"""Real jobs for tests: `dflop launch -n N -- dflop train`, on a small model, in seconds.
-
-The plan and the profile are given, so nothing is measured or searched, and what is compiled is kept
-for all tests in one folder.
-"""
+"""Real jobs for tests: `dflop launch -n N -- dflop train`, with a given plan and profile."""
 
 from __future__ import annotations
 
@@ -76,22 +72,12 @@ class Jobs:
 
     @classmethod
     def make(
-        cls,
-        folder: Path,
-        plan: Plan,
-        steps: int = STEPS,
-        every: int = 4,
-        overflows: int | None = None,
+        cls, folder: Path, plan: Plan, steps=STEPS, every=4, overflows: int | None = None
     ) -> Jobs:
         """`overflows`: the step whose gradients are not finite."""
         folder.mkdir(parents=True, exist_ok=True)
-        text = EXPERIMENT.format(
-            root=str(ROOT),
-            steps=steps,
-            every=every,
-            run_dir=str(folder / "run"),
-            cache_dir=str(CACHE),
-        )
+        folders = {"root": str(ROOT), "run_dir": str(folder / "run"), "cache_dir": str(CACHE)}
+        text = EXPERIMENT.format(steps=steps, every=every, **folders)
         more = "" if overflows is None else OVERFLOWS.format(step=overflows)
         (folder / "small.py").write_text(text + more)
         save(plan, folder / "plan.json")
@@ -110,13 +96,8 @@ class Jobs:
     @contextmanager
     def started(self, n: int, run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
         """A running job, with all that it prints in one pipe; it is gone when this ends."""
-        process = subprocess.Popen(
-            self.command(n, run_dir, *more),
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(self.command(n, run_dir, *more), env=environment(), **pipes)
         try:
             yield process
         finally:
@@ -137,8 +118,7 @@ def environment() -> dict[str, str]:
 
 
 def undisturbed(factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of `FOUR` on two processes that nothing disturbs, to be compared with and
-    copied: one run for all files of tests, whichever worker comes first."""
+    """The folder of an undisturbed run of `FOUR` on two processes, one for all workers."""
     ours = factory.getbasetemp()
     shared = ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours
     folder = shared / "undisturbed"

@@ -31,15 +31,16 @@ CONFIG = Config(
 
 
 CACHE: dict[str, str] = {}
+WHOLE: list[Path] = []  # the folder of `whole`, once it is there
 
 
 @pytest.fixture(scope="module")
 def quick(compiled_once, tmp_path_factory):
-    """Runs that compile and time their programs once and draw no pictures. Orders follow from what
-    was timed, and sums of gradients from orders."""
+    """Runs that time their programs once (sums follow from orders) and draw no pictures."""
     jax.devices()
+    if not CACHE:
+        CACHE["cache_dir"] = str(tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CACHE, "cache_dir", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(trainer_module, "write_summary", lambda folder: None)
         yield
 
@@ -56,11 +57,13 @@ def fit(run_dir, existing="error", **sections):
 
 @pytest.fixture(scope="module")
 def whole(quick, tmp_path_factory):
-    """The folder of a run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    result = fit(folder)
-    assert (result.steps_done, result.preempted) == (STEPS, False)
-    return folder
+    """The folder of a run that nothing interrupts, one for all files."""
+    if not WHOLE:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        result = fit(folder)
+        assert (result.steps_done, result.preempted) == (STEPS, False)
+        WHOLE.append(folder)
+    return WHOLE[0]
 
 
 def steps_saved(folder) -> tuple[int, ...]:

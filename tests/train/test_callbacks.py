@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dflop_jax import Callback, CheckpointConfig, DataConfig, PlanConfig
+from dflop_jax import Callback, CheckpointConfig, Config, DataConfig, PlanConfig
+from dflop_jax.config import override
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.report.trackers import step_scalars
@@ -189,33 +190,21 @@ def test_records_to_evaluate_on_stay_out_of_training(quick):
 
 
 @pytest.mark.parametrize(
-    "train, data, says",
+    "flags, says",
     [
-        ({}, {"eval_path": "x.json"}, "is not evaluated on: train.eval_samples is 0"),
-        (
-            {"eval_fraction": 0.1},
-            {"factory": "a:b"},
-            "eval_fraction=0.1: data.factory says what is held out",
-        ),
-        (
-            {"eval_fraction": 0.1, "eval_samples": 2},
-            {"eval_path": "x.json"},
-            "eval_fraction=0.1: data.eval_path says what is held out",
-        ),
-        (
-            {"eval_samples": 2},
-            {"eval_path": "x.json", "factory": "a:b"},
-            "is not evaluated on: a data.factory has its own",
-        ),
+        ("data.eval_path=x.json", "is not evaluated on: train.eval_samples is 0"),
+        ("data.eval_path=x.json data.factory=a:b", "not evaluated on: a data.factory has its own"),
+        ("train.eval_fraction=0.1 data.factory=a:b", "0.1: data.factory says what is held out"),
+        ("train.eval_fraction=0.1 train.eval_samples=2 data.eval_path=x.json",
+         "0.1: data.eval_path says what is held out"),
+        ("train.eval_every=2", "evaluates nothing: no sample is held out"),
+        ("plan.redecide_every=4 checkpoint.every_s=0", "redecide_every=4 .* checkpoint.every_s=0"),
+        ("train.steps=4 train.profile_steps=2:4", "profile_steps=2:4, but with train.steps=4"),
+        ("checkpoint.keep_best=true", "keep_best needs checkpoints and held-out losses"),
+        ("plan.hardware=h100 plan.devices=8", "plans for devices that are not here"),
     ],
-)
-def test_what_would_not_be_evaluated_is_refused(train, data, says):
-    plain = replace(CONFIG.train, eval_samples=0, eval_every=0)
-    config = replace(
-        CONFIG,
-        train=replace(plain, **train),
-        data=replace(CONFIG.data, **data),
-        checkpoint=replace(CONFIG.checkpoint, keep_best=False),
-    )
+)  # fmt: skip
+def test_flags_that_contradict_each_other_are_refused(flags, says):
+    config = override(Config(), dict(flag.split("=", 1) for flag in flags.split()))
     with pytest.raises(ValueError, match=says):
         check_trainable(config)

@@ -14,18 +14,14 @@ from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.packing import LocalRanks
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Prices
-from dflop_jax.records.files import save
-from dflop_jax.report.run_folder import RunFolder, read_evaluations
-from dflop_jax.report.trackers import evaluation_scalars
 from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.train import evaluate
-from dflop_jax.train.callbacks import Callbacks, Evaluation, HeldOutLoss
+from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.evaluate import HeldOutEvaluator, draw_held_out_samples
 from dflop_jax.train.feed import Packer
 from dflop_jax.train.run_context import build_model
 from tests.distributed.service import make_job
 from tests.plans import NANO, programs
-from tests.report.runs import cells_of, make_plan, make_row
 
 MODEL = build_model(ModelConfig(size="nano"))
 NEEDED = dict.fromkeys(NANO.layout.modules, lambda length, content: float(length))
@@ -57,8 +53,7 @@ def opened(config):
 
 
 class Counted:
-    """In place of an executor: the sums of a batch are made of its arrays, so that a count by hand
-    gives them too."""
+    """An executor whose sums of a batch a count by hand gives, too."""
 
     model, trainable = MODEL, frozenset({"llm"})
 
@@ -163,33 +158,3 @@ def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
     for name, which in chosen.items():
         assert len(set(which)) == len(which)
         assert not name or {source.dataset_of(i) for i in which} == {name}
-
-
-def test_what_was_evaluated_is_reported(tmp_path):
-    by_source = {"a": HeldOutLoss(1.0, 0.75), "b": HeldOutLoss(3.0, 0.25)}
-    row = Evaluation(2, 2.0, 0.5, by_source)
-    assert evaluation_scalars(row) == {
-        "held_out/loss": 2.0,
-        "held_out/accuracy": 0.5,
-        "held_out/a/loss": 1.0,
-        "held_out/a/accuracy": 0.75,
-        "held_out/b/loss": 3.0,
-        "held_out/b/accuracy": 0.25,
-    }
-    assert evaluation_scalars(Evaluation(2, 2.0, None)) == {"held_out/loss": 2.0}
-    assert read_evaluations(tmp_path) == []
-    save(make_plan(), tmp_path / "plan.json")
-    with RunFolder(tmp_path, existing="overwrite") as folder:
-        save(make_plan(), tmp_path / "plan.json")
-        folder.append(make_row(0))
-        folder.append_evaluation(Evaluation(1, 9.0, 0.1))
-        folder.append_evaluation(row)
-    cells = cells_of(tmp_path)
-    assert (cells["held-out loss"], cells["held-out accuracy"]) == ("2.00", "50.0%")
-    assert (cells["held-out loss, b"], cells["held-out accuracy, b"]) == ("3.00", "25.0%")
-    with (tmp_path / "evaluations.jsonl").open("a") as file:
-        file.write('{"step": 3, "lo')
-    assert read_evaluations(tmp_path)[-1].by_source["a"] == {"loss": 1.0, "accuracy": 0.75}
-    (tmp_path / "evaluations.jsonl").write_text('{"step": 3, "loss": "x"}\n')
-    with pytest.raises(ValueError, match=r"evaluations\.jsonl:1: not a row of evaluations"):
-        read_evaluations(tmp_path)

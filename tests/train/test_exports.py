@@ -1,7 +1,6 @@
-"""What `dflop export` writes of a run, and what it refuses."""
+"""What `dflop export` writes of a run that began with published weights, and what it refuses."""
 
 import json
-import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,16 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from dflop_jax import CheckpointConfig, Config, ModelConfig
-from dflop_jax.checkpoint.reader import CheckpointReader
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
-from dflop_jax.data.sample import FeatureGather, Sample
-from dflop_jax.generate.generate import Generator
-from dflop_jax.generate.prompt import prompt_sample
-from dflop_jax.generate.sampling import Sampling
-from dflop_jax.records import Load
 from dflop_jax.train.load_params import (
     check_only_adapters,
     find_published_folders,
@@ -31,15 +24,59 @@ from dflop_jax.train.load_params import (
 )
 from dflop_jax.train.optimizer import configure_model
 from dflop_jax.train.trainer import Trainer
-from dflop_jax.verify import reference
-from dflop_jax.verify.samples import mixed_samples
-from dflop_jax.weights import Folder, write, write_folder
+from dflop_jax.weights import Folder, read_params, write_folder
 from models import llava
 from tests.plans import NANO, nano_profile
-from tests.train.test_published_run import _here, config, on_host  # noqa: F401
 from tests.weights.conftest import held, random_params
 
 MODEL = llava.build("anyres-nano")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    jax.devices()  # started with conftest's 8, so that plan.devices cannot change their number
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**more):
+    start = Config(
+        data=DataConfig(n_samples=32, max_tiles=2, max_frames=2, max_tokens=512, workers=1),
+        plan=PlanConfig(
+            policy="dflop",
+            devices=2, max_model=1, max_stage=1, buckets=2, sampled_batches=1, max_microbatches=2,
+            effort="quick",
+        ),
+        train=TrainConfig(steps=2, global_batch=4),
+        checkpoint=CheckpointConfig(every=2),
+    )  # fmt: skip
+    return replace(start, **more)
+
+
+def on_host(folder):
+    """Parameters in a published folder."""
+    found = Folder(folder, MODEL.weights)
+    found.check()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    structs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), random_params(MODEL, 0)
+    )
+    return {m: jax.device_get(read_params(found, m, s)) for m, s in structs.items()}
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["gone", "--out", "x"], "gone: no such run folder"),
+        (["empty", "--out", "x"], "no config.json"),
+        (["empty", "--out", "empty"], "empty: exists already; choose another --out"),
+    ],
+)
+def test_export_refuses_in_one_line(args, says, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["export", *args]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -74,8 +111,6 @@ def test_a_run_is_exported_as_it_was_saved(capsys):
     assert max(moved) < 0.05  # two steps from there, not from somewhere else
 
     assert main(["export", "runs/run", "--out", "exact", "--dtype", "fp32"]) == 0
-    if not reference.missing_packages():
-        check_answers("exact", capsys)
     assert main(["export", "runs/run", "--out", "mean", "--ema", "--dtype", "float32"]) == 0
     first = load_params("runs/run/checkpoints/00000001", MODEL, jax.devices()[0]).params
     mean = jax.tree.map(
@@ -101,85 +136,6 @@ def test_a_run_is_exported_as_it_was_saved(capsys):
     assert find_published_folders(("runs/next", "vision=runs/run")) == {"": "hf", "vision": "hf"}
 
 
-def up_to(sample, n):
-    """The first `n` tokens of a sample, whose media all stand among them."""
-    llm = {k: a[:n] for k, a in sample.fields["llm"].items()}
-    places = {pair: FeatureGather(p.index[:n], p.weight) for pair, p in sample.gathers.items()}
-    return Sample(sample.fields | {"llm": llm}, places, Load(sample.load.pieces | {"llm": (n,)}))
-
-
-def check_answers(folder, capsys):
-    """Greedy answers of a folder in batches, by the library and the commands, are those that
-    transformers generates from it, token by token."""
-    n, mixed = 12, mixed_samples(MODEL)
-    theirs = reference._load_model(Path(folder), "LlavaOnevisionForConditionalGeneration")
-    family = reference.FAMILIES["llava_onevision"]
-    theirs.config.image_token_id, theirs.config.video_token_id = 0, family.video
-    family.prepare(theirs.config)
-    torch = pytest.importorskip("torch")
-
-    def generated(ids, penalty=1.0, **media):
-        given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)} | media
-        given = {k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}
-        how = {"max_new_tokens": n, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        out = theirs.generate(**given, **how, repetition_penalty=penalty)
-        return out[0, len(ids) :].tolist()
-
-    wanted, prompts = [], []
-    for m in mixed:
-        llm = m.sample.fields["llm"]
-        length = int(np.flatnonzero(llm["weights"] == 0)[-1]) + 1
-        prompts.append(up_to(m.sample, length))
-        ids = llm["tokens"].astype(np.int64)
-        ids[np.array(m.kinds) == "video"] = family.video
-        wanted.append(generated(ids[:length], 1.5, **family.arguments(m.media)))
-    config = Config(model=ModelConfig(size="anyres-nano"))
-    ours = Generator(config, folder, jax.devices()[:2], rows=len(prompts))
-    said = ours.answers(prompts, Sampling(n, repetition_penalty=1.5))
-    end = ours.tokenizer.im_end_id
-    for answer, tokens in zip(said, wanted, strict=True):
-        whole = [*answer.tokens, *[end] * (answer.stopped == "end")]
-        assert whole == tokens[: len(whole)]
-    assert len({token for tokens in wanted for token in tokens}) > 8  # else anything would do
-
-    text = ["What is it?", "Why?"]
-    Path("ask.jsonl").write_text("\n".join(json.dumps({"prompt": q}) for q in text))
-    capsys.readouterr()
-    more = ["--max-tokens", f"{n}", "--data.tokenizer", "bytes", "--json"]
-    assert main(["generate", folder, "--prompts", "ask.jsonl", *more]) == 0
-    answers = json.loads(capsys.readouterr().out)
-    for question, answer in zip(text, answers, strict=True):
-        prompt = prompt_sample(question, {}, config.data, MODEL, ours.tokenizer)
-        tokens = generated(prompt.fields["llm"]["tokens"].astype(np.int64))
-        whole = [*answer["tokens"], *[end] * (answer["stopped"] == "end")]
-        assert whole == tokens[: len(whole)]
-
-
-class Alive:
-    """Bytes of arrays that are held at once: of those that some functions gave, and of jax's."""
-
-    def __init__(self, monkeypatch, *where):
-        self.sizes, self.peak, self.largest, self.total = {}, 0, 0, 0
-        self.before = self.of_jax()
-        for place, name in where:
-            monkeypatch.setattr(place, name, self.watched(getattr(place, name)))
-
-    def of_jax(self):
-        return sum(a.nbytes for a in jax.live_arrays())
-
-    def watched(self, function):
-        def call(*args, **kwargs):
-            array = function(*args, **kwargs)
-            self.sizes[id(array)] = array.nbytes
-            weakref.finalize(array, self.sizes.pop, id(array))
-            held = sum(self.sizes.values()) + self.of_jax() - self.before
-            self.peak, self.largest = max(self.peak, held), max(self.largest, array.nbytes)
-            self.total += array.nbytes
-            return array
-
-        return call
-
-
 def changed(pair, rank, alpha):
     """What an adapter adds to a stack of matrices, or to one, flat: [*stack, in x out]."""
     a, b = np.asarray(pair["a"], np.float64), np.asarray(pair["b"], np.float64)
@@ -189,7 +145,7 @@ def changed(pair, rank, alpha):
 
 
 @pytest.mark.slow
-def test_adapters_are_folded_in_a_few_matrices_at_a_time(monkeypatch):
+def test_adapters_are_folded_in():
     params = random_params(MODEL, 1)
     write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")
     start = config(model=ModelConfig(size="anyres-nano", weights=("hf",)))
@@ -205,14 +161,7 @@ def test_adapters_are_folded_in_a_few_matrices_at_a_time(monkeypatch):
     model = configure_model(MODEL, train)
     reader = CheckpointStore(Path("runs/run/checkpoints")).open(2)
     saved = {n: jax.tree.map(np.asarray, tree) for n, tree in open_params(reader, model).items()}
-    with monkeypatch.context() as patch:
-        alive = Alive(
-            patch, (CheckpointReader, "read"), (Folder, "read"), (write, "to_file_layout")
-        )
-        assert main(["export", "runs/run", "--out", "out"]) == 0
-    # Of all that is read and folded, no more at once than a few matrices of a layer.
-    assert alive.peak <= 2 * alive.largest
-    assert alive.largest < Path("out/model.safetensors").stat().st_size / 2 < alive.total
+    assert main(["export", "runs/run", "--out", "out"]) == 0
     before, after = on_host("hf"), on_host("out")
     for name, part, adapter in (("llm", "layers", "adapter"), ("vision", "exit", "exit_adapter")):
         for matrix, pair in saved[name][adapter].items():

@@ -1,52 +1,18 @@
-"""What is watched for hanging, and a real run of two processes, one of which hangs while its signs
-of life go on."""
+"""Real runs of two processes: one that hangs, and scripts that have initialized jax themselves."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.config import Config, DistributedConfig
-from dflop_jax.distributed.hang_watch import Sections
 from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from dflop_jax.distributed.processes import free_port
 from dflop_jax.report.run_folder import HUNG
-from dflop_jax.train import trainer
-from dflop_jax.train.run_context import RunContext
 
 from .many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, undisturbed
-
-
-@pytest.mark.parametrize(
-    "count, command, factor, ends",
-    [(1, False, 20.0, "said"), (1, True, 20.0, "ended"), (2, False, 20.0, "ended"),
-     (2, True, 0.0, "not watched")],
-)  # fmt: skip
-def test_who_is_ended_where_it_hangs(monkeypatch, count, command, factor, ends):
-    """What `dflop train` did not start, such as a notebook, is not."""
-    seen = ["not watched"]
-
-    @contextmanager
-    def noted(sections, peers, folder, *, min_deadline_s, end_run):
-        assert (folder, min_deadline_s) == (Path("run/hung"), 120.0)
-        seen[0] = "ended" if end_run is None else "said"
-        yield
-
-    monkeypatch.setattr(trainer, "HangWatch", noted)
-    monkeypatch.setattr(trainer, "is_cli_process", threading.Event())
-    if command:
-        trainer.is_cli_process.set()
-    config = Config(run_dir="run", distributed=DistributedConfig(hang_factor=factor))
-    place = RunContext(config, None, [], SimpleNamespace(n_processes=count), sections=Sections())
-    with trainer.watch_for_hangs(place):
-        assert seen == [ends]
-
 
 # Appended to the experiment: at the first start, process 1 never comes to the end of step 5.
 HANGS = """
@@ -92,7 +58,7 @@ def test_a_hang_is_named_and_the_run_goes_on_bit_for_bit(tmp_path, tmp_path_fact
 
 
 SCRIPT = """
-import importlib.util, sys
+import runpy, sys
 import jax
 process, count, port, folder, run_dir, *flags = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
@@ -101,13 +67,9 @@ from dflop_jax.config import override
 from dflop_jax.records.files import load
 from dflop_jax.records import Plan, Profile
 from dflop_jax.train.trainer import Trainer
-spec = importlib.util.spec_from_file_location("small", folder + "/small.py")
-small = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(small)
 values = dict(flag.split("=") for flag in flags)
-if values.pop("started", None):
-    jax.devices()
-config = override(small.config(), {"run_dir": run_dir, **values})
+small = runpy.run_path(folder + "/small.py")["config"]()
+config = override(small, {"run_dir": run_dir, **values})
 trainer = Trainer(
     config, plan=load(Plan, folder + "/plan.json"), profile=load(Profile, folder + "/profile.json")
 )
@@ -125,13 +87,11 @@ def run_scripts(folder: Path, *flags: tuple[str, ...]) -> list[tuple[int, str]]:
     """Exit code and output of each of two processes, which have these flags."""
     (folder / "script.py").write_text(SCRIPT)
     port = str(free_port())
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, str(folder / "script.py")]
     started = [
         subprocess.Popen(
-            [sys.executable, str(folder / "script.py"), str(p), "2", port, str(folder), *more],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [*command, str(p), "2", port, str(folder), *more], env=environment(), **pipes
         )
         for p, more in enumerate(flags)
     ]
@@ -156,14 +116,10 @@ def test_losses_are_those_of_a_launched_run(tmp_path, whole):
     "first, second, says",
     [
         (["a"], ["b"], "process 1 was started with run_dir=b, process 0 with a; start all with"),
-        (
-            ["a"],
-            ["a", "distributed.num_processes=3"],
-            "distributed.num_processes=3, but this program has called "
-            "jax.distributed.initialize() as process 1 of 2; leave the flag out",
-        ),
+        (["a"], ["a", "distributed.num_processes=3"], "num_processes=3, but this program has "
+         "called jax.distributed.initialize() as process 1 of 2; leave the flag out"),
     ],
-)
+)  # fmt: skip
 def test_processes_that_disagree_are_told_in_a_line(tmp_path, monkeypatch, first, second, says):
     jobs = Jobs.make(tmp_path / "jobs", FOUR)
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,4 @@
-"""A run that is killed at random steps and restarted by `dflop launch` has the losses of one that
-is not, and resumes on one process under another ZeRO degree."""
+"""A run that is killed at random steps and restarted has the losses of one that is not."""
 
 import random
 import runpy

@@ -14,7 +14,6 @@ from dflop_jax.train.optimizer import (
     learning_rate,
     make_decay_mask,
     make_optimizer,
-    warmup_steps,
 )
 
 
@@ -68,15 +67,6 @@ def test_other_schedules_equal_their_definitions(schedule, steps, warmup, decay_
     want = np.array(list(after_warmup(schedule, steps, warmup, decay_steps)))
     np.testing.assert_allclose(got[warmup:], 2e-3 * want, rtol=1e-5)
     np.testing.assert_allclose(got[:warmup], by_hand(steps, warmup)[:warmup], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "ratio, steps, fixed, want",
-    [(0.03, 100, 10, 3), (0.07, 100, 0, 7), (0.03, 10, 5, 1), (0.0, 100, 10, 10), (1.0, 8, 0, 7)],
-)
-def test_warmup_is_a_share_of_the_steps_or_a_number(ratio, steps, fixed, want):
-    config = TrainConfig(steps=steps, warmup_steps=fixed, warmup_ratio=ratio)
-    assert warmup_steps(config) == want
 
 
 TREE = {

@@ -11,17 +11,15 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax import CheckpointConfig, PlanConfig
+from dflop_jax import PlanConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.plan.simulate_batches import simulate
 from dflop_jax.records import DataProfile, Plan, Profile
 from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.schedule.correction import CorrectionState, StepSample, add_sample, with_decision
 from dflop_jax.train import plan_trials, redecide
 from dflop_jax.train import trainer as trainer_module
-from dflop_jax.train.correction import Corrector
 from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.redecide import (
     NewPlan,
@@ -116,8 +114,7 @@ def long_steps(monkeypatch):
 
 @pytest.fixture
 def alive(monkeypatch):
-    """What was alive, when an executor was made, of the last one and of its arrays; no cycle is
-    collected meanwhile."""
+    """What was alive of the last executor when the next was made; no cycle is collected."""
     last: list[weakref.ref] = []
     seen: list[list[str]] = []
     run, make = TrainLoop.run, plan_trials.make_executor
@@ -164,8 +161,7 @@ def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, alive, tmp_
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Profiles that a plan is searched for, in place of a search; plans that are found, when a test
-    gives them, else none is."""
+    """Profiles that plans are searched for, and plans that the searches find."""
     asked: list[Profile] = []
     found: list[Plan] = []
 
@@ -179,56 +175,29 @@ def searches(monkeypatch):
     return SimpleNamespace(asked=asked, found=found)
 
 
-# ---- looks, without a run ----
-
-
-class Looks:
-    """A redecider of made-up batches: of `tiles` tiles a sample, which a test changes."""
-
-    def __init__(self):
-        self.tiles = 1
-        self.said: list[str] = []
-        train = dataclasses.replace(CONFIG.train, steps=100, global_batch=4)
-        plan = PlanConfig(redecide_every=2, profile_samples=8)
-        config = dataclasses.replace(CONFIG, train=train, plan=plan)
-        place = SimpleNamespace(config=config, peers=ProcessGroup())
-        ex = SimpleNamespace(plan=PLAN)
-        profile = Profile(nano_profile().model, DataProfile("d", 9, (load(1, 20), load(1, 21))))
-        progress = SimpleNamespace(log=self.said.append)
-        ready = SimpleNamespace(
-            context=place, ex=ex, profile=profile, start_s=50.0, progress=progress
-        )
-        self.redecider = Redecider(ready, self.loads)
-
-    def loads(self, step):
-        return [load(self.tiles, 20 + i % 2) for i in range(4)]
-
-    def propose_plan(self, done, step_s=1.0):
-        before = len(self.said)
-        new = self.redecider.propose_plan(done, [step_s, step_s])
-        return new, " ".join(self.said[before:])
-
-
-def test_the_same_samples_are_searched_for_once(searches):
-    looks = Looks()
-    assert looks.propose_plan(2) == (
-        None,
-        "after step 2: samples are as those that were planned for",
+def propose_plan(tiles, step_s):
+    """(new plan, what was said) after step 20 of 100, of samples of so many tiles in place of 1."""
+    said: list[str] = []
+    train = dataclasses.replace(CONFIG.train, steps=100, global_batch=4)
+    plan = PlanConfig(redecide_every=2, profile_samples=8)
+    config = dataclasses.replace(CONFIG, train=train, plan=plan)
+    profile = Profile(nano_profile().model, DataProfile("d", 9, (load(1, 20), load(1, 21))))
+    run = SimpleNamespace(
+        context=SimpleNamespace(config=config, peers=ProcessGroup()),
+        ex=SimpleNamespace(plan=PLAN),
+        profile=profile,
+        start_s=50.0,
+        progress=SimpleNamespace(log=said.append),
     )
-    looks.tiles = 3
-    searches.found.append(PLAN)
-    new, said = looks.propose_plan(4)
-    assert (new, "the plan is still the best" in said) == (None, True)
-    assert looks.propose_plan(6) == (
-        None,
-        "after step 6: samples are as those that were planned for",
-    )
-    looks.tiles = 5
-    new, said = looks.propose_plan(8)
-    assert (new, "no plan for the samples of late: nothing fits" in said) == (None, True)
-    assert [profile.data.loads for profile in searches.asked] == [
-        tuple(load(tiles, 20 + i % 2) for i in (0, 1, 2, 3) * 2) for tiles in (3, 5)
-    ]
+    redecider = Redecider(run, lambda step: [load(tiles, 20 + i % 2) for i in range(4)])
+    return redecider.propose_plan(20, [step_s, step_s]), " ".join(said)
+
+
+def test_samples_as_planned_for_are_not_searched_for(searches):
+    new, said = propose_plan(1, 1.0)
+    assert (new, said) == (None, "after step 20: samples are as those that were planned for")
+    assert "no plan for the samples of late: nothing fits" in propose_plan(5, 1.0)[1]
+    assert len(searches.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -237,18 +206,15 @@ def test_the_same_samples_are_searched_for_once(searches):
     ids=["pays", "costs more than it saves", "within what predictions are off"],
 )
 def test_a_plan_has_to_pay_in_the_steps_that_are_left(searches, monkeypatch, share, step_s, pays):
-    looks, other = Looks(), PLAN.with_layout(buckets=(bucket(28, 256),))
-    looks.tiles = 3
+    other = PLAN.with_layout(buckets=(bucket(28, 256),))
     searches.found.append(other)
     monkeypatch.setattr(redecide, "predict_saving", lambda *_: (share, ""))
-    new, said = looks.propose_plan(20, step_s)
+    new, said = propose_plan(3, step_s)
     assert f"would save {share:.0%} of a step" in said
     assert "in 80 steps, and cost 50.0 s" in said
     assert said.endswith("changing to it" if pays else "going on")
     assert new == (NewPlan(other, searches.asked[0]) if pays else None)
 
-
-# ---- what a plan saves ----
 
 LOADS = tuple(load(2, 40 + i) for i in range(12))
 LATE = dataclasses.replace(nano_profile(), data=DataProfile("d", 12, LOADS, (load(9, 90),)))
@@ -273,58 +239,7 @@ def test_a_plan_that_stays(buckets, says):
 
 
 def test_what_a_plan_saves_is_simulated_on_the_latest_batches():
-    other = (bucket(16, 224),)
-    batches = [LOADS[4:8], LOADS[8:]]
-    now_s, then_s = (
-        simulate(p, batches, LATE.model).makespan_s for p in (PLAN, PLAN.with_layout(buckets=other))
-    )
-    share, why = saved(other)
-    assert (share, why) == (pytest.approx(1 - then_s / now_s), "")
-    assert 0 < share < 1
-
-
-def test_changing_needs_checkpoints(plain, tmp_path):
-    with pytest.raises(ValueError, match=r"plan.redecide_every=4 .* checkpoint.every_s=0"):
-        fit(tmp_path / "run", checkpoint=CheckpointConfig(every_s=0))
-
-
-OVERHEAD_S = 1e-3
-
-
-class Scripted(Corrector):
-    """Is told what it would measure: by step the log ratio of one program, and the gain."""
-
-    def __init__(self, measured):
-        self.lines, self.switches = [], 0
-        progress = SimpleNamespace(log=self.lines.append)
-        ready = SimpleNamespace(prices=None, progress=progress)
-        super().__init__(ready, None, CorrectionState(""))
-        self.measured = measured
-
-    def _sample(self, trace, batch):
-        ratio, _ = self.measured(batch.step)
-        figures = self._gain_s, self._overhead_s
-        sample = StepSample(batch.step, batch.step + 1, "", {"a": ratio}, *figures)
-        self._learnt = add_sample(self._learnt, sample)
-
-    def _decide(self, batch):
-        self._gain_s, self._overhead_s = self.measured(batch.step)[1], OVERHEAD_S
-        self._learnt = with_decision(self._learnt, self._gain_s, self._overhead_s)
-
-    def run(self):
-        was_on = False
-        for step in range(700):
-            self.after_step(None, SimpleNamespace(step=step))
-            on = self.report["sampling"] == 1
-            self.switches += on != was_on
-            was_on = on
-        return self.lines
-
-
-def test_a_correction_that_brings_nothing_is_said_once():
-    corrector = Scripted(lambda step: (1.0 if step % 100 > 50 else 0.4, 0.0))
-    first, second = corrector.run()
-    assert corrector.switches >= 8
-    assert first == "step 2: task times are sampled, by which schedules are corrected"
-    assert second.startswith("step 9: schedules follow task times that are up to 1.49x off")
-    assert second.endswith("prediction saves 0.0 ms a step; sampling took 1.0 ms a step")
+    plans, batches = (PLAN, PLAN.with_layout(buckets=(bucket(16, 224),))), [LOADS[4:8], LOADS[8:]]
+    now_s, then_s = (simulate(p, batches, LATE.model).makespan_s for p in plans)
+    assert 0 < then_s < now_s
+    assert saved(plans[1].layout.buckets) == (pytest.approx(1 - then_s / now_s), "")

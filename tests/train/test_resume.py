@@ -1,5 +1,4 @@
-"""A run that was stopped, killed or damaged and then resumed is the run that was not: the same
-rows bit for bit, each once. What a folder of another run, or one in use, says to it."""
+"""A run that was stopped or killed and resumed is the run that was not, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,24 +13,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflop_jax import CheckpointConfig, PlanConfig, Resume, ScheduleConfig
+from dflop_jax import CheckpointConfig, Resume, ScheduleConfig
 from dflop_jax.cli import main
 from dflop_jax.distributed.process_exit import TransientError
-from dflop_jax.records import Plan, PriceList
-from dflop_jax.records.files import load, save
+from dflop_jax.records import PriceList
 from dflop_jax.report.run_folder import CORRECTIONS, RunFolder, read_metrics
-from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.runtime import executor
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule import worker as worker_module
 from dflop_jax.schedule.correction import CorrectionState, StepSample
 from dflop_jax.schedule.worker import BatchRequest
 from dflop_jax.train import correction as correction_module
-from dflop_jax.train.choose_plan import describe_remaining_time
-from dflop_jax.train.trainer import Trainer
 
 from ..data.media_cases import talk
-from ..plans import nano_profile
 from ..report.test_tensorboard import events_of
 from .resume_cases import (  # noqa: F401  # noqa: F401
     CACHE,
@@ -53,8 +47,6 @@ from .resume_cases import (  # noqa: F401  # noqa: F401
 )
 
 compile_all = Executor.compile  # before `quick` has one plan's for all
-
-# ---- the same run ----
 
 
 def ask_after(monkeypatch, step: int) -> None:
@@ -115,11 +107,9 @@ def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys, monkeypatch):
 
 def test_a_run_goes_on_from_the_step_that_is_asked_for(whole, caplog):
     folder = copy_of(whole)
-    config = dataclasses.replace(CONFIG, run_dir=str(folder), **CACHE)
-    again = partial(Trainer, config, plan=PLAN, profile=nano_profile())
-    with pytest.raises(ValueError, match="no checkpoint of step 5; those that are there: 12, 9, 6"):
-        again(existing=Resume(5)).fit()
-    result = again(existing=Resume(6)).fit()
+    says = "no checkpoint of step 5; those that are there: 12, 9, 6"
+    assert says in refused(folder, Resume(5))
+    result = fit(folder, Resume(6))
     assert (len(result.losses), result.steps_done) == (6, STEPS)
     assert "checkpoint of step 9 stays as" in caplog.text
     assert_as_whole(folder, whole)
@@ -146,9 +136,7 @@ def test_the_optimizer_may_begin_anew(whole, monkeypatch, capsys):
         fit(copy_of(whole), "resume", train=lion())
     for train in (CONFIG.train, lion()):
         shutil.rmtree("run")
-        config = dataclasses.replace(CONFIG, run_dir=str(copy_of(whole)), train=train, **CACHE)
-        again = Resume(9, reset_optimizer=True)
-        result = Trainer(config, plan=PLAN, profile=nano_profile(), existing=again).fit()
+        result = fit(copy_of(whole), Resume(9, reset_optimizer=True), train=train)
         assert (len(result.losses), result.steps_done) == (3, STEPS)
         rows, before = read_metrics("run"), read_metrics(whole)
         assert [r["loss"] for r in rows[:10]] == [r["loss"] for r in before[:10]]
@@ -159,35 +147,6 @@ def test_the_optimizer_may_begin_anew(whole, monkeypatch, capsys):
 
 def lion():
     return dataclasses.replace(CONFIG.train, optimizer="lion", learning_rate=1e-4)
-
-
-# ---- other flags ----
-
-
-@pytest.mark.slow
-def test_changed_flags_plan_anew_and_the_training_goes_on(whole, monkeypatch, capsys):
-    monkeypatch.setattr(Executor, "compile", compile_all)
-    folder = as_killed(whole, saved=9, rows=11)
-    plan = PlanConfig(
-        policy="dflop", buckets=1, zero="3", finalists=0, effort="quick", max_microbatches=4
-    )
-    config = dataclasses.replace(CONFIG, run_dir=str(folder), plan=plan, **CACHE)
-    Trainer(config, existing="resume").fit()
-    said = " ".join(capsys.readouterr().err.split())
-    assert "plan.zero 3 (was auto)" in said
-    assert ": planning anew" in said
-    assert "profiling" not in said
-    assert "resumed after step 9 of 12" in said
-    planned = load(Plan, folder / "plan.json")
-    assert len(planned.layout.buckets) == 1
-    assert all(s.zero == 3 for s in planned.layout.segments)
-    assert essence(folder)[:9] == essence(whole)[:9]
-    losses, of_whole = ([r["loss"] for r in read_metrics(f)] for f in (folder, whole))
-    assert losses == pytest.approx(of_whole, rel=1e-4)
-    assert len(losses) == STEPS
-
-
-# ---- nothing left to do ----
 
 
 def test_a_finished_run_has_nothing_to_resume(whole):
@@ -201,36 +160,6 @@ def test_a_finished_run_has_nothing_to_resume(whole):
     # The plan's figures, too: programs of a run that goes on as it was are not timed again.
     for name in ("metrics.jsonl", "trace.json", "plan.json"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
-
-
-EXPERIMENT = """
-from dflop_jax import *
-from dflop_jax.config import DistributedConfig
-from dflop_jax.config import PlanConfig
-
-def config():
-    return {}
-"""
-
-
-@pytest.fixture
-def command(whole):
-    """`dflop train --resume auto` of a copy of the whole run."""
-    copy_of(whole)
-    Path("nano.py").write_text(EXPERIMENT.format(CONFIG))
-    save(PLAN, "plan.json")
-    save(nano_profile(), "profile.json")
-    given = ["--plan-file", "plan.json", "--profile-file", "profile.json", "--run_dir", "run"]
-    return ["train", "nano.py", "--resume", "auto", *given]
-
-
-def test_the_command_refuses_other_data(command, capsys):
-    assert main([*command, "--train.global_batch", "8"]) == 2
-    err = capsys.readouterr().err
-    assert "checkpoint was made with data global_batch=4, this run has 8" in err.splitlines()[-1]
-
-
-# ---- decisions of the correction ----
 
 
 def prices_by_step(monkeypatch) -> dict[int, list[PriceList]]:
@@ -298,9 +227,6 @@ def test_a_broken_line_of_samples_is_named(whole):
     assert essence(folder) == essence(whole)
 
 
-# ---- another run's folder ----
-
-
 @pytest.mark.parametrize(
     "changed, says",
     [
@@ -312,9 +238,8 @@ def test_a_broken_line_of_samples_is_named(whole):
     ids=["seed", "samples", "global batch", "as many"],
 )
 def test_other_data_are_refused(whole, changed, says):
-    Path("d.json").write_text(
-        json.dumps([{"conversations": talk("a?", "b")}] * 68)
-    )  # of which 4 are held out
+    records = [{"conversations": talk("a?", "b")}] * 68  # of which 4 are held out
+    Path("d.json").write_text(json.dumps(records))
     folder = copy_of(whole)
     assert says in refused(folder, **changed)
     assert essence(folder) == essence(whole)
@@ -333,26 +258,13 @@ def test_a_folder_in_use_is_refused_and_left_alone(whole):
     assert steps_saved(folder) == steps_saved(whole)
 
 
-def test_what_a_run_says_that_has_no_step_left(whole):
-    plan = load(Plan, whole / PLAN_FILE)
-    assert "1 steps in" in describe_remaining_time(plan, 1)
-    for left in (0, -40):  # of a run that is resumed with fewer steps than it made
-        assert describe_remaining_time(plan, left).startswith(
-            "no step is left; a greater --train.steps"
-        )
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     pytest.importorskip("tensorboardX")
     train = dataclasses.replace(
-        CONFIG.train,
-        lora_rank=2,
-        lora_dropout=0.2,
-        freeze=("vision", "connector"),
-        learning_rates=("lora=1e-2",),
-        tensorboard=True,
-    )
+        CONFIG.train, lora_rank=2, lora_dropout=0.2, freeze=("vision", "connector"),
+        learning_rates=("lora=1e-2",), tensorboard=True,
+    )  # fmt: skip
     whole = tmp_path_factory.mktemp("lora") / "run"
     fit(whole, train=train, model=NANO_MODEL)
     killed = as_killed(whole, saved=6, rows=8)

@@ -1,5 +1,4 @@
-"""A long varied run: no compile after warm-up, few shapes, equal losses from equal seeds, the
-scheduler's process killed in the middle."""
+"""A long varied run compiles nothing, and a killed or corrected scheduler changes no loss."""
 
 import os
 import signal
@@ -101,6 +100,8 @@ def test_correction_reaches_the_scheduler_and_changes_no_loss(undisturbed, sent,
     # The made-up profile is far off, so the observed times move the prices.
     assert len(sent) >= 8
     assert sent[-1].programs != sent[0].programs
-    assert capsys.readouterr().err.count("task times are sampled") == 1
+    said = capsys.readouterr().err
+    assert said.count("task times are sampled") == 1
+    assert said.count("schedules follow task times") <= 1
     for a, b in zip(rows, undisturbed, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -64,35 +64,22 @@ def test_a_restart_goes_on_in_the_folder_of_its_launch(settle, monkeypatch):
     assert settle("3") == "runs[1]/a-3"
 
 
-@dataclass
-class Rows:
+class Rows(list):
     """So many samples."""
 
-    name: str
-    n: int
-
-    def __len__(self):
-        return self.n
+    name = "rows"
 
 
 @pytest.mark.parametrize(
     "epochs, n, steps, batch",
-    [
-        (1, 64, 8, 8),
-        (1, 65, 9, 8),
-        (0.5, 64, 4, 8),
-        (3, 1, 3, 1),
-        (0, 6, 7, 6),
-        (0, 9, 7, 8),
-        (1e-6, 9, 1, 8),
-    ],
+    [(1, 64, 8, 8), (1, 65, 9, 8), (0.5, 64, 4, 8), (3, 1, 3, 1), (0, 6, 7, 6), (1e-6, 9, 1, 8)],
 )
 def test_epochs_say_the_steps(epochs, n, steps, batch):
     config = Config(train=TrainConfig(steps=7, epochs=epochs, global_batch=8))
     model = SimpleNamespace()
     train = with_step_count(RunContext(config, model, [], ProcessGroup()), n).config.train
     assert (train.steps, train.epochs, train.global_batch) == (steps, 0, batch)
-    said = describe_data(Rows("rows", n), train, 8)
+    said = describe_data(Rows(range(n)), train, 8)
     assert said.startswith(f"data: rows: {n} samples; {steps} steps of {batch} samples")
     assert ("(train.global_batch 8 is lowered, there are no more)" in said) == (n < 8)
 
@@ -108,18 +95,11 @@ def test_a_warm_up_that_was_set_is_no_longer_than_the_epochs(ratio):
         with_step_count(place, 64)
 
 
-@pytest.fixture
-def start(monkeypatch):
-    """Play a start of a launch's processes."""
-
-    def play(name: str, restarts: int) -> None:
+def test_only_what_the_launch_has_begun_is_resumed(monkeypatch, tmp_path):
+    def start(name: str, restarts: int) -> None:
         monkeypatch.setenv(LAUNCH_ENV, name)
         monkeypatch.setenv(RESTARTS_ENV, str(restarts))
 
-    return play
-
-
-def test_only_what_the_launch_has_begun_is_resumed(start, tmp_path):
     ours, old = tmp_path / "ours", tmp_path / "old"
     with RunFolder(old):
         pass
@@ -178,22 +158,14 @@ def test_every_process_keeps_its_programs(monkeypatch):
     assert kept == [("key", "name", "executable", "backend", 2)]
 
 
-@pytest.fixture
-def written(monkeypatch):
-    """The sizes of what cvxpy writes meanwhile."""
-    sizes: list[ProgramSizes] = []
+def test_the_count_program_is_written_once_and_again_where_it_is_damaged(tmp_path, monkeypatch):
+    written: list[ProgramSizes] = []
     monkeypatch.setattr(
-        plan_trials, "canonicalize", lambda wanted: sizes.append(wanted) or canonicalize(wanted)
+        plan_trials, "canonicalize", lambda wanted: written.append(wanted) or canonicalize(wanted)
     )
-    return sizes
-
-
-def of_grouping(plan, grouping):
-    return replace(plan, scheduling=replace(plan.scheduling, grouping=grouping))
-
-
-def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written):
-    plan = of_grouping(plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1)), "balanced")
+    plan = plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1))
+    scheduling = plan.scheduling
+    plan = replace(plan, scheduling=replace(scheduling, grouping="balanced"))
     expected = canonicalize(program_sizes(plan.layout))
     assert load_count_program(plan, tmp_path) == expected
     assert load_count_program(plan, tmp_path) == expected
@@ -202,5 +174,6 @@ def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written):
     file.write_bytes(file.read_bytes()[:-20])
     assert load_count_program(plan, tmp_path) == expected
     assert len(written) == 2
-    assert load_count_program(of_grouping(plan, "arrival"), tmp_path) is None
+    plan = replace(plan, scheduling=replace(scheduling, grouping="arrival"))
+    assert load_count_program(plan, tmp_path) is None
     assert len(written) == 2

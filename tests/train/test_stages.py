@@ -1,5 +1,4 @@
-"""Which parts train in a stage: what is compiled, what runs, what changes; and choices that cannot
-be."""
+"""Which parts train in a stage: what is compiled, what runs, what changes."""
 
 from __future__ import annotations
 

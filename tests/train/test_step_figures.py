@@ -40,7 +40,6 @@ from dflop_jax.train.step_figures import (
     measure_memory,
     phase_seconds,
     predict_run,
-    slowest_processes,
     sum_by_name,
 )
 from tests.plans import NANO
@@ -116,13 +115,6 @@ def test_memory_is_that_of_the_fullest_device_here():
     assert held[HOST] > 1e6
     assert set(measure_memory(jax.devices())) <= {HOST, DEVICE, DEVICE_PEAK}
     assert set(measure_memory([])) <= {HOST}
-
-
-def test_a_row_has_the_slowest_processes_alone():
-    assert slowest_processes({}) == {}
-    assert [*slowest_processes({p: p % 500 for p in range(999, -1, -1)})] == [
-        str(p) for p in (*range(484, 500), *range(984, 1000))
-    ]
 
 
 def test_bad_samples_of_several_processes_are_counted_once():

@@ -186,7 +186,9 @@ def test_gradients_of_adapters_in_the_tower_and_its_ends():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, remat", zip(WIDE, ("layers", "segment"), strict=True), ids=WIDE)
+@pytest.mark.parametrize(
+    "name, remat", [*zip(WIDE, ("layers", "segment"), strict=True)], ids=[*WIDE]
+)
 def test_what_adapters_do_not_see_follows_from_the_sample_alone(name, remat):
     """Equal in every plan, packing and recompute policy, and so are gradients."""
     loss, grads, params = stepped(name, remat=remat, dropout=DROPOUT)

@@ -256,11 +256,12 @@ def read_segment_params(
     """Read a segment's parameters from a checkpoint under any plan; adapters that it lacks are
     fresh. ValueError if it is of another model."""
     module, checkpoint_name = segment.plan.module, f"the checkpoint of step {reader.step}"
-    other_model = "it is of another model, name a run of this one"
     names = [name.split("/") for name in reader.specs]  # params/MODULE/PART/...
     stored_parts = {name[2] for name in names if name[:2] == ["params", module]}
     if not stored_parts:
-        raise ValueError(f"{checkpoint_name} has no parameters of {module}: {other_model}")
+        raise ValueError(
+            f"{checkpoint_name} has no parameters of {module}; name a run of this model"
+        )
     if unexpected_parts := sorted(stored_parts - set(segment.module.inputs)):
         raise ValueError(
             f"{checkpoint_name} has {', '.join(unexpected_parts)} of {module}, which this model "
@@ -278,7 +279,7 @@ def read_segment_params(
             stored_shape = list(spec.shape) if spec else "nothing"
             raise ValueError(
                 f"{checkpoint_name} has {stored_shape} as {a.name}, this model needs "
-                f"{list(a.shape)}: {other_model}"
+                f"{list(a.shape)}; name a run of this model"
             )
         leaves.append(read_array(reader, a))
     return jax.tree.unflatten(jax.tree.structure(initial_structs(segment)), leaves)

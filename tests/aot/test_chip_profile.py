@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import jax
 import pytest
 
-from dflop_jax import child_processes
 from dflop_jax.aot import chip_profile, compiling
 from dflop_jax.aot.worker import CompiledProgram, Probe, ProbeResult, compile_probe
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
@@ -18,7 +16,8 @@ from dflop_jax.profile.kernels import Efficiency, Kernel, Kind
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
 from dflop_jax.train.run_context import build_model
 from tests.plans import group_s, segment_bytes
-from tests.processes import running
+
+from .conftest import fake_compiler
 
 H100 = find_hardware("h100")
 MODEL = build_model(ModelConfig(size="nano", dtype="bfloat16"))
@@ -167,21 +166,17 @@ for line in sys.stdin.buffer:
 
 @pytest.mark.slow
 def test_probe_results_are_cached_unless_the_compiler_died(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(child_processes, "child_source", running(FAKE))
+    fake_compiler(monkeypatch, FAKE)
     probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]
     ticks = []
     result = compiling.compile_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
     assert [result[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
     assert result[probes[2]].error == "the compiler died (signal 6): no tile fits"
     assert sorted(ticks) == [(n, 4) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr(
-        child_processes, "child_source", running("import sys; sys.exit('no disk left')")
-    )
+    fake_compiler(monkeypatch, "import sys; sys.exit('no disk left')")
     again = compiling.compile_probes(config(tmp_path), MODEL, probes)
     assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
     assert again == {p: result[p] for p in probes if p.depth != 3}
-    other = replace(
-        config(tmp_path), plan=PlanConfig(policy="dflop", hardware="a100-80", devices=8)
-    )
+    plan = PlanConfig(policy="dflop", hardware="a100-80", devices=8)
+    other = replace(config(tmp_path), plan=plan)
     assert all(f.error for f in compiling.compile_probes(other, MODEL, probes).values())

@@ -1,10 +1,9 @@
-"""The process that compiles, its death, and what stands in the way of it."""
+"""The process that compiles, its death, what stands in the way of it, and whether programs fit."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,19 +12,25 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax import child_processes
-from dflop_jax.aot import chips, compiling
+from dflop_jax.aot import chips
 from dflop_jax.aot.chips import CHIPS, target_config
 from dflop_jax.aot.compiling import Compiler, compile_plan
-from dflop_jax.aot.reports import CompileReport, ProgramReport
+from dflop_jax.aot.reports import (
+    CompileReport,
+    ProgramReport,
+    SegmentMemory,
+    describe_fit,
+    device_memory,
+)
 from dflop_jax.aot.worker import compile_program, error_line
 from dflop_jax.cli import main
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.hardware import find_hardware
+from dflop_jax.hardware import GIB, find_hardware
 from dflop_jax.records import SubmeshPlan
 from dflop_jax.records.files import load, save
 from tests.plans import NANO, bucket
-from tests.processes import running
+
+from .conftest import fake_compiler
 
 
 def config(**plan) -> Config:
@@ -83,14 +88,8 @@ def test_compile_without_a_chip_or_a_compiler_is_refused(
 
 
 def test_compiler_environment_needs_ptxas(monkeypatch, tmp_path):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: {"nvidia": None, "jax_plugins.xla_cuda13": object()}.get(name) or (
-            None if name.startswith(("nvidia", "jax_plugins")) else found(name)
-        ),
-    )  # fmt: skip
+    plugin = {"jax_plugins.xla_cuda13": object()}
+    monkeypatch.setattr(importlib.util, "find_spec", plugin.get)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="needs ptxas"):
         chips.compiler_environment()
@@ -111,6 +110,88 @@ def test_target_config_has_the_chips_of_the_hardware_table():
         text = target_config(chip, find_hardware(name))
         assert text.count("{") == text.count("}")
         assert f"device_memory_size: {find_hardware(name).memory_bytes:.0f}\n" in text
+
+
+# ---- memory ----
+
+
+def state(segment, resource, *, state=4.0, inputs=0.5, remat="none") -> SegmentMemory:
+    gib = [n * GIB for n in (state, inputs, 1.0)]
+    return SegmentMemory(segment, segment, resource, gib[0], gib[1], 2, gib[2], remat)
+
+
+def program(segment, kind, temp, out=0.0, alias=0.0, handed=0.0, **more) -> ProgramReport:
+    return ProgramReport(
+        f"{segment} {kind}", segment, segment, kind, (1, 1, 1), temp_bytes=temp * GIB,
+        output_bytes=out * GIB, aliased_bytes=alias * GIB, handed_bytes=handed * GIB, **more,
+    )  # fmt: skip
+
+
+def described(states, programs, gib, chip="h100", peaks=None):
+    memory = device_memory(states, programs, peaks or {})
+    return describe_fit(chip, gib * GIB, memory, programs, states)
+
+
+def test_the_peak_is_state_inputs_and_the_largest_program():
+    states = [state("a", 0), state("b", 1, state=8.0, inputs=0.25)]
+    programs = [
+        program("a", "forward", 1.0, out=0.75, handed=0.5),
+        program("a", "backward", 6.0, out=3.0, alias=2.0),
+        program("b", "backward", 2.0),
+    ]
+    a, b = device_memory(states, programs, {})
+    assert a.peak_bytes == (4 + 2 * (0.5 + 0.5) + 7.0) * GIB
+    assert a.program == "a backward"
+    assert b.peak_bytes == (8 + 2 * 0.25 + 2.0) * GIB
+
+
+@pytest.mark.parametrize("kind, work", [("update", 2.0 + 2.0), ("reduce", 2.0 + 2.0)])
+def test_step_end_has_reduced_gradients_of_all_segments(kind, work):
+    states = [state("a", 0), state("b", 0)]
+    # What a reduction gives are its gradients' shards and the zeroed gradients.
+    out = 1.0 + 3.0 if kind == "reduce" else 3.0
+    (both,) = device_memory(states, [program("a", kind, 2.0, out=out, alias=3.0)], {})
+    assert both.work_bytes == work * GIB
+
+
+def test_verdict_of_a_fitting_plan_has_spare_bytes():
+    states, programs = [state("a", 0)], [program("a", "backward", 3.0)]
+    fits, words = described(states, programs, 10)
+    assert fits
+    assert "8.0 of 10.0 GiB on a" in words
+    assert "2.0 GiB to spare" in words
+    assert "planned" not in words
+    _, words = described(states, programs, 10, peaks={"a": 7.0 * GIB, "b": 9.0 * GIB})
+    assert "3.0 a backward; planned 7.0" in words
+
+
+@pytest.mark.parametrize("sizes, remat, temp, helps", [
+    ({}, "none", 30.0, "train.remat layers, smaller rows"),
+    ({}, "layers", 30.0, "GiB too much; smaller rows"),
+    ({"state": 40.0}, "none", 3.0, "plan.zero 3, a larger tensor degree (plan.max_model), more"),
+])  # fmt: skip
+def test_verdict_of_a_too_large_plan_has_program_and_remedy(sizes, remat, temp, helps):
+    states = [state("b", 1), state("a", 0, remat=remat, **sizes)]
+    programs = [program("a", "backward", temp), program("b", "backward", 1.0)]
+    fits, words = described(states, programs, 20)
+    assert not fits
+    too_much = sizes.get("state", 4.0) + 1.0 + temp - 20
+    for part in (f"{too_much:.1f} GiB too much", f"{temp:.1f} a backward", helps):
+        assert part in words
+
+
+def test_verdict_reports_compile_errors_first():
+    programs = [
+        program("a", kind, 0.0, error="sm_80 has no such kernel")
+        for kind in ("backward", "forward")
+    ]
+    fits, words = described(
+        [state("a", 0)], [*programs, program("a", "update", 99.0)], 1, "a100-40"
+    )
+    assert not fits
+    assert words == (
+        "a backward (and 1 more) cannot be compiled for a100-40: sm_80 has no such kernel"
+    )
 
 
 # ---- one program ----
@@ -134,9 +215,7 @@ def test_equal_programs_are_compiled_once():
         return lambda: jax.jit(lambda x: x @ x).lower(jnp.zeros((n, n)))
 
     known: dict = {}
-    first = compile_program(None, (), HEAD, lower(8), known)
-    other = compile_program(None, (), HEAD, lower(16), known)
-    again = compile_program(None, (), HEAD, lower(8), known)
+    first, other, again = (compile_program(None, (), HEAD, lower(n), known) for n in (8, 16, 8))
     assert (first.flops, other.flops, again.flops) == (2 * 8**3, 2 * 16**3, 2 * 8**3)
     assert first.compile_s > 0 == again.compile_s
     assert (other.same_as, again.same_as) == ("", HEAD.name)
@@ -168,8 +247,7 @@ for line in sys.stdin.buffer:
 
 
 def test_compiler_crash_fails_one_program(monkeypatch):
-    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(child_processes, "child_source", running(FAKE))
+    fake_compiler(monkeypatch, FAKE)
     seen = []
     with closing(Compiler()) as compiler:
         report = compile_plan(config(), NANO, compiler, lambda *n: seen.append(n))
@@ -185,17 +263,10 @@ def test_compiler_crash_fails_one_program(monkeypatch):
 
 
 def test_model_too_large_reports_the_missing_bytes(experiment, capsys, monkeypatch):
-    for module in (compiling, chips):
-        monkeypatch.setattr(module, "compiler_environment", lambda: dict(os.environ))
-    monkeypatch.setattr(
-        child_processes, "child_source", running(FAKE.replace("os.abort()", "pass"))
-    )
-    code = main(
-        ["compile", experiment, "--plan.hardware", "h200", "--plan-file", "plan.json",
-         "--plan.memory_bytes", "4e8"]
-    )  # fmt: skip
+    fake_compiler(monkeypatch, FAKE.replace("os.abort()", "pass"))
+    chosen = ["--plan.hardware", "h200", "--plan-file", "plan.json", "--plan.memory_bytes", "4e8"]
+    assert main(["compile", experiment, *chosen]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert code == 1
     assert "3 programs for 2 x h200" in said
     assert "does not fit h200: 0.9 of 0.4 GiB on m" in said
     assert "0.6 GiB too much; plan.zero 3, a larger tensor degree" in said
@@ -206,22 +277,15 @@ def test_model_too_large_reports_the_missing_bytes(experiment, capsys, monkeypat
 
 @needs_compiler
 def test_plan_compiles_for_an_absent_chip(experiment, capsys):
-    code = main(
-        ["compile", experiment, "--plan.hardware", "h100", "--plan-file", "plan.json", "--json",
-         "--out", "report.json"]
-    )  # fmt: skip
-    said = json.loads(capsys.readouterr().out)
-    assert code == 0
+    chosen = ["--plan.hardware", "h100", "--plan-file", "plan.json", "--json"]
+    assert main(["compile", experiment, *chosen, "--out", "report.json"]) == 0
     report = load(CompileReport, "report.json")
+    assert json.loads(capsys.readouterr().out)["verdict"] == report.verdict
     assert report.fits
-    assert said["verdict"] == report.verdict
-    by_name = {p.name: p for p in report.programs}
-    assert not [p.error for p in report.programs if p.error]
-    assert not [p.unknown for p in report.programs if p.unknown]
-    trained = [p for p in report.programs if p.kind == "backward"]
-    assert trained
-    assert all(1.0 <= p.executed_over_needed < 3.0 for p in trained)
-    assert any("update" in name for name in by_name)
+    assert not [p for p in report.programs if p.error or p.unknown]
+    trained = [p.executed_over_needed for p in report.programs if p.kind == "backward"]
+    assert 1.0 <= min(trained) <= max(trained) < 3.0
+    assert any(p.kind == "update" for p in report.programs)
     assert not Path("runs").exists()
 
 

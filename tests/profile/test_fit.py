@@ -38,10 +38,6 @@ def cost(c, shape):
     return c[0] + c[1] * shape.rows * shape.tokens + c[2] * shape.rows * shape.tokens**2
 
 
-def times(c, k):
-    return tuple(k * x for x in c)
-
-
 def timings(module, shapes, model=1, c=LAYER):
     """A gradient costs 2 forwards, the ends 2 layers; tensor parallelism halves everything."""
     rows = []

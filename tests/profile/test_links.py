@@ -21,7 +21,6 @@ from dflop_jax.profile.links import (
     COLLECTIVES,
     LinkTiming,
     hardware_with_links,
-    max_over_processes,
     node_size,
     time_links,
 )
@@ -100,12 +99,6 @@ def test_collective_prices_match_their_timings(ranks, across):
 def test_node_size_of_processes_and_hosts(platform, processes, hosts, size):
     devices = [SimpleNamespace(platform=platform, process_index=p) for p in processes]
     assert node_size(devices, hosts) == size
-
-
-def test_longest_timing_over_processes_is_taken():
-    one, other = ([LinkTiming("send", True, 2, n, s) for n in (1, 2)] for s in (0.0, 1.0))
-    assert max_over_processes([one, other]) == max_over_processes([other, one]) == other
-    assert max_over_processes([[], []]) == []
 
 
 def test_every_collective_is_timed_in_and_across_nodes(monkeypatch):

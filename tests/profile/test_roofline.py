@@ -35,45 +35,36 @@ SHAPES = {
 }
 
 
-def seconds(kernel, e=None, tp=1, hardware=A100):
-    return program_s([kernel], tp, hardware, e or Efficiency())
-
-
-def product(n, kind=Kind.MATMUL, rows=None, dtype="bfloat16"):
-    rows = rows or n
-    return Kernel(kind, 2.0 * rows * n * n, 2.0 * (n * n + 2 * rows * n), rows, n, n, dtype)
-
-
 def test_each_kind_of_kernel_by_hand():
-    e = Efficiency()
-    n = 4096
-    reach = (n / (n + e.half_dim)) ** 3
-    compute = 2 * n**3 / (312e12 * e.matmul * reach)
-    assert seconds(product(n)) == pytest.approx(compute + e.launch_s)
-    assert seconds(product(n, dtype="float32")) == pytest.approx(2 * compute + e.launch_s)
-    attention = compute * e.matmul / e.attention
-    assert seconds(product(n, Kind.ATTENTION)) == pytest.approx(attention + e.launch_s)
-    moved = 1e9 / 2039e9
-    assert seconds(Kernel(Kind.ELEMENTWISE, 0, 1e9)) == pytest.approx(
-        moved / e.bandwidth + e.launch_s
-    )
-    assert seconds(Kernel(Kind.LOOKUP, 0, 1e9)) == pytest.approx(moved / e.lookup + e.launch_s)
-    back = seconds(product(n, Kind.ATTENTION_BACKWARD)) - e.launch_s
-    assert back == pytest.approx(compute * e.matmul / e.attention_back)
-    known = Kernel(Kind.ATTENTION, 2.0 * n**3, 0.0, dtype="bfloat16")  # its rate holds at any size
-    want = 2 * n**3 / (312e12 * e.attention) + e.launch_s
-    assert seconds(known) == pytest.approx(want)
-    pieces = dataclasses.replace(known, pair_flops=2.0 * n**2)
-    want = 2 * n**2 * (n + e.attention_pairs) / (312e12 * e.attention) + e.launch_s
-    assert seconds(pieces) == pytest.approx(want)
-    gathered = seconds(Kernel(Kind.GATHER, 0, 1e9, group=8, stride=2))
-    assert gathered == pytest.approx(all_gather_s(1e9, 8, A100, stride=2))
-    assert seconds(Kernel(Kind.SEND, 0, 1e9, group=2)) == pytest.approx(send_s(1e9, A100))
-    reduced = seconds(Kernel(Kind.REDUCE, 0, 1e9), tp=4)
-    assert reduced == pytest.approx(all_reduce_s(1e9, 4, A100))
+    e, n = Efficiency(), 4096
+    product = Kernel(Kind.MATMUL, 2.0 * n**3, 6.0 * n**2, n, n, n, "bfloat16")
+    peak_s = 2 * n**3 / 312e12
+    reached_s = peak_s / (n / (n + e.half_dim)) ** 3
+    # Without sizes, as attention that skips has none, its rate holds at any size.
+    skipping = Kernel(Kind.ATTENTION, 2.0 * n**3, 0.0, dtype="bfloat16")
+    pieces = dataclasses.replace(skipping, pair_flops=2.0 * n**2)
+    for kernel, want_s in (
+        (product, reached_s / e.matmul),
+        (dataclasses.replace(product, dtype="float32"), 2 * reached_s / e.matmul),
+        (dataclasses.replace(product, kind=Kind.ATTENTION), reached_s / e.attention),
+        (
+            dataclasses.replace(product, kind=Kind.ATTENTION_BACKWARD),
+            reached_s / e.attention_back,
+        ),
+        (skipping, peak_s / e.attention),
+        (pieces, peak_s / e.attention * (1 + e.attention_pairs / n)),
+        (Kernel(Kind.ELEMENTWISE, 0, 1e9), 1e9 / 2039e9 / e.bandwidth),
+        (Kernel(Kind.LOOKUP, 0, 1e9), 1e9 / 2039e9 / e.lookup),
+    ):
+        twice = dataclasses.replace(kernel, repeats=2)
+        assert program_s([twice], 1, A100) == pytest.approx(2 * (want_s + e.launch_s))
+    for kernel, want_s in (
+        (Kernel(Kind.GATHER, 0, 1e9, group=8, stride=2), all_gather_s(1e9, 8, A100, stride=2)),
+        (Kernel(Kind.REDUCE, 0, 1e9), all_reduce_s(1e9, 4, A100)),
+        (Kernel(Kind.SEND, 0, 1e9, group=2), send_s(1e9, A100)),
+    ):
+        assert program_s([kernel], 4, A100) == pytest.approx(want_s)
     assert program_s([], 1, A100) == 0.0
-    twice = Kernel(Kind.ELEMENTWISE, 0, 1e9, repeats=2)
-    assert seconds(twice) == pytest.approx(2 * seconds(Kernel(Kind.ELEMENTWISE, 0, 1e9)))
 
 
 @pytest.fixture(scope="module")

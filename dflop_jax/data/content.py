@@ -1,7 +1,6 @@
 """Feature shapes of modules, and the content of pieces: costs that do not follow from token counts.
-
-A module that has `content` counts its own pieces, from their tokens and from the features that its
-edges bring. The features of each medium are counted apart, also where two media are adjacent."""
+A module that has `content` counts its own pieces, from their tokens and the features that its edges
+bring. The features of each medium are counted apart."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class ThreadDecoder:
 
 class Replacements:
     """Counts, logs and replaces the samples of a source that cannot be decoded: by the next sample
-    in the source's order that is no larger, piece by piece, and can be decoded, else by an empty
-    one; the same in every process and every run."""
+    that is no larger, piece by piece, and can be decoded, else by an empty one; the same in every
+    process."""
 
     def __init__(self, source: Source, max_bad_fraction: float, global_batch: int) -> None:
         self._source, self._max_bad_fraction = source, max_bad_fraction

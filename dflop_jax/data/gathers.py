@@ -86,7 +86,7 @@ def decoded_pieces(
     rows = zip(*(column[local].tolist() for column in columns))
     starts: dict[int, list[int]] = {}  # by sample, where each of its pieces begins, and all end
     decoded = []
-    for index, piece_index, max_length, microbatch, row_of_all, first_column, *place in rows:
+    for index, piece_index, max_length, microbatch, row_of_all, first_column, *segment_rank in rows:
         if isinstance(samples, Mapping) and index not in samples:
             continue
         if index not in starts:
@@ -97,7 +97,7 @@ def decoded_pieces(
         n_tokens = tokens.stop - tokens.start
         assert n_tokens <= max_length, f"sample {index} of the batch is larger than its load"
         piece_columns = slice(first_column, first_column + n_tokens)
-        position = (microbatch, row_of_all), piece_columns, *place
+        position = (microbatch, row_of_all), piece_columns, *segment_rank
         decoded.append(DecodedPiece(samples[index], index, piece_index, tokens, *position))
     return decoded
 

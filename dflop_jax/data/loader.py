@@ -167,8 +167,8 @@ class Loader:
         return {"step": step, **order, **data, "bad": self.replaced.bad_samples(range(step))}
 
     def restore(self, state: dict[str, Any], changed: str = "refuse") -> int:
-        """Return the step at which to resume, and count the samples that were bad before.
-        ValueError: the order differs, or the data do and `changed` is not "ok"."""
+        """Return the step at which to resume; ValueError: the order differs, or the data (unless
+        ok)."""
         current = self.state(0)
         saved = {**current, **state}  # older ones have no digest
         fields = ("seed", "global_batch", *DATA_FIELDS)

@@ -99,7 +99,6 @@ def pack_groups(
       samples: by their place in the global batch, those that the ranks hold a part of (see
         `local_samples`); one that was replaced may be smaller than its load, not larger.
       loads: of the whole global batch.
-      ranks: None: all.
       draws: names the draws of this step, of which the field "seeds" is made; "": nothing is drawn.
     """
     numbers = {module: PieceNumbers.from_loads(loads, module) for module in layout.modules}

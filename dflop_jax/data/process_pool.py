@@ -1,10 +1,9 @@
 """Decoding in processes that can be killed: a deadline and a memory limit for every sample.
 
 A server process opens the source once and forks decoders of it. A decoder shares the source's
-memory and starts in milliseconds, so it may be killed at any time: past its deadline, or by what it
-decodes. A sample that its process does not survive is bad; a fresh process tries it once more,
-since others may kill a process, too. Server and decoders never import JAX, have one thread and no
-locks to inherit, and end with their parent.
+memory, starts in milliseconds and may be killed at any time. A sample that its process does not
+survive is bad; a fresh process tries it once more, since others may kill a process, too. Server and
+decoders never import JAX, have one thread and no locks to inherit, and end with their parent.
 """
 
 from __future__ import annotations
@@ -165,8 +164,7 @@ class DecoderPool:
             self._idle.clear()
 
     def _process(self, *, new: bool) -> DecoderProcess:
-        """Return a process that nobody asks at present; an old one may have died meanwhile.
-        RuntimeError: the source cannot be opened, or the pool is closed."""
+        """Return a process that nobody asks at present; an old one may have died meanwhile."""
         with suppress(IndexError):  # others take from the list, too
             if not new:
                 return self._idle.pop()

@@ -27,14 +27,8 @@ _WORKLOAD_FIELDS = (
 
 def compare(runs: Sequence[RunRecord], picture_path: Path, only: Sequence[str] = ()) -> Table:
     """Return a table of the runs' figures, a column per run, and write the picture to a .png: one
-    timeline per run (its measured trace, else its first one), and all loss curves.
-
-    Args:
-      only: prefixes of the labels of the figures that are shown; () for all.
-
-    Raises:
-      ValueError: one of them did no step, or the picture cannot be written.
-    """
+    timeline per run (its measured trace, else its first one), and all loss curves. `only` are
+    prefixes of the figures' labels; () for all. ValueError: a run did no step."""
     from dflop_jax.report.timeline import draw
 
     table = figures_table(runs, only)
@@ -74,8 +68,7 @@ def comparison_rows(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the figures as JSON: {"runs": [{"name", "folder", "speedup", "figures"}]}, where
-    figures have "unit" and "values" by label; unknown values are null."""
+    """Return the figures as JSON, with "unit" and "values" by label; unknown values are null."""
     rows = []
     for run, speedup in zip(runs, speedups(runs)):
         values = {

@@ -61,7 +61,6 @@ class Panel:
         return self.modules.get(e.segment, e.segment)
 
     def label(self, e: Event) -> str:
-        """Return the name of a task in the legend."""
         if e.direction in DIRECTION_COLOURS:
             return e.direction
         return f"{self.module(e)} {e.direction}"

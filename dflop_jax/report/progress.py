@@ -15,14 +15,9 @@ RECENT_STEPS = 20  # whose mean time predicts the rest
 
 
 class Progress:
-    """A bar with loss, tokens/s, FLOP/s, MFU, busy fraction and time left.
-
-    Args:
-      start: steps done before (a resumed run).
-      log_interval: steps between plain lines without a terminal; 0: about 20 lines in all.
-      console: where to write; by default standard error.
-      quiet: write nothing, as all processes of a run but the first.
-    """
+    """A bar with figures and time left, of which `start` steps are done, or a plain line every
+    `log_interval` steps without a terminal (0: about 20 lines in all), on `console` (default:
+    standard error). `quiet`: write nothing."""
 
     def __init__(
         self,

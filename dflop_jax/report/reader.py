@@ -44,7 +44,7 @@ class Columns:
         return self.values.get(name, np.full(self.n_steps, math.nan))
 
     def keys(self, name: str) -> list[str]:
-        """Return the keys of a keyed field (by submesh or module), in order of first occurrence."""
+        """Return the keys of a keyed field, in order of first occurrence."""
         return [k[1] for k in self.values if isinstance(k, tuple) and k[0] == name]
 
     def after_warmup(self, name: ColumnKey) -> np.ndarray:
@@ -161,8 +161,8 @@ class RunRecord:
 
 
 def read_run(folder: str | Path, name: str = "") -> RunRecord:
-    """Return all of a run folder that has steps or a timeline; `name` is the folder's unless given.
-    ValueError: it holds neither, no plan, or a broken row, named as file:line."""
+    """Return all of a run folder that has steps or a timeline; `name` is the folder's unless
+    given."""
     path = Path(folder)
     # Without a timeline there is nothing to show of a run without steps: errors say what to do.
     needs_steps = not any((path / file).exists() for file in _TITLES)

@@ -20,8 +20,7 @@ Row = TypeVar("Row")
 
 
 class RowFile:
-    """Appends rows to a file, which is created with its first row. While the disk is full, rows are
-    pending in memory and are written before later ones, so the run continues."""
+    """Appends rows to a file. While the disk is full, rows are pending in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -52,10 +52,8 @@ class FolderInUse(ValueError):
 
 
 class RunFolder:
-    """Writes one run's files; process 0 makes it. Use as a context manager, or call `close`.
-
-    As a context manager it removes a folder that it made, not under a launch, where the run has
-    come to no step and no checkpoint.
+    """Writes one run's files; process 0 makes it. As a context manager it removes a folder that it
+    made, not under a launch, where the run has come to no step and no checkpoint.
 
     Args:
       existing: what to do with another run's metrics there: "error", "overwrite" (its outputs
@@ -166,8 +164,8 @@ class RunFolder:
             self._track(row.step, trackers.step_scalars(row))
 
     def append_evaluation(self, row: Any) -> None:
-        """Add one row to evaluations.jsonl, in place of one of the same step. Trackers get it at
-        the last step before it, unless they have it already."""
+        """Add one row to evaluations.jsonl, in place of one of the same step, and to trackers
+        once."""
         rows = self.rows[EVALUATIONS]
         headers = [read_header(line) for line in complete_lines(rows.path)]
         is_repeated = any(header is not None and header.step >= row.step for header in headers)
@@ -267,15 +265,10 @@ def check_run_dir(folder: str | Path) -> None:
 def answer_folder(
     run_dir: str | Path, answer_name: str, out: str | None = None, *, is_kept: bool = True
 ) -> Path:
-    """Return the folder that the answer to a question is written to, made where it is missing:
-    `out`, or `run_dir`, where a run has begun there `run_dir`/`answer_name`.
-
-    Args:
-      is_kept: whether a new folder stays; if not, the function only tries to make it.
-
-    Raises:
-      ValueError: it is a file, holds a run, or cannot be written.
-    """
+    """Return the folder that the answer to a question is written to, made where it is
+    missing: `out`, or `run_dir`, where a run has begun there `run_dir`/`answer_name`.
+    ValueError: it is a file, holds a run, or cannot be written. Unless `is_kept`, the
+    function only tries to make it."""
     remedy = "choose another --out" if out else "choose another --run_dir, or give --out"
     folder = Path(out or run_dir)
     if not out:

@@ -20,7 +20,7 @@ from dflop_jax.report.reader import RunRecord, read_run
 from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE, EvaluationRow
 from dflop_jax.report.wall_time import TRAINING, WallTime
 
-# How numbers of units are written that are no suffix: shares, FLOPs and seconds of a whole run.
+# How numbers of units are written that are no suffix: fractions, FLOPs and seconds of a whole run.
 _UNIT_FORMATS = {"%": percent, "FLOP": flops_text, "s": duration}
 # Unit of a column of metrics -> the unit of its figure, and the factor between them.
 _DISPLAY_UNITS = {"s": ("ms", 1e3), "bytes": ("GiB", 2.0**-30), "FLOP/s": ("FLOP", 1.0)}
@@ -49,12 +49,9 @@ class Figure:
 
 
 def figures(run: RunRecord) -> list[Figure]:
-    """Return the figures of a run; ValueError: it did no step.
-
-    The planner chose the plan by one predicted step time, and predicts another by the plan's own
-    programs. Held-out figures are of the last evaluation, of all samples and of each dataset of a
-    mixture. Steps without a row are those whose row did not fit on the disk.
-    """
+    """Return the figures of a run; ValueError: it did no step. The planner chose the plan by one
+    predicted step time, and predicts another by the plan's own programs; steps without a row are
+    those whose row did not fit on the disk."""
     rows, predicted = run.rows, run.plan.predicted
     if not rows.n_steps:
         raise run_folder.no_step_error(run.folder / run_folder.METRICS)
@@ -123,12 +120,12 @@ def _evaluation_figures(row: EvaluationRow) -> list[Figure]:
 
 
 def _wall_time_figures(spent: WallTime) -> list[Figure]:
-    shares = {f"time of {k}": v for k, v in spent.fractions().items() if k != TRAINING}
-    shares = {"goodput: time of steps that count": spent.goodput, **shares}
+    fractions = {f"time of {k}": v for k, v in spent.fractions().items() if k != TRAINING}
+    fractions = {"goodput: time of steps that count": spent.goodput, **fractions}
     return [
         Figure("wall time", "s", (spent.wall_s,)),
         Figure("starts", "", (spent.starts,)),
-        *(Figure(label, "%", (share,)) for label, share in shares.items()),
+        *(Figure(label, "%", (fraction,)) for label, fraction in fractions.items()),
     ]
 
 

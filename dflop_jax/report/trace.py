@@ -57,8 +57,7 @@ def write_trace(
 
 
 def read_trace(path: str | Path) -> list[Labelled]:
-    """Return the traces of a trace.json, each with the labels of its groups; times come back to
-    within a nanosecond. ValueError: the file is missing, or is not one of ours."""
+    """Return the traces of a trace.json, to a nanosecond, each with the labels of its groups."""
     remedy = "train again, or delete it to report without a timeline"
     try:
         return _from_chrome(msgspec.json.decode(Path(path).read_bytes()))

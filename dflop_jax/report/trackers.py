@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -16,12 +16,6 @@ from dflop_jax.report.metrics import TRACKED_FIELDS, StepMetrics, iter_numbers
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
 _OPTIONS = {"wandb_project": "wandb", "tensorboard": "tensorboardX"}  # option -> package
-
-
-class Tracker(Protocol):
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def step_scalars(row: StepMetrics) -> dict[str, float]:
@@ -94,8 +88,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes to a run of a W&B project, whose id is stored in the run folder. W&B ignores steps
-    that it already has, since its steps only increase."""
+    """Writes to a run of a W&B project, whose id is in the run folder; W&B ignores repeated
+    steps."""
 
     def __init__(self, package: Any, config: Config, folder: Path) -> None:
         train, file = config.train, folder / WANDB_ID
@@ -119,3 +113,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Tracker = TensorBoard | WeightsAndBiases

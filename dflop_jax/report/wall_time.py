@@ -44,8 +44,8 @@ class EventRow(msgspec.Struct):
 
 
 class TimeLog:
-    """Records what a process's time goes to. Rows are pending until there is a file (`write_to`),
-    which only process 0 has; `clock` returns seconds since the epoch."""
+    """Records what a process's time goes to. Rows are pending until there is a file
+    (`write_to`)."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock

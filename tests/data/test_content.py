@@ -19,17 +19,13 @@ from models.gemma_sizes import GEMMA3, GEMMA4, GLOBAL, SLIDING
 MODELS = {"gemma3": gemma.build("gemma3-nano"), "gemma4": gemma4.build("gemma4-nano")}
 
 
-def sees(heads, is_visual):
-    """Whether each token of a piece sees each: those before it, if near, and all of its picture."""
+def entries(heads, is_visual):
+    """How many pairs of tokens of a piece see each other: near ones before, and one's picture."""
     at, changes = np.arange(len(is_visual)), np.diff(is_visual, prepend=False) != 0
     run = np.where(is_visual, changes.cumsum(), -1 - at)
     back = at[:, None] - at
     seen = (back >= 0) | (heads.bidirectional_images & (run[:, None] == run))
-    return seen & (back < heads.window) if heads.window else seen
-
-
-def entries(heads, is_visual):
-    return int(sees(heads, is_visual).sum())
+    return int((seen & (back < heads.window) if heads.window else seen).sum())
 
 
 def told(module, kind, content):

@@ -61,7 +61,6 @@ def open_data(config, folder, **options):
 
 
 def grains(config, *sizes):
-    """The bytes of files, in whiffs padded with zeros."""
     whiffs = []
     for n in sizes:
         data = np.fromfile(f"{config.data.path}/{n}.smell", np.uint8)
@@ -78,11 +77,10 @@ def test_a_made_up_modality_is_loaded(config, tmp_path, caplog):
     for i, sizes in enumerate(seen):
         assert source.load(i).lengths("nose") == (GRAINS,) * sum(-(-n // GRAINS) for n in sizes)
 
-    (samples,) = make_loader(config, source).batches([0], lambda step, samples: samples)
-    loads = make_loader(config, source).loads(0)
-    assert [samples[k].load for k in range(7)] == loads
-    indices = make_loader(config, source).indices(0)
-    for k, i in enumerate(indices):
+    loader = make_loader(config, source)
+    (samples,) = loader.batches([0], lambda step, samples: samples)
+    assert [samples[k].load for k in range(7)] == loader.loads(0)
+    for k, i in enumerate(loader.indices(0)):
         if sizes := seen[i]:
             values = samples[k].fields["nose"]["values"]
             np.testing.assert_array_equal(values, grains(config, *sizes))
@@ -93,12 +91,14 @@ def test_a_made_up_modality_is_loaded(config, tmp_path, caplog):
 
 
 def test_it_is_cut_blanked_and_refused_as_any_other(config, tmp_path):
-    short = replace(config.data, max_tokens=60)
-    source = open_data(replace(config, data=short), tmp_path / "index", in_processes=False)
+    def changed(**fields):
+        other = replace(config, data=replace(config.data, **fields))
+        return open_data(other, tmp_path / "index", in_processes=False)
+
+    source = changed(max_tokens=60)
     assert len(source) == 6  # without the one of 40 grains
     assert all(source.sample(i).load == source.load(i) for i in range(6))
-    blank = replace(config.data, blank_images=True)
-    source = open_data(replace(config, data=blank), tmp_path / "index", in_processes=False)
+    source = changed(blank_images=True)
     assert not source.sample(0).fields["nose"]["values"].any()
     with pytest.raises(ValueError, match="too faint a smell; come closer"):
         ask(config, "Sniff!", 1)

@@ -1,7 +1,8 @@
-"""From a record to tokens, tiles and features: against the three whole published processors."""
+"""Media and their tokens against the published processors."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from functools import partial
 
@@ -9,18 +10,26 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data.datasets.index_build import LocalRowReader
+from dflop_jax.data.datasets.index_build import IndexRules, LocalRowReader
 from dflop_jax.data.datasets.mixture import MixtureEntry
-from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, open_readers
-from dflop_jax.data.media.anyres import AnyRes
-from dflop_jax.data.media.audio import count_samples, read_sound
-from dflop_jax.data.media.mel import MelSpec
+from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
+from dflop_jax.data.media.fitted import FORM, Fitted, fitted_blocks
 from dflop_jax.data.media.tiles import DynamicTiling, between_frames
+from dflop_jax.data.media.video import Clip
 from dflop_jax.data.text.chat import ChatTokenizer
-from models.processors import IMAGENET_MEAN, IMAGENET_STD
-from tests.data.media_cases import made_dataset, normalized, upright
-from tests.data.text.test_chat import CHATML, PARTS, SPECIAL, write
-from tests.data.views import from_pictures, mel, mel_frames, prepared, tiles, tokens
+from tests.data.media_cases import made_dataset
+from tests.data.text.test_chat import SPECIAL, write
+from tests.data.views import from_pictures, prepared, tiles, tokens
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    from transformers import processing_utils
+    from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
+    from transformers.models.got_ocr2 import image_processing_pil_got_ocr2
+    from transformers.models.internvl import processing_internvl
+    from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 INTERNVL = {"start_image_token": "<img>", "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}  # fmt: skip
@@ -34,141 +43,75 @@ IN_ORDER = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\
 {%- endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"""
 
 
-@pytest.fixture
-def published(monkeypatch):
-    """The modules of transformers; its processors would ask for torchvision for videos alone."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the import, not of what is tested
-        transformers = pytest.importorskip("transformers")
-        import transformers.processing_utils as processing
-        from transformers.models.got_ocr2 import image_processing_pil_got_ocr2
-        from transformers.models.internvl import processing_internvl
-        from transformers.models.llava_onevision import (
-            image_processing_pil_llava_onevision,
-            processing_llava_onevision,
-        )
-        from transformers.models.qwen2_audio import processing_qwen2_audio
-
-    monkeypatch.setattr(
-        processing.ProcessorMixin, "check_argument_for_proper_class", lambda *_: object
-    )
-
-    class Published:
-        def tokenizer(self, folder):
-            return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
-
-        def llava_onevision(self, folder):
-            images = image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil()
-            return processing_llava_onevision.LlavaOnevisionProcessor(
-                images, self.tokenizer(folder), None, num_image_tokens=729,
-                vision_feature_select_strategy="full",
-            )  # fmt: skip
-
-        def internvl(self, folder):
-            images = image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
-                size={"height": 448, "width": 448}, image_mean=list(IMAGENET_MEAN),
-                image_std=list(IMAGENET_STD),
-            )  # fmt: skip
-            return processing_internvl.InternVLProcessor(images, self.tokenizer(folder), None)
-
-        qwen2_audio_template = (
-            processing_qwen2_audio.Qwen2AudioProcessor.default_chat_template.fget(None)
-        )
-
-        def qwen2_audio(self, folder):
-            extractor = transformers.WhisperFeatureExtractor(feature_size=128)
-            return processing_qwen2_audio.Qwen2AudioProcessor(extractor, self.tokenizer(folder))
-
-    return Published()
-
-
-def ours(tmp_path, chat, how, kind, stands_for=""):
-    """(record, its sample) of each made record that has this kind of medium alone."""
-    mixture = (MixtureEntry(str(made_dataset(tmp_path / "data", 5))),)
-    here = partial(LocalRowReader, open_readers(mixture), chat.encode_turns)
-    # A template takes some kinds of media.
-    rules = IndexRules(tmp_path / "index.npz", chat.digest, here, max_bad_fraction=1.0)
-    stands = chat.media_id(stands_for or kind)
-    config = DataConfig(max_tokens=10**6)
-    found = MixtureSource(mixture, how, chat.encode_turns, rules, config, placeholder=stands)
-    out = []
-    for i in range(len(found)):
-        record = found.record(i)
-        if {k for k, _ in record.media} == {kind}:
-            sample = found.sample(i)
-            assert len(tokens(sample)) == found.load(i).tokens("llm")
-            out.append((record, sample))
-    assert out
-    return out
-
-
-def rendered(tokenizer, record, kind):
-    """The conversation as the published template renders it, media as parts where it takes them."""
-    chat = []
-    for role, text in record.turns:
-        content = []
-        for k, part in enumerate(text.split(f"<{kind}>")):
-            content += [{"type": kind}] * (k > 0) + [{"type": "text", "text": part}] * bool(part)
-        only_text = all(c["type"] == "text" for c in content)
-        chat.append({"role": {"human": "user", "gpt": "assistant"}[role],
-                     "content": text if only_text else content})  # fmt: skip
-    return tokenizer.apply_chat_template(chat, tokenize=False)
-
-
-def test_llava_onevision(tmp_path, published):
-    folder = write(tmp_path / "tok", PARTS)
-    processor, chat = published.llava_onevision(folder), ChatTokenizer(folder)
-    how = prepared(AnyRes())
-    for record, sample in ours(tmp_path, chat, how, "image"):
-        images = [upright(path) for _, path in record.media]
-        text = rendered(processor.tokenizer, record, "image")
-        expected = processor(text=[text], images=[images], return_tensors="np")
-        assert tokens(sample).tolist() == expected["input_ids"][0].tolist()
-        assert len(tiles(sample)) == np.prod(expected["pixel_values"].shape[:-3])
-
-
-def test_internvl(tmp_path, published):
-    special = [*SPECIAL, *INTERNVL.values()]
-    folder = write(tmp_path / "tok", CHATML, {"extra_special_tokens": INTERNVL}, special)
-    processor, chat = published.internvl(folder), ChatTokenizer(folder)
-    for record, sample in ours(tmp_path, chat, prepared(DynamicTiling()), "image"):
-        images = [upright(path) for _, path in record.media]
-        turns = [{"role": {"human": "user", "gpt": "assistant"}[role],
-                  "content": text.replace("<image>", "<IMG_CONTEXT>")}
-                 for role, text in record.turns]  # fmt: skip
-        text = processor.tokenizer.apply_chat_template(turns, tokenize=False)
-        expected = processor(text=[text], images=images, return_tensors="np")
-        assert tokens(sample).tolist() == expected["input_ids"][0].tolist()
-        pixels = expected["pixel_values"].transpose(0, 2, 3, 1)
-        assert np.abs(normalized(tiles(sample)) - pixels).max() < 1e-5
-
-
-def test_internvl_clips(tmp_path, published):
+def test_internvl_clips(tmp_path, monkeypatch):
     """Each frame is named in the text. The processor is given the frames; to cut them would need
     torchvision."""
+    monkeypatch.setattr(
+        processing_utils.ProcessorMixin, "check_argument_for_proper_class", lambda *_: object
+    )
     special = [*SPECIAL, *INTERNVL.values()]
     folder = write(tmp_path / "tok", IN_ORDER, {"extra_special_tokens": INTERNVL}, special)
-    processor, chat = published.internvl(folder), ChatTokenizer(folder)
+    processor = processing_internvl.InternVLProcessor(
+        image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(),
+        transformers.PreTrainedTokenizerFast.from_pretrained(str(folder)), None,
+    )  # fmt: skip
+    chat = ChatTokenizer(folder)
     how = prepared(DynamicTiling(), max_frames=12, between_frames=between_frames(chat, 12))
-    for record, sample in ours(tmp_path, chat, how, "video", "image"):
-        frames = {"pixel_values_videos": [np.zeros(len(tiles(sample)))]}
-        clip = processor.replace_video_token(frames, 0)
-        text = rendered(processor.tokenizer, record, "video").replace("<video>", clip)
-        assert len(tiles(sample)) > 1
-        assert tokens(sample).tolist() == processor.tokenizer(text)["input_ids"]
-        n_placeholders = (tokens(sample) == chat.media_id("image")).sum()
-        assert from_pictures(sample).sum() == 256 * len(tiles(sample)) == n_placeholders
+    mixture = (MixtureEntry(str(made_dataset(tmp_path / "data", 5))),)
+    here = partial(LocalRowReader, open_readers(mixture), chat.encode_turns)
+    rules = IndexRules(tmp_path / "index.npz", chat.digest, here, max_bad_fraction=1.0)
+    found = MixtureSource(
+        mixture, how, chat.encode_turns, rules, DataConfig(max_tokens=10**6),
+        placeholder=chat.media_id("image"),
+    )  # fmt: skip
+    (i,) = (i for i in range(len(found)) if {k for k, _ in found.record(i).media} == {"video"})
+    sample, turns = found.sample(i), found.record(i).turns
+    clip = processor.replace_video_token({"pixel_values_videos": [np.zeros(len(tiles(sample)))]}, 0)
+    messages = []
+    for (_, text), name in zip(turns, ("user", "assistant"), strict=True):
+        before, *after = text.split("<video>")
+        parts = [{"type": "text", "text": t} for t in (before, *after) if t]
+        parts[bool(before) : bool(before)] = [{"type": "video"}] * len(after)
+        messages.append({"role": name, "content": parts if after else text})
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert len(tiles(sample)) > 1
+    ids = processor.tokenizer(text.replace("<video>", clip))["input_ids"]
+    assert tokens(sample).tolist() == ids
+    n_placeholders = (tokens(sample) == chat.media_id("image")).sum()
+    assert from_pictures(sample).sum() == 256 * len(tiles(sample)) == n_placeholders
 
 
-def test_qwen2_audio(tmp_path, published):
-    special = [*SPECIAL, "<|audio_bos|>", "<|audio_eos|>"]
-    folder = write(tmp_path / "tok", published.qwen2_audio_template, special=special)
-    processor, chat = published.qwen2_audio(folder), ChatTokenizer(folder)
-    for record, sample in ours(tmp_path, chat, prepared(sound=MelSpec()), "audio"):
-        text = rendered(processor.tokenizer, record, "audio")
-        path = record.media[0][1]
-        sound = read_sound(path, min(count_samples(path, 16000), 480_000), 16000)
-        expected = processor(text=[text], audio=[sound], sampling_rate=16000, return_tensors="np")
-        assert tokens(sample).tolist() == expected["input_ids"][0].tolist()
-        assert mel_frames(sample).tolist() == expected["feature_attention_mask"].sum(1).tolist()
-        assert np.abs(mel(sample) - expected["input_features"]).max() < 1e-4
+def test_sizes_equal_the_published_function():
+    rng = np.random.default_rng(0)
+    sizes = [(1, 1), (1, 5000), (5000, 1), (48, 48), (3000, 7), (7, 3000), (9999, 10000)]
+    sizes += [tuple(int(n) for n in rng.integers(1, 3000, 2)) for _ in range(300)]
+    for n_tokens in (70, 280, 1120):
+        for width, height in sizes:
+            want = gemma4.get_aspect_ratio_preserving_size(height, width, 16, 9 * n_tokens, 3)
+            rows, cols = fitted_blocks(width, height, 48, n_tokens)
+            assert (rows * 48, cols * 48) == want, (width, height, n_tokens)
+    widths, heights = np.array(sizes).T
+    rows, cols = Fitted(merge=3, frames=1).blocks({"width": widths, "height": heights})
+    assert rows.all()
+    assert (rows * cols).max() <= 280
+
+
+@pytest.mark.parametrize("total", [1, 5, 32, 33, 900])
+def test_frames_of_a_clip(total):
+    clip = Clip(640, 360, total, 30000, 1001)
+    layout = Fitted(merge=3, frames=1, max_frames=32).clip(clip)
+    metadata = VideoMetadata(total_num_frames=total, fps=30000 / 1001)
+    want = default_sample_indices_fn(metadata, num_frames=min(32, total))
+    np.testing.assert_array_equal(layout.frames, want)
+    metadata.frames_indices = want
+    np.testing.assert_allclose(layout.seconds, metadata.timestamps)
+    height, width = gemma4.get_aspect_ratio_preserving_size(360, 640, 16, 9 * 70, 3)
+    assert layout.grid == (height // 16, width // 16)
+
+
+def test_limits_make_pictures_smaller_and_are_named():
+    facts = {"patch_px": 16, "merge": 3, "soft_tokens": 280, "frame_tokens": 70}
+    medium = FORM.build(facts, DataConfig(max_pixels=50 * 48**2, min_pixels=1), None)
+    assert (medium.native.soft_tokens, medium.native.frame_tokens) == (50, 50)
+    with pytest.raises(ValueError, match=r"data.max_pixels=100 must leave a block of 48x48"):
+        FORM.build(facts, DataConfig(max_pixels=100, min_pixels=1), None)

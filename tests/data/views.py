@@ -7,10 +7,8 @@ from dataclasses import asdict
 import numpy as np
 
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.media.medium import DecodedMedium
 from dflop_jax.data.media.mel import MelMedium
 from dflop_jax.data.media.tiles import TileMedium
-from dflop_jax.data.media.token_sources import copied_sources
 
 
 def media_spec(tile_px=0, tokens_per_tile=0, form="tiles", sources=1, sound=None):
@@ -25,20 +23,6 @@ def prepared(layout=None, sound=None, max_frames=32, between_frames=()):
     seen = TileMedium(layout, 4, 0, max_frames, between_frames) if layout else None
     media = {"vision": seen, "audio": MelMedium(sound) if sound else None}
     return {module: medium for module, medium in media.items() if medium}
-
-
-def pictures(pixels, tokens, tokens_per_tile):
-    """Decoded tiles uint8 [n, px, px, 3], and where each of their tokens comes from."""
-    n, ids = len(pixels), np.full(len(tokens), -1)
-    lengths, features = (tokens_per_tile,) * n, tokens_per_tile * n
-    return "vision", DecodedMedium({"pixels": pixels}, lengths, features, tokens, ids)
-
-
-def sound(mel, frames, tokens, window_tokens):
-    """Decoded windows [n, mels, frames], valid frames of each, and their tokens in all."""
-    n, fields = len(mel), {"mel": mel, "mel_frames": np.array(frames, np.int32)}
-    ids, sources = np.full(tokens, -1), copied_sources(np.arange(tokens))
-    return "audio", DecodedMedium(fields, (window_tokens,) * n, n * window_tokens, sources, ids)
 
 
 def tokens(sample):
@@ -71,12 +55,6 @@ def seen(sample):
     return np.full((len(tokens(sample)), 1), -1) if places is None else places.index
 
 
-def heard(sample):
-    """int [t]: the feature of a window that each token comes from, -1 for none."""
-    places = sample.gathers.get(("audio", "llm"))
-    return np.full(len(tokens(sample)), -1) if places is None else places.index[:, 0]
-
-
 def from_pictures(sample):
     """bool [t]: tokens that come from patches."""
     return (seen(sample) >= 0).any(1)
@@ -84,10 +62,6 @@ def from_pictures(sample):
 
 def n_tiles(load):
     return len(load.lengths("vision"))
-
-
-def n_windows(load):
-    return len(load.lengths("audio"))
 
 
 def llm_tokens(load):

@@ -1,4 +1,4 @@
-"""Hand-made records for the report tests: a 1F1B trace generator, a plan, rows of metrics."""
+"""Hand-made records for the report tests: traces, a plan, rows of metrics."""
 
 from __future__ import annotations
 
@@ -12,37 +12,19 @@ from dflop_jax.report.trace import read_trace
 from tests.plans import EDGE, bucket
 
 
-def one_f_one_b(stages: dict[str, tuple[float, float]], sizes: list[float], source: str) -> Trace:
-    """1F1B over a chain of submeshes: stage -> (forward_s, backward_s), times each group's size."""
-    names, n, m = list(stages), len(stages), len(sizes)
-    free = dict.fromkeys(names, 0.0)
-    done: dict[tuple[int, int, str], float] = {}
-    orders = []
-    for i in range(n):
-        warm = min(n - i, m)
-        order = [(g, "forward") for g in range(warm)]
-        for g in range(m):
-            order.append((g, "backward"))
-            if g + warm < m:
-                order.append((g + warm, "forward"))
-        orders.append(order)
-    events: list[Event] = []
-    while any(orders):
-        for i, name in enumerate(names):
-            if not orders[i]:
-                continue
-            g, way = orders[i][0]
-            before = (i - 1, g, way) if way == "forward" else (i + 1, g, way)
-            if 0 <= before[0] < n and before not in done:
-                continue
-            start = max(free[name], done.get(before, 0.0))
-            end = start + stages[name][way == "backward"] * sizes[g]
-            events.append(Event(name, name, g, way, start, end))
-            free[name] = done[i, g, way] = end
-            orders[i].pop(0)
-    for name in names:
+def pipeline_trace(stages, sizes, source) -> Trace:
+    """All forward passes, then all backward, over a chain of submeshes: stage -> (forward_s,
+    backward_s), times each group's size."""
+    events, free, ready = [], dict.fromkeys(stages, 0.0), dict.fromkeys(range(len(sizes)), 0.0)
+    for k, way in enumerate(("forward", "backward")):
+        for g, size in enumerate(sizes):
+            for name in [*stages][:: 1 - 2 * k]:
+                start = max(free[name], ready[g])
+                free[name] = ready[g] = start + stages[name][k] * size
+                events.append(Event(name, name, g, way, start, free[name]))
+    for name, (forward_s, _) in stages.items():
         for way in ("reduce", "update"):
-            end = free[name] + 0.1 * stages[name][0]
+            end = free[name] + 0.1 * forward_s
             events.append(Event(name, name, -1, way, free[name], end))
             free[name] = end
     return Trace(5, source, tuple(events))
@@ -97,5 +79,4 @@ def figures_of(run: str | Path) -> dict[str, Figure]:
 
 
 def cells_of(run: str | Path) -> dict[str, str]:
-    """Their texts."""
     return {label: figure.text for label, figure in figures_of(run).items()}

@@ -17,7 +17,6 @@ import pytest
 
 from dflop_jax.config import Config
 from dflop_jax.report.metrics import StepMetrics, percentiles
-from dflop_jax.report.reader import read_columns
 from dflop_jax.report.run_folder import PAGE, RunFolder, read_metrics, read_plan
 from tests.report.runs import make_plan, make_row, read_traces
 
@@ -31,13 +30,6 @@ def test_everything_written_is_read_back(make_run):
     assert read_plan(path) == make_plan()
     assert [t.source for t in read_traces(path)] == ["measured", "simulated"]
     assert msgspec.convert(json.loads((path / "config.json").read_text()), Config) == Config()
-
-
-def test_a_loss_that_is_not_finite_survives_as_nan(tmp_path):
-    with RunFolder(tmp_path) as run:
-        run.append(make_row(0, loss=math.nan))
-    assert '"loss":null' in (tmp_path / "metrics.jsonl").read_text()  # strict JSON
-    assert math.isnan(read_columns(tmp_path).column("loss")[-1])
 
 
 def test_a_run_without_a_step_leaves_no_folder_that_it_made(tmp_path):

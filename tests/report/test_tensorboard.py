@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import sys
-import types
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -71,7 +70,7 @@ def test_every_scalar_of_every_step(tmp_path):
     assert set(events_of(tmp_path)["loss"]) == {0}
 
 
-@pytest.mark.parametrize("start", [0, 1, 4])
+@pytest.mark.parametrize("start", [0, 4])
 def test_a_resumed_run_has_each_step_once(tmp_path, start):
     tracked(tmp_path, range(6), evaluations=(2, 4, 6))
     with RunFolder(tmp_path, existing="resume") as run:
@@ -87,9 +86,6 @@ def test_a_resumed_run_has_each_step_once(tmp_path, start):
     old = {k: make_row(k).loss for k in range(start)}
     assert found["loss"] == pytest.approx(old | {k: 100.0 + k for k in range(start, 8)})
     assert found["held_out/loss"] == {1: 3.0, 3: 5.0, 5: 7.0, 7: 9.0}
-    # Once more from where it ended, with nothing left to do.
-    tracked(tmp_path, (), 8, existing="resume")
-    assert events_of(tmp_path) == found
 
 
 @pytest.mark.parametrize(
@@ -108,32 +104,26 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, train, package
 # ---- W&B ----
 
 
-@dataclasses.dataclass
-class StubRun:
-    """As W&B does, it drops what comes late."""
-
-    logged: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
-    finished: int = 0
-
-    def log(self, scalars, step):
-        if step >= max(self.logged, default=0):
-            self.logged.setdefault(step, {}).update(scalars)
-
-    def finish(self):
-        self.finished += 1
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    """A stand-in for the package, with the runs by id and what `init` was called with."""
-    stub = types.ModuleType("wandb")
-    stub.runs, stub.calls = {}, []
+    """A stand-in for the package, whose runs keep what they are given by step; what comes late is
+    dropped, as W&B does."""
 
     def init(**kwargs):
         stub.calls.append(kwargs)
-        return stub.runs.setdefault(kwargs["id"], StubRun())
+        return stub.runs.setdefault(kwargs["id"], make_run())
 
-    stub.init = init
+    def make_run():
+        run = SimpleNamespace(logged={}, finish=Mock())
+
+        def log(scalars, step):
+            if step >= max(run.logged, default=0):
+                run.logged.setdefault(step, {}).update(scalars)
+
+        run.log = log
+        return run
+
+    stub = SimpleNamespace(runs={}, calls=[], init=init)
     monkeypatch.setitem(sys.modules, "wandb", stub)
     return stub
 
@@ -143,7 +133,7 @@ def test_wandb_gets_the_same_scalars_and_continues_its_run(wandb, tmp_path):
     tracked(tmp_path, range(4), evaluations=(4,), config=config)
     tracked(tmp_path, range(2, 6), 2, existing="resume", evaluations=(6,), config=config)
     (run,) = wandb.runs.values()
-    assert run.finished == 2
+    assert run.finish.call_count == 2
     assert sorted(run.logged) == list(range(6))
     assert run.logged[5]["loss"] == make_row(5).loss
     assert run.logged[5]["learning_rates/vision"] == 2e-6

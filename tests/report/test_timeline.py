@@ -1,5 +1,6 @@
 """Timelines: sizes, and colours read back from the pixels at known times."""
 
+import math
 import subprocess
 import sys
 
@@ -8,10 +9,10 @@ import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from dflop_jax.records import Event, Trace
+from dflop_jax.records import FORWARD, RETURN, SEND, Event, Trace
 from dflop_jax.report import panels
 from dflop_jax.report import timeline as tl
-from tests.report.runs import make_plan, one_f_one_b
+from tests.report.runs import make_plan, pipeline_trace
 
 
 def pixels(path) -> np.ndarray:
@@ -53,61 +54,41 @@ def test_bars_stand_at_their_times_in_their_colours(tmp_path):
         assert np.abs(at(row, time) - rgb(colour)).max() <= 2, (row, time)
 
 
-def test_traces_share_one_time_axis(tmp_path):
-    """A trace twice as slow is drawn twice as long beside the other."""
-    fast = Trace(0, "a", (Event("m", "llm", 0, "backward", 0.0, 1.0),))
-    slow = Trace(0, "b", (Event("m", "vision", 0, "backward", 0.0, 2.0),))
-    tl.draw([panels.Panel("fast", fast), panels.Panel("slow", slow)], {}, tmp_path / "t.png")
-    image = pixels(tmp_path / "t.png")[:, int(tl.LEFT_IN * tl.DPI) :]
-    widths = []
-    for module in ("llm", "vision"):
-        hit = np.abs(image - rgb(panels.MODULE_COLOURS[module][1])).max(-1) <= 2
-        widths.append(hit.sum(1).max())
-    assert widths[1] / widths[0] == pytest.approx(2.0, rel=0.02)
-
-
 def test_rows_and_modules_follow_the_plan():
-    trace = one_f_one_b({"zeta": (1.0, 1.0), "alpha": (1.0, 1.0)}, [1.0], "x")
+    trace = pipeline_trace({"zeta": (1.0, 1.0), "alpha": (1.0, 1.0)}, [1.0], "x")
     assert panels.Panel("x", trace).rows == ["zeta", "alpha"]
     assert panels.Panel("x", trace, {}, ("idle", "alpha")).rows == ["idle", "alpha", "zeta"]
+    sends = [("llm", 0.0, FORWARD), ("enc", 0.5, FORWARD), ("enc → llm", 1.0, SEND),
+             ("llm → enc", 2.0, RETURN)]  # fmt: skip
+    events = tuple(Event(name, "vision", 0, way, at, at + 1.0) for name, at, way in sends)
+    panel = panels.panel_of(make_plan().layout, Trace(0, "x", events), "x")
+    assert panel.rows == ["enc", "enc → llm", "llm", "llm → enc"]
+    assert panel.links == {"enc → llm": "enc", "llm → enc": "llm"}
     planned = panels.panel_of(make_plan().layout, trace, "x")
     assert planned.modules == {"vision": "vision", "llm": "llm"}
     assert planned.submeshes == ["enc", "llm"]
     assert list(panels.legend_entries([planned]))[:2] == ["zeta forward", "zeta backward"]
-
-
-def test_modules_without_a_colour_of_their_own_take_turns():
-    def panel(*modules):
-        events = [Event("m", m, 0, "forward", 0.0, 1.0) for m in modules]
-        return panels.Panel("x", Trace(0, "x", tuple(events)), {m: m for m in modules})
-
-    entries = panels.legend_entries([panel("eye", "llm"), panel("ear", "eye", "hand", "nose")])
-    shades = {label.removesuffix(" forward"): colour for label, colour in entries.items()}
-    assert list(shades) == ["eye", "llm", "ear", "hand", "nose", "idle"]
-    assert shades["llm"] == panels.MODULE_COLOURS["llm"][0]
-    assert [shades[m] for m in ("eye", "ear", "hand")] == [c[0] for c in panels.OTHER_COLOURS]
-    assert shades["nose"] == shades["eye"]  # there are only so many
+    colours = panels.palette(["eye", "llm", "ear", "hand", "nose"])
+    assert colours["llm"] == panels.MODULE_COLOURS["llm"]
+    assert [colours[m] for m in ("eye", "ear", "hand")] == [*panels.OTHER_COLOURS]
+    assert colours["nose"] == colours["eye"]  # there are only so many
 
 
 @pytest.mark.parametrize("seconds, groups", [(1e-5, 1), (1e-2, 120), (900.0, 1)])
 def test_any_scale_and_size_draws_without_a_warning(tmp_path, seconds, groups):
     stages = {f"submesh with a long name {i}": (seconds, 2 * seconds) for i in range(5)}
-    tl.draw([panels.Panel("x", one_f_one_b(stages, [1.0] * groups, "x"))], {}, tmp_path / "t.png")
+    tl.draw(
+        [panels.Panel("x", pipeline_trace(stages, [1.0] * groups, "x"))], {}, tmp_path / "t.png"
+    )
     assert share(pixels(tmp_path / "t.png"), panels.IDLE) > 0.01
-
-
-@pytest.mark.parametrize("n", [0, 1, 2])
-def test_loss_curves_of_any_length(tmp_path, n):
-    curve = ([float(i) for i in range(n)], [float("nan")] * (n // 2) + [1.0] * (n - n // 2))
-    tl.draw([], {"run": curve}, tmp_path / "l.png")
-    drawn = share(pixels(tmp_path / "l.png"), panels.LINE_COLOURS[0])
-    assert drawn > 0  # the legend at least
-    tl.draw([], {"run": curve, "other": curve}, tmp_path / "c.png")
-    assert share(pixels(tmp_path / "c.png"), panels.LINE_COLOURS[1]) > 0
+    for n in (0, 1, 2):
+        curve = [float(i) for i in range(n)], [math.nan] * (n // 2) + [1.0] * (n - n // 2)
+        tl.draw([], {"run": curve, "other": curve}, tmp_path / "l.png")
+        for colour in panels.LINE_COLOURS[:2]:  # the legend at least
+            assert share(pixels(tmp_path / "l.png"), colour) > 0
 
 
 def test_matplotlib_is_loaded_only_to_draw():
-    """It takes a second of every process that trains."""
     code = "import sys, dflop_jax.report.compare, dflop_jax.report.html; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert "dflop_jax.report.panels" in loaded.split()

@@ -8,10 +8,12 @@ import pytest
 
 from dflop_jax.records import Event, Schedule, Shape, Trace
 from dflop_jax.report.trace import group_labels, read_trace, write_trace
-from tests.report.runs import one_f_one_b
+from tests.report.runs import pipeline_trace
 from tests.rows import group_of_rows
 
-TRACE = one_f_one_b({"enc": (0.0123, 0.03), "llm": (0.02, 0.0456789)}, [1.0, 0.3, 2.0], "measured")
+TRACE = pipeline_trace(
+    {"enc": (0.0123, 0.03), "llm": (0.02, 0.0456789)}, [1.0, 0.3, 2.0], "measured"
+)
 
 
 def assert_close(a: Trace, b: Trace) -> None:

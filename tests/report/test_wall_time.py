@@ -70,9 +70,8 @@ def test_a_run_that_was_killed_lost_the_steps_that_are_run_again(begin, tmp_path
     assert spent.goodput == pytest.approx(sum(trained.values()) / spent.wall_s)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_seconds_add_up_to_the_clock_whatever_happens(begin, tmp_path, seed):
-    """However often a run is killed and wherever it goes on, waits longer than the step too."""
     rng, clock, done = random.Random(seed), Clock(), 0
     for _ in range(rng.randint(1, 6)):
         done = rng.randint(0, done)

@@ -1,12 +1,10 @@
 """Lists of clips: precomputed latents in files, or the embedded moving scenes.
 
-A list of files is JSON: records {"caption": TEXT, "latents": FILE, "split": "train" or "eval"};
-without a split a record is for training. A file is .npy or .safetensors (with the tensor "latents"
-or one tensor alone) of shape [channels, time, rows, columns].
-
-The embedded clips are two shapes that cross a small picture, and a caption that says which and
-where. Frames become latents by a transform that can be undone: blocks of pixels side by side as
-channels. Pairs of shapes that are held out are never trained on.
+A list of files is JSON: records {"caption": TEXT, "latents": FILE, "split": "train" or "eval"}. A
+file is .npy or .safetensors (with the tensor "latents" or one tensor alone) of shape [channels,
+time, rows, columns]. The embedded clips are two shapes that cross a small picture, and a caption
+that says which and where. Frames become latents by a transform that can be undone: blocks of pixels
+side by side as channels. Pairs of shapes that are held out are never trained on.
 """
 
 from __future__ import annotations
@@ -113,10 +111,10 @@ def draw_clips(name: str, n: int, seed: int, split: str, channels: int) -> list[
     clips = []
     for i in range(n):
         rng = np.random.default_rng((seed, STREAMS[split], i))
-        is_held_out = split != "eval"
-        while is_held_out != (split == "eval"):
+        is_eval_pair = split != "eval"
+        while is_eval_pair != (split == "eval"):
             upper, lower = (int(k) for k in rng.integers(n_kinds, size=2))
-            is_held_out = (upper + lower) % HELD_OUT_PERIOD == 0
+            is_eval_pair = (upper + lower) % HELD_OUT_PERIOD == 0
         n_frames = FRAMES[rng.integers(len(FRAMES))]
         shapes = [_decode_shape(upper), _decode_shape(lower)]
         caption = " over ".join(map(" ".join, shapes))
@@ -147,8 +145,7 @@ def _render(shapes: Sequence[tuple[str, str, str]], n_frames: int, block: int) -
 
 
 def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
-    """Pixels uint8 [time, height, width, 3] as latents float32 [3 block^2, time, height / block,
-    width / block]."""
+    """Pixels uint8 [time, height, width, 3] as latents float32 [channels, time, rows, columns]."""
     n, height, width, _ = frames.shape
     values = SCALE * (frames.astype(np.float32) / np.float32(127.5) - 1.0)
     split = values.reshape(n, height // block, block, width // block, block, 3)
@@ -157,7 +154,7 @@ def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
 
 
 def frames_of(latents: np.ndarray, block: int) -> np.ndarray:
-    """The inverse of `latents_of`, to the nearest pixel value."""
+    """Return the inverse of `latents_of`, to the nearest pixel value."""
     _, n, rows, columns = latents.shape
     split = latents.reshape(block, block, 3, n, rows, columns).transpose(3, 4, 0, 5, 1, 2)
     values = split.reshape(n, rows * block, columns * block, 3)

@@ -202,8 +202,8 @@ def make_clip_source(
         clips = draw_clips(name, n, seed, split, clip_format.channels)
     if shuffled:
         n_rolled = max(1, n // 2)
-        others = clips[n_rolled:] + clips[:n_rolled]
-        clips = [c._replace(caption=other.caption) for c, other in zip(clips, others)]
+        rolled = clips[n_rolled:] + clips[:n_rolled]
+        clips = [c._replace(caption=named.caption) for c, named in zip(clips, rolled)]
     limits = config
     return ClipSource(name, clips, clip_format, tokenizer, limits, seed=seed, split=split)
 

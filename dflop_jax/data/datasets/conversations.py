@@ -95,7 +95,7 @@ def parse_conversation(
         turns, raw = (("system", plain), *turns), [{}, *raw]
     _check_roles([role for role, _ in turns])
     own_fields = [MESSAGE_FIELDS if "role" in turn else TURN_FIELDS for turn in raw]
-    messages = tuple(drop_keys(turn, *own) for turn, own in zip(raw, own_fields))
+    messages = tuple(drop_keys(turn, *excluded) for turn, excluded in zip(raw, own_fields))
     for (role, text), message in zip(turns, messages, strict=True):
         is_empty = not tag_of(kinds).sub("", text).strip()
         if role == "gpt" and is_empty and not message.get("tool_calls"):
@@ -127,9 +127,9 @@ def _parse_messages(raw: Sequence[Any], kinds: Kinds) -> tuple[Turns, list[Tag],
         elif not content or not isinstance(content, str | list):
             raise ValueError(f"message {k} (of {role}) has no content")
         message_text, n_before = "", len(tags)
-        for part in [content] if isinstance(content, str) else content:
-            text, medium, keys = _parse_part(part, tuple(kind.name for kind in kinds), k)
-            if is_typed_text := isinstance(part, dict) and part["type"] == "text":
+        for content_part in [content] if isinstance(content, str) else content:
+            text, medium, keys = _parse_part(content_part, tuple(kind.name for kind in kinds), k)
+            if is_typed_text := isinstance(content_part, dict) and content_part["type"] == "text":
                 unread |= keys.keys()
                 keys = {}
             may_be_text = is_typed_text or SPEAKERS[role] == "gpt"
@@ -142,21 +142,23 @@ def _parse_messages(raw: Sequence[Any], kinds: Kinds) -> tuple[Turns, list[Tag],
     return tuple(turns), tags, frozenset(unread)
 
 
-def _parse_part(part: Any, kinds: tuple[str, ...], message: int) -> tuple[str, Any, dict[str, Any]]:
+def _parse_part(
+    content_part: Any, kinds: tuple[str, ...], message: int
+) -> tuple[str, Any, dict[str, Any]]:
     """Return (text or tag, own medium or None, extra keys) of a part of a message."""
-    if isinstance(part, str):
-        return part, None, {}
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"], None, drop_keys(part, "type", "text")
+    if isinstance(content_part, str):
+        return content_part, None, {}
+    kind = content_part.get("type") if isinstance(content_part, dict) else None
+    if kind == "text" and isinstance(content_part.get("text"), str):
+        return content_part["text"], None, drop_keys(content_part, "type", "text")
     kind = kind.removesuffix("_url") if isinstance(kind, str) else kind
     if kind not in kinds:
         raise ValueError(
-            f"message {message} has a part {part!r:.80}, not a text, {', '.join(kinds)}"
+            f"message {message} has a part {content_part!r:.80}, not a text, {', '.join(kinds)}"
         )
     keys = (kind, f"{kind}_url", "path", "url")
-    medium = next(filter(None, (_medium_source(part.get(key)) for key in keys)), None)
-    return f"<{kind}>", medium, drop_keys(part, "type", "text", *keys)
+    medium = next(filter(None, (_medium_source(content_part.get(key)) for key in keys)), None)
+    return f"<{kind}>", medium, drop_keys(content_part, "type", "text", *keys)
 
 
 def drop_keys(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:

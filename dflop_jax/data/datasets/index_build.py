@@ -84,8 +84,8 @@ class LocalRowReader:
         dataset, locations = msgspec.json.decode(request, type=tuple[str, list[RecordLocation]])
         return DecoderReply(rows=tuple(self.read_rows(dataset, locations)))
 
-    def close(self) -> None:
-        """Do nothing: there is no process to end."""
+    def close(self) -> None:  # no process to end
+        pass
 
     def _row(self, reader: RecordReader, location: RecordLocation) -> IndexRow | BadSample:
         try:
@@ -187,8 +187,8 @@ class IndexRules:
 def update_index(
     rules: IndexRules, readers: Mapping[str, RecordReader], kinds: Kinds = BUILT_IN
 ) -> dict[str, DatasetIndex]:
-    """Return the index of all `readers`, read from its file if that is up to date, else rebuilt and
-    written; a damaged file is rebuilt with a warning. It has columns for all `kinds` of media."""
+    """Return the index of all `readers`; what is damaged or not up to date is rebuilt and
+    written."""
     try:
         stored = record_table.load_index(rules.file, kinds)
     except ValueError as e:

@@ -138,13 +138,12 @@ def _parse_entry(raw: Any, folder: Path) -> MixtureEntry:
 
 
 def display_names(entries: Sequence[MixtureEntry]) -> list[str]:
-    """Return a name of each entry for people: its file or folder, with enough parent folders to
-    tell it from the others; entries of one path are numbered."""
+    """Return names of entries for people: files with as many folders as tell them apart."""
     paths = [PurePath(entry.path).parts for entry in entries]
     names = []
     for path in paths:
-        others = [other for other in paths if other != path]
-        lengths = (k for k in range(1, len(path)) if all(o[-k:] != path[-k:] for o in others))
+        other_paths = [p for p in paths if p != path]
+        lengths = (k for k in range(1, len(path)) if all(p[-k:] != path[-k:] for p in other_paths))
         n = next(lengths, 0)
         names.append("/".join(path[-n:]) if n else str(PurePath(*path)))
     return [

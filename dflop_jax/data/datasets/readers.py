@@ -97,9 +97,8 @@ def find_files(path: str) -> tuple[Path, ...]:
 
 
 def hub_name(path: str) -> HfUri | None:
-    """Return the dataset, revision and folder that `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]`
-    names on the Hugging Face hub, or `OWNER/NAME` where no such path exists; None for any other
-    path. HfUriError, a ValueError: the path is a malformed name."""
+    """Return what `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]` names on the Hugging Face hub, or
+    `OWNER/NAME` where no such path exists; None for any other path. ValueError: it is malformed."""
     if path.startswith(HUB_PREFIX):
         return parse_hf_uri(path)
     is_name = HUB_ID.fullmatch(path) and not Path(path).exists()

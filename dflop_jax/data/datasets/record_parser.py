@@ -29,7 +29,7 @@ class Record:
     name: str
     turns: Turns
     media: tuple[tuple[str, MediaFile], ...]  # (kind, file) in the order of their tags
-    keys: tuple[Mapping[str, Any], ...] = ()  # of each medium, see `media_keys`
+    keys: tuple[Mapping[str, Any], ...] = ()  # of each medium, see `with_keys`
     weights: tuple[float, ...] = ()  # of the answers' losses, () where all are 1
     fields: TemplateFields = NO_FIELDS
     unread: tuple[str, ...] = ()  # keys that are not read

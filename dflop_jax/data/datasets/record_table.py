@@ -151,8 +151,8 @@ def save_index(file: Path, datasets: Mapping[str, DatasetIndex], kinds: Kinds = 
 
 
 def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, DatasetIndex]:
-    """Return the datasets of an index file; none when there is no such file, or it is of another
-    version or of other kinds of media. ValueError: the file is damaged."""
+    """Return the datasets of an index file; none of another version, of other kinds, or without
+    one."""
     if not file.is_file():
         return {}
     with (

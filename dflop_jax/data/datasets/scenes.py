@@ -348,10 +348,10 @@ class SceneSource:
             records, text_positions = zip(*map(tokenize.count_text_tokens, texts), strict=True)
             headers = [
                 [
-                    _picture_header(p) | place
-                    for p, place in zip(scene.pictures, places, strict=True)
+                    _picture_header(p) | position
+                    for p, position in zip(scene.pictures, positions, strict=True)
                 ]
-                for scene, places in zip(scenes, text_positions, strict=True)
+                for scene, positions in zip(scenes, text_positions, strict=True)
             ]
             table = build_table(records, headers)
             counts, fits = fit_samples(table, self._preparation, self._limits)

@@ -73,11 +73,9 @@ class TableReader(RecordReader):
 
 
 class TableFile:
-    """Rows of a file by their number. `unread` are the columns that no field is read from.
-
-    A row group of Parquet is decoded from its first row on: random access needs groups of 100 MB or
-    less. ValueError: the file cannot be read, claims more rows than it can hold, or has no text.
-    """
+    """Rows of a file by their number; `unread` are the columns that no field is read from. A row
+    group of Parquet is decoded from its first row on: random access needs groups of 100 MB or less.
+    ValueError: the file cannot be read, claims more rows than it can hold, or has no text."""
 
     def __init__(self, file: Path, records: RecordFormat = DEFAULT_FORMAT) -> None:
         with errors_as(f"{file}: cannot be read"):

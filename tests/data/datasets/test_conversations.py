@@ -62,15 +62,6 @@ SAME = {
             "The first.", [text("Hear "), {"type": "audio", "path": "c.wav"}, text("?")], "No.",
         ),
     },
-    "some of each": {
-        "messages": messages(
-            "Be brief.",
-            [{"type": "image", "image": {"path": "a.png", "bytes": None}}, text(" and <image>"),
-             text("\nWhich?")],
-            "The first.", "Hear <audio>?", "No.",
-        ),
-        "images": ["b.png"], "audio": ["c.wav"],
-    },
 }  # fmt: skip
 
 
@@ -149,9 +140,6 @@ def test_an_answer_may_be_left_out_of_the_loss(folder, switch, off, on):
     turns = [*answered("Hi", "Bad"), *answered("Again", "Good"), *answered("And", "so")]
     turns[1][switch], turns[3][switch], turns[5][switch] = off, on, None
     assert record({"messages": turns}, folder).weights == (0.0, 1.0, 1.0)
-    conversation = talk("Hi", "Bad", "Again", "Good")
-    conversation[1][switch] = off
-    assert record({"conversations": conversation}, folder).weights == (0.0, 1.0)
 
 
 def test_a_system_prompt_may_stand_beside_the_conversation(folder):

@@ -5,6 +5,7 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer, MediaSpec, make_source
+from dflop_jax.data.media.counts import largest_rows
 from dflop_jax.data.media.mel import MelSpec
 from tests.data import views
 from tests.data.media_cases import made_dataset
@@ -49,35 +50,11 @@ def test_every_sample_is_as_its_load_says(form, dataset, tmp_path):
     assert kinds == set(spec.media)
 
 
-def test_text_is_cut_and_what_cannot_fit_is_left_out(dataset, tmp_path, caplog):
-    spec = SPECS["tiles"]
-
-    def source(**more):
-        config = DataConfig(path=dataset, max_frames=4, max_bad_fraction=1.0, **more)
-        return make_source(config, spec, index_dir=tmp_path)
-
-    whole = source(max_tokens=4096)
-    longest = max(llm_tokens(whole.load(i)) for i in range(len(whole)))
-    cut = source(max_tokens=longest - 5)
-    dropped = source(max_tokens=longest - 5, oversize="drop")
-    assert len(dropped) < len(whole)
-    assert "exceed data.max_tokens" in caplog.text
-    for found in (cut, dropped):
-        loads = [found.load(i) for i in range(len(found))]
-        assert max(map(llm_tokens, loads)) <= longest - 5
-        assert all(found.sample(i).load == load for i, load in enumerate(loads))
-    with pytest.raises(ValueError, match=r"max_tokens=.*dataset\.json\[\d+\] has .*; raise it"):
-        source(max_tokens=longest - 5, oversize="error")
-    with pytest.raises(ValueError, match=r"exceed data\.max_tokens=1 "):
-        source(max_tokens=1)
-
-
 @pytest.mark.parametrize(
     "config, spec, message",
     [
         (DataConfig(), media_spec(sound=SOUND), "pictures, which this model does not take"),
         (DataConfig(path="no.yaml"), SPECS["tiles"], "no.yaml"),
-        (DataConfig(path="no.json"), SPECS["anyres"], "no.json"),
         (DataConfig(tokenizer="."), SPECS["anyres"], "leave data.tokenizer empty"),
         (DataConfig(tokenizer=".", path="x"), SPECS["anyres"], "tokenizer.json: no such file"),
     ],
@@ -91,11 +68,9 @@ def test_what_cannot_be_read_is_refused(config, spec, message, tmp_path, monkeyp
 
 @pytest.mark.parametrize("form", ["tiles", "anyres", "dynamic", "native"])
 def test_a_cut_sample_is_the_first_tokens_of_the_whole(form, dataset, tmp_path, caplog):
-    """Media that do not fit whole are gone with what is behind them; none is made smaller."""
-
-    def source(max_tokens):
+    def source(max_tokens, **more):
         config = DataConfig(path=dataset, max_tokens=max_tokens, max_frames=4, min_pixels=32**2,
-                            max_pixels=256**2, max_bad_fraction=1.0)  # fmt: skip
+                            max_pixels=256**2, max_bad_fraction=1.0, **more)  # fmt: skip
         return make_source(config, SPECS[form], index_dir=tmp_path)
 
     found = source(10**6)
@@ -125,6 +100,14 @@ def test_a_cut_sample_is_the_first_tokens_of_the_whole(form, dataset, tmp_path, 
         assert (f" {lost} of " in caplog.text and "before some of" in caplog.text) or not lost
         n_cut += lost
     assert n_cut
+    kept = source(100, oversize="drop")
+    assert {kept.label(i) for i in range(len(kept))} == {
+        label for label, sample in whole.items() if llm_tokens(sample.load) <= 100
+    }
+    with pytest.raises(ValueError, match=r"max_tokens=.*dataset\.json\[\d+\] has .*; raise it"):
+        source(100, oversize="error")
+    with pytest.raises(ValueError, match=r"exceed data\.max_tokens=1 "):
+        source(1)
 
 
 def test_media_behind_the_cut_are_not_decoded(tmp_path):
@@ -136,3 +119,15 @@ def test_media_behind_the_cut_are_not_decoded(tmp_path):
     assert n_tiles(before.load) == 18  # of two pictures of three
     (tmp_path / "grey.png").write_bytes(b"damaged since")
     np.testing.assert_array_equal(views.tiles(found.sample(i)), views.tiles(before))
+
+
+def test_the_most_demanding_ask_for_all_that_any_does():
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 2, 30, 200):
+        asks = rng.integers(0, 6, (n, 3)) * rng.integers(0, 2, (n, 3))
+        chosen = largest_rows(asks, 1000)
+        for row in asks:
+            assert any((asks[k] >= row).all() for k in chosen)
+        for k in chosen:  # none for nothing
+            assert not any((asks[j] >= asks[k]).all() for j in chosen if j != k)
+        assert largest_rows(asks, 2) == chosen[:2]

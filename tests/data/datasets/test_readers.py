@@ -12,7 +12,6 @@ from PIL import Image
 
 from dflop_jax.data.datasets.blob import Blob, open_media
 from dflop_jax.data.datasets.readers import find_files, open_reader
-from dflop_jax.data.datasets.record_parser import Record
 from dflop_jax.data.media.pictures import picture_size
 from tests.data.media_cases import add_bytes, made_dataset, make_shards, read_upright, talk
 
@@ -28,19 +27,15 @@ def records(reader):
     return out
 
 
-def simple(record):
-    return record.turns, [kind for kind, _ in record.media]
-
-
 @pytest.mark.parametrize("per_shard", [1, 5])
 def test_shards_hold_the_same_records_as_the_folder(tmp_path, per_shard):
     file = made_dataset(tmp_path / "a")
     make_shards(file, tmp_path / "s", per_shard)
     plain, packed = (records(open_reader(p)) for p in (file, tmp_path / "s"))
-    assert all(isinstance(r, Record) for r in plain)
-    assert [simple(r) for r in plain] == [simple(r) for r in packed]
     for one, other in zip(plain, packed, strict=True):
-        for (_, path), (_, blob) in zip(one.media, other.media, strict=True):
+        assert one.turns == other.turns
+        for (kind, path), (same, blob) in zip(one.media, other.media, strict=True):
+            assert kind == same
             assert blob.read() == path.read_bytes()
             with open_media(blob) as member:
                 assert member.read() == path.read_bytes()
@@ -103,18 +98,6 @@ def test_which_shards_a_path_names(tmp_path):
         open_reader(tmp_path / "z.tar.gz")
 
 
-@pytest.mark.parametrize("share", [0.3, 0.9])
-def test_a_broken_shard_is_a_value_error(tmp_path, share):
-    (shard,) = make_shards(made_dataset(tmp_path / "a"), tmp_path / "s", 100)
-    data = shard.read_bytes()
-    shard.write_bytes(data[: int(len(data) * share) // 512 * 512 + 100])
-    with pytest.raises(ValueError, match=r"s-000\.tar"):
-        records(open_reader(tmp_path / "s"))
-    shard.write_bytes(b"no tar" * 500)
-    with pytest.raises(ValueError, match="broken tar"):
-        records(open_reader(tmp_path / "s"))
-
-
 def test_a_section_reads_like_a_file_of_its_own(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(200)))
     blob = Blob(tmp_path / "a", 50, 100, "part")
@@ -158,27 +141,17 @@ def folders(tmp_path):
     return inside, outside
 
 
-OUTSIDE = ["{out}/a.png", "../out/a.png", "link.png", "folder/a.png", "../in/../out/a.png"]
-
-
-@pytest.mark.parametrize("name", [*OUTSIDE, "/etc/passwd", "../out/none.png"])
-def test_a_medium_outside_the_roots_is_refused(folders, name):
+def test_media_are_read_below_the_roots_alone_which_are_looked_through_in_turn(folders):
     inside, outside = folders
-    with pytest.raises(ValueError, match=r"\[0\] id=a: .* leads out of .*data\.root"):
-        read(inside, name.format(out=outside))
-    if name in OUTSIDE:
-        path = read(inside, name.format(out=outside), folders)
-        assert path.resolve() == outside / "a.png"
-
-
-@pytest.mark.parametrize("name", ["a.png", "own.png", "./a.png", "../in/a.png", "{in}/a.png"])
-def test_a_medium_inside_the_roots_is_read(folders, name):
-    path = read(folders[0], name.format(**{"in": folders[0]}))
-    assert path.resolve() == folders[0] / "a.png"
-
-
-def test_roots_are_looked_through_in_turn(folders):
-    inside, outside = folders
+    for name in ("{out}/a.png", "../out/a.png", "link.png", "folder/a.png", "../in/../out/a.png",
+                 "/etc/passwd", "../out/none.png"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"\[0\] id=a: .* leads out of .*data\.root"):
+            read(inside, name.format(out=outside))
+        if name.endswith("a.png"):
+            path = read(inside, name.format(out=outside), folders)
+            assert path.resolve() == outside / "a.png"
+    for name in ("a.png", "own.png", "./a.png", "../in/a.png", f"{inside}/a.png"):
+        assert read(inside, name).resolve() == inside / "a.png"
     assert read(inside, "only.png", folders) == outside / "only.png"
     assert read(inside, "a.png", folders) == inside / "a.png"
     assert read(inside, "a.png", folders[::-1]) == outside / "a.png"

@@ -1,7 +1,6 @@
 """LLaVA-format files: what loads, what is left out and why, and the real shared media."""
 
 import json
-import logging
 import shutil
 
 import numpy as np
@@ -10,10 +9,12 @@ from PIL import Image
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer, make_source
+from dflop_jax.data.datasets.blob import MediaRoots
+from dflop_jax.data.datasets.record_parser import parse_record
 from dflop_jax.data.media.mel import MelSpec
 from tests.data.media_cases import talk as turns
 from tests.data.media_cases import write_wav
-from tests.data.views import from_pictures, media_spec, supervised, tiles, tokens
+from tests.data.views import from_pictures, media_spec, tiles, tokens
 
 SPEC = media_spec(16, 4)
 HEARING = media_spec(28, 4, "anyres", 4, MelSpec(n_mels=4, window_s=1, max_windows=3))
@@ -104,18 +105,21 @@ def test_bad_records_are_named_and_left_out(folder):
     assert source.sample(1).load == source.load(1)
     with pytest.raises(ValueError, match=r"4 of 6 records .*r0.*max_bad_fraction"):
         load(folder, [*records, record(len(BAD))], max_bad_fraction=0.4)
+    with pytest.raises(ValueError, match=r"1 of 1 records are unusable .*none\.png"):
+        load(folder, [record(0, image="none.png")])
 
 
 def test_sound_is_left_out_in_one_line_by_a_model_without_it(folder, caplog):
     heard = turns("<audio>", "noise")
     records = [record(0), *(record(k, image=None, audio="a.wav", conversations=heard)
                             for k in (1, 2))]  # fmt: skip
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = load(folder, records, max_bad_fraction=0.0)
+    source = load(folder, records, max_bad_fraction=0.0)
     assert source.counts == {"usable": 1, "unusable": 0, "left out": 2, "oversize": 0}
     (message,) = [r.getMessage() for r in caplog.records]
     assert "2 records left out: the model cannot take their media" in message
     assert "dataset.json[1]" in message
+    with pytest.raises(ValueError, match="no record is usable: the model cannot take their media"):
+        load(folder, records[1:])
 
 
 @pytest.mark.parametrize(
@@ -130,12 +134,6 @@ def test_an_unusable_file_is_one_line(folder, content, reason):
         open_path(folder / "d.json")
     assert "\n" not in str(caught.value)
     assert "d.json" in str(caught.value)
-
-
-def test_nothing_usable_is_fatal_whatever_the_fraction(folder):
-    heard = record(0, image=None, audio="a.wav", conversations=turns("<audio>", "noise"))
-    with pytest.raises(ValueError, match="no record is usable: the model cannot take their media"):
-        load(folder, [heard])
 
 
 def test_finding_the_file(folder):
@@ -163,8 +161,7 @@ def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
     lines = [json.dumps(record(k)) for k in range(12)]
     lines[2] = lines[2][:30]
     (folder / "d.jsonl").write_text("\n".join([*lines[:5], "", *lines[5:]]))
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = open_path(folder / "d.jsonl")
+    source = open_path(folder / "d.jsonl")
     assert len(source) == 11
     assert "left out 1 records (not JSON): d.jsonl:3: not JSON" in caplog.text
     assert source.label(10) == f"{folder}/d.jsonl:13"
@@ -184,18 +181,6 @@ def test_make_source(folder):
     assert blank.sample(0).load == blank.load(0)
 
 
-def test_all_shared_media_load_as_their_headers_say(shared_data, tmp_path, caplog):
-    config = DataConfig(path=str(shared_data), max_tokens=1024, max_frames=8)
-    source = make_source(config, HEARING, index_dir=tmp_path)
-    samples = [source.sample(i) for i in range(len(source))]
-    assert [s.load for s in samples] == [source.load(i) for i in range(len(source))]
-    assert all(supervised(s).any() for s in samples)
-    assert len(source) + source.counts["left out"] == 146
-    assert source.counts["oversize"] == 0
-    assert "repeated" not in caplog.text  # no clip breaks off
-    assert all(tiles(s).std() > 0 for s in samples if len(tiles(s)))
-
-
 USABLE = {"bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png", "odd_png_named_jpg",
           "bad_half_index_first", "good_control"}  # fmt: skip
 HEARD = {"bad_truncated_flac"}  # usable by their headers where a model hears
@@ -209,8 +194,7 @@ def test_all_shared_bad_records(shared_data, tmp_path, caplog, spec, usable):
         config = DataConfig(path=str(file), root=(str(shared_data),), **more)
         return make_source(config, spec, index_dir=tmp_path)
 
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        kept = source(max_bad_fraction=1.0)
+    kept = source(max_bad_fraction=1.0)
     (unusable,) = tmp_path.glob("*.unusable.txt")
     assert str(unusable) in caplog.text
     listed = json.loads(file.read_text())
@@ -227,3 +211,96 @@ def test_all_shared_bad_records(shared_data, tmp_path, caplog, spec, usable):
             assert kept.sample(i).load == kept.load(i)
     with pytest.raises(ValueError, match="15 of 22"):
         source()
+
+
+# ---- every record that cannot be used ----
+
+ONE_PICTURE = turns("<image>", "a")
+
+
+def ask(content, answer="a", **more):
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, **more}
+
+
+def tell(**more):
+    """A record of LLaVA's format with one picture."""
+    return {"conversations": ONE_PICTURE, "image": "a.png", **more}
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def image(value):
+    return {"type": "image", "image": value}
+
+
+# fmt: off
+UNUSABLE = [
+    # messages
+    (ask(None), r"message 0 \(of user\) has no content"),
+    (ask([]), "message 0 .* has no content"),
+    (ask("q", ""), "message 1 .* has no content"),
+    ({"messages": [{"role": "user"}]}, "has no content"),
+    ({"messages": []}, "no conversations or messages"),
+    ({"messages": "{"}, "not JSON"),
+    ({"messages": ["hi"]}, "message 0 is not"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "from 'critic', not user"),
+    ({"messages": ask("q")["messages"][:1]}, "do not alternate"),
+    (ask("<image> q"), "1 <image> tags for 0 images"),
+    (ask("q", images=["a.png"]), "0 <image> tags for 1 images"),
+    (ask([{"type": "image"}, text("q")]), "1 <image> tags for 0 images"),
+    (ask([image("a.png")], images=["b.png"]), "0 <image> tags for 1"),
+    (ask([image("z.png")]), "missing file"),
+    (ask([image("../z.png")]), "leads out"),
+    (ask([{"type": "image_url", "image_url": "https://a.b/c.png"}]), "is not here; fetch it"),
+    (ask([image("data:,%")]), "is not base64"),
+    (ask([image(3)]), "is not a path or bytes"),
+    (ask([{"type": "table"}]), "has a part .*'table'.*, not a text, image, video, audio"),
+    (ask([text("<ima"), text("ge>")], image="a.png"), "spells a tag across its parts"),
+    # conversations
+    (tell(conversations=[]), "no conversations"),
+    (tell(conversations=["hello"]), "not {from, value}"),
+    (tell(conversations=1), "no conversations"),
+    (tell(conversations=[[]] * 2000), "more than 1000 turns"),
+    (tell(conversations=ONE_PICTURE[::-1]), "not human"),
+    (tell(conversations=turns("<image>", " ")), "answer is empty"),
+    (tell(conversations=turns("<image>", "a", "b")), "up to an answer"),
+    (tell(conversations=[{"from": "robot", "value": "a"}]), "from 'robot'"),
+    (tell(conversations=[{"from": ["human"], "value": "a"}]), "not human, gpt"),
+    (tell(conversations=turns("<\ufdd2image>", "x")), r"U\+FDD2"),
+    (tell(conversations=turns("<image><image>", "a")), "2 <image> tags for 1 images"),
+    (tell(conversations=turns("no tag", "a")), "0 <image> tags for 1 images"),
+    (tell(image=None), "1 <image> tags for 0 images"),
+    (tell(image=5), "not a path or bytes"),
+    (tell(image=["a.png"] * 2000), "more than 1000 media"),
+    (tell(id="x" * 10_000, conversations=[]), "no conversations"),
+    # weights
+    (tell(weight=-1), "the weight of the record is -1, not a number"),
+    (tell(conversations=[ONE_PICTURE[0], {**ONE_PICTURE[1], "weight": "much"}]), "of turn 1 is 'm"),
+    (tell(conversations=[{**ONE_PICTURE[0], "weight": 1}, ONE_PICTURE[1]]), "turn 0 has a weight"),
+    *(({"conversations": [{**t, "loss": v} for t in turns("Hi", "Bad")]}, "loss of turn 0 is .*;")
+      for v in ("no", "", 2, [])),
+    # questions
+    ({"question": "  ", "answer": "x"}, "its question is no text"),
+    ({"question": "Which <image 2>?", "answer": "x", "image_1": "a.png"}, "names <image 2>"),
+    ({"question": "?", "answer": "Z", "options": "['a', 'b']"}, "'Z' is none of its 2 choices"),
+    ({"question": "?", "answer": "A", "options": "a, b"}, "its choices are no list"),
+    ({"question": "?", "answer": "A", "options": "__import__('os')"}, "its choices are no list"),
+    ({"question": "<image>?", "answer": "A"}, "1 <image> tags for 0 images"),
+    # fields beside them
+    (ask("q", system=3), "not text"),
+    (ask("q", tools="{"), "JSON"),
+    (ask("q", chat_template_kwargs="[]"), "no object"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("raw, reason", UNUSABLE)
+def test_an_unusable_record_is_refused_in_one_line(tmp_path, raw, reason):
+    (tmp_path / "a.png").write_bytes(b"a")
+    with pytest.raises(ValueError, match=rf"^d\.json\[3\].*{reason}") as error:
+        parse_record("d.json[3]", raw, MediaRoots([tmp_path]).resolve)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500

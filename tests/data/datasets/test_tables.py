@@ -8,18 +8,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import make_source
 from dflop_jax.data.datasets import tables
-from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.process_pool import DecoderPool
-from tests.data.media_cases import made_dataset, talk
+from tests.data.media_cases import made_dataset
 from tests.data.views import media_spec
 
 pa = pytest.importorskip("pyarrow")
@@ -77,7 +74,6 @@ def made(tmp_path_factory):
 
 
 def sources(config, spec, folder):
-    """The source with its index made here."""
     return make_source(config, spec, index_dir=folder, vocab_size=512, in_processes=False)
 
 
@@ -112,24 +108,6 @@ def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkey
             for name, array in named.items():
                 np.testing.assert_array_equal(array, other.fields[module][name])
     assert not list(tmp_path.glob("d/**/*.npz"))
-
-
-def test_rows_are_read_in_processes_of_their_own(made, tmp_path, monkeypatch):
-    """None of which retires for what a library reserves."""
-    monkeypatch.setattr("dflop_jax.data.datasets.index_build.CHUNK_RECORDS", 3)
-    end, ended = DecoderPool._end, []
-    monkeypatch.setattr(DecoderPool, "_end", lambda *a: ended.append(1) or end(*a))
-    bad = [{**made[1][0], "conversations": []}, {**made[1][1], "images": [{"bytes": b"x"}]}]
-    save_parquet([*made[1], *bad], tmp_path / "d" / "a.parquet", row_group_size=7)
-    config = DataConfig(path=str(tmp_path / "d"), max_tokens=4096, max_bad_fraction=0.2)
-    indexes = []
-    for apart in (False, True):
-        folder = tmp_path / str(apart)
-        source = make_source(config, SPEC, index_dir=folder, vocab_size=512, in_processes=apart)
-        assert source.counts["unusable"] == 2
-        indexes.append([file.read_bytes() for file in folder.iterdir()])
-    assert indexes[0] == indexes[1]
-    assert not ended
 
 
 @pytest.mark.parametrize("save", [save_parquet, save_arrow])
@@ -187,30 +165,6 @@ def test_what_a_folder_holds_is_named_or_refused(made, tmp_path):
     assert "1 of 2 files are missing" in why(tmp_path / "t")
     (tmp_path / "t" / "train" / "state.json").write_text("[]")
     assert "names no data files" in why(tmp_path / "t")
-
-
-def test_a_dataset_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
-    snapshot = tmp_path / "datasets--some--one" / "snapshots" / "1234"
-    fetch = huggingface_hub.snapshot_download
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download",
-        lambda name, **options: fetch(name, cache_dir=tmp_path, **options),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="fetch it: hf download --repo-type dataset some/one"):
-        open_reader("some/one")
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("1234")
-    blobs = snapshot.parents[1] / "blobs"
-    save_parquet([{"conversations": talk("<image>", "a"), "image": "a.png"}], blobs / "5678")
-    (blobs / "9abc").write_bytes(b"a")
-    (snapshot / "a.parquet").symlink_to(blobs / "5678")
-    (snapshot / "a.png").symlink_to(blobs / "9abc")
-    for name in ("some/one", "hf://datasets/some/one", "hf://datasets/some/one@main"):
-        reader = open_reader(name)
-        ((_, medium),) = reader.read(*reader.locate()).media
-        with open_media(medium) as opened:
-            assert opened.read() == b"a"
 
 
 def test_without_the_library_one_line_says_what_to_install(made, tmp_path, monkeypatch):
@@ -281,18 +235,3 @@ def test_threads_read_one_file_together(tmp_path, monkeypatch, kept_bytes):
         assert [*threads.map(read.row, order)] == [asked(n)[k] for k in order]
     kept = sum(batch.get_total_buffer_size() for _, batch in read._cached)
     assert kept <= kept_bytes or len(read._cached) == 1
-
-
-def test_a_compressed_arrow_file_is_decoded_where_its_rows_are_read(tmp_path):
-    file, packed = tmp_path / "a.arrow", pa.ipc.IpcWriteOptions(compression="zstd")
-    table = pa.Table.from_pylist(asked(9))
-    with pa.ipc.new_stream(str(file), table.schema, options=packed) as out:
-        out.write_table(table, max_chunksize=4)
-    read = tables.TableFile(file)
-    assert [read.row(k) for k in range(9)] == asked(9)
-    broken = file.read_bytes().replace(b"\x28\xb5\x2f\xfd", b"none")  # how such data begins
-    file.write_bytes(broken)
-    read = tables.TableFile(file)
-    assert len(read) == 9
-    with pytest.raises(ValueError, match=r"^its record batch cannot be decoded .*$"):
-        read.row(8)

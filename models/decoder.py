@@ -28,13 +28,9 @@ from models.sizes import DecoderSize
 Array = jax.Array
 
 FIELD_DTYPES = {
-    "tokens": jnp.int32,
-    "segment_ids": jnp.int32,
-    "positions": jnp.int32,
-    "targets": jnp.int32,
+    **dict.fromkeys(("tokens", "segment_ids", "positions", "targets"), jnp.int32),
     "weights": jnp.float32,
-    "is_visual": jnp.bool_,
-    "is_newline": jnp.bool_,
+    **dict.fromkeys(("is_visual", "is_newline"), jnp.bool_),
 }
 
 

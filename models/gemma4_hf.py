@@ -61,19 +61,11 @@ VISION_DEFAULTS: Config = {
 }  # fmt: skip
 # Fields of a tower, and their keys.
 VISION_KEYS = {
-    "width": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp": "intermediate_size",
-    "patch_px": "patch_size",
-    "merge": "pooling_kernel_size",
-    "side": "position_embedding_size",
-    "norm_eps": "rms_norm_eps",
-    "clipped": "use_clipped_linears",
-    "standardized": "standardize",
-}
+    "width": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size",
+    "patch_px": "patch_size", "merge": "pooling_kernel_size", "side": "position_embedding_size",
+    "norm_eps": "rms_norm_eps", "clipped": "use_clipped_linears", "standardized": "standardize",
+}  # fmt: skip
 ROPE_DEFAULTS: Mapping[str, Config] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {

@@ -108,15 +108,9 @@ def _gemma3(
     global_heads = replace(
         sliding_heads, theta=1e6, window=0, position_factor=more.get("factor", 8.0)
     )
+    kinds = layer_pattern(n_layers, int(more.get("period", 6)))
     vocab = int(more.get("vocab", 262208))
-    return GemmaSize(
-        width,
-        mlp,
-        vocab,
-        layer_pattern(n_layers, int(more.get("period", 6))),
-        sliding_heads,
-        global_heads,
-    )
+    return GemmaSize(width, mlp, vocab, kinds, sliding_heads, global_heads)
 
 
 _SIGLIP = VisionSize(896, 14, 1152, 27, 16, 4304, merge=4)
@@ -208,28 +202,14 @@ def _gemma4(
         *heads, theta=1e4, scale=1.0, window=window, bidirectional_images=True
     )
     n_kv_heads, head_dim = global_kv_heads
-    turned = head_dim // 8
     global_heads = HeadsSize(
-        heads[0],
-        n_kv_heads,
-        head_dim,
-        theta=1e6,
-        scale=1.0,
-        rotated_pairs=turned,
+        heads[0], n_kv_heads, head_dim, theta=1e6, scale=1.0, rotated_pairs=head_dim // 8,
         values_are_keys=True,
-    )
+    )  # fmt: skip
     return GemmaSize(
-        width,
-        mlp,
-        vocab,
-        kinds,
-        sliding_heads,
-        global_heads,
-        norm_offset=0.0,
-        value_norm=True,
-        layer_scalar=True,
-        cap=30.0,
-    )
+        width, mlp, vocab, kinds, sliding_heads, global_heads, norm_offset=0.0, value_norm=True,
+        layer_scalar=True, cap=30.0,
+    )  # fmt: skip
 
 
 GEMMA4: Mapping[str, Gemma4Size] = {

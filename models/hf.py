@@ -6,8 +6,7 @@ published weights; a tower's map leaves the connector out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from models import hf_config, hf_names, hf_sizes
 from models.decoder import DecoderModule
@@ -28,16 +27,6 @@ LOADED_NAMES = (
 INV_FREQ = r".*rotary_emb\.inv_freq"
 
 
-class HasSizeAndModules(Protocol):
-    """A model of `models.composed` or `models.qwen3_vl`."""
-
-    @property
-    def size(self) -> Any: ...
-
-    @property
-    def modules(self) -> Mapping[str, Any]: ...
-
-
 def _llm_tensors(module: DecoderModule, prefix: str) -> list[HfTensor]:
     body = tensors_of(module, "llm", hf_names.DECODER, f"{prefix}model.")
     return body + tensors_of(module, "llm", hf_names.HEAD, prefix)
@@ -49,7 +38,7 @@ def _tied_copies(module: DecoderModule, prefix: str) -> dict[str, str]:
     return names if module.tied else {}
 
 
-def llava_onevision_weights(model: HasSizeAndModules) -> HfWeightMap:
+def llava_onevision_weights(model: Any) -> HfWeightMap:
     """LlavaOnevisionForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
@@ -92,7 +81,7 @@ def llava_onevision_weights(model: HasSizeAndModules) -> HfWeightMap:
     )
 
 
-def internvl_weights(model: HasSizeAndModules) -> HfWeightMap:
+def internvl_weights(model: Any) -> HfWeightMap:
     """InternVLForConditionalGeneration (the "-hf" folders)."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
@@ -123,7 +112,7 @@ def internvl_weights(model: HasSizeAndModules) -> HfWeightMap:
     )
 
 
-def qwen2_audio_weights(model: HasSizeAndModules) -> HfWeightMap:
+def qwen2_audio_weights(model: Any) -> HfWeightMap:
     """Qwen2AudioForConditionalGeneration."""
     audio, llm = model.modules["audio"], model.modules["llm"]
     if llm.tied:
@@ -150,7 +139,7 @@ def qwen2_audio_weights(model: HasSizeAndModules) -> HfWeightMap:
     )
 
 
-def qwen3_vl_weights(model: HasSizeAndModules) -> HfWeightMap:
+def qwen3_vl_weights(model: Any) -> HfWeightMap:
     """Qwen3VLForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size

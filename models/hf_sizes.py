@@ -14,38 +14,23 @@ from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
 
 MROPE_KEY = "rope_parameters.mrope_section"
 # Fields of sizes, and their keys in configurations.
+_STACK_KEYS = {
+    "width": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+}  # fmt: skip
 DECODER_KEYS = {
-    "width": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "mlp": "intermediate_size",
-    "vocab": "vocab_size",
+    **_STACK_KEYS, "n_kv_heads": "num_key_value_heads", "vocab": "vocab_size",
     "norm_eps": "rms_norm_eps",
-}
-TOWER_KEYS = {
-    "width": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "mlp": "intermediate_size",
-    "norm_eps": "layer_norm_eps",
-}
+}  # fmt: skip
+TOWER_KEYS = {**_STACK_KEYS, "norm_eps": "layer_norm_eps"}
 NATIVE_TOWER_KEYS = {
-    "width": "hidden_size",
-    "n_layers": "depth",
-    "n_heads": "num_heads",
-    "mlp": "intermediate_size",
-    "patch_px": "patch_size",
-    "frames": "temporal_patch_size",
-    "merge": "spatial_merge_size",
-}
+    **_STACK_KEYS, "n_layers": "depth", "n_heads": "num_heads", "patch_px": "patch_size",
+    "frames": "temporal_patch_size", "merge": "spatial_merge_size",
+}  # fmt: skip
 AUDIO_KEYS = {
-    "width": "d_model",
-    "n_layers": "encoder_layers",
-    "n_heads": "encoder_attention_heads",
-    "mlp": "encoder_ffn_dim",
-    "mel_bins": "num_mel_bins",
-}
+    "width": "d_model", "n_layers": "encoder_layers", "n_heads": "encoder_attention_heads",
+    "mlp": "encoder_ffn_dim", "mel_bins": "num_mel_bins",
+}  # fmt: skip
 
 # ---- a size as a configuration ----
 

@@ -90,19 +90,9 @@ def _qwen3(
     """`heads`: of queries, of keys and values, and how large."""
     n_heads, n_kv_heads, head_size = heads
     return DecoderSize(
-        width,
-        n_layers,
-        n_heads,
-        n_kv_heads,
-        mlp,
-        vocab,
-        rope_theta=theta,
-        qkv_bias=False,
-        tied=tied,
-        qk_norm=True,
-        head_size=head_size,
-        mrope_sections=sections,
-    )
+        width, n_layers, n_heads, n_kv_heads, mlp, vocab, rope_theta=theta, qkv_bias=False,
+        tied=tied, qk_norm=True, head_size=head_size, mrope_sections=sections,
+    )  # fmt: skip
 
 
 def _published(width: int, n_layers: int, n_heads: int, mlp: int, *, tied: bool) -> DecoderSize:

@@ -189,18 +189,8 @@ def _internvit(
     width: int, n_layers: int, n_heads: int, mlp: int, tile_px: int = 448, **choices: Any
 ) -> VisionSize:
     patch_px = 14 if tile_px == 448 else 8
-    return VisionSize(
-        tile_px,
-        patch_px,
-        width,
-        n_layers,
-        n_heads,
-        mlp,
-        merge=2,
-        post_norm=False,
-        form="internvit",
-        **choices,
-    )
+    form: Any = {"merge": 2, "post_norm": False, "form": "internvit"}
+    return VisionSize(tile_px, patch_px, width, n_layers, n_heads, mlp, **form, **choices)
 
 
 def _llama3(width: int, n_layers: int, n_heads: int, mlp: int) -> DecoderSize:

@@ -82,36 +82,20 @@ WAN: Mapping[str, WanSize] = {
 # What diffusers takes for a key that a file leaves out; of these the computation depends.
 CONFIG_RULES = ConfigRules(
     {
-        "_class_name": DIFFUSERS_CLASS,
-        "patch_size": [1, 2, 2],
-        "num_attention_heads": 40,
-        "attention_head_dim": 128,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "ffn_dim": 13824,
-        "num_layers": 40,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "eps": 1e-6,
-        "image_dim": None,
-        "added_kv_proj_dim": None,
-        "pos_embed_seq_len": None,
+        "_class_name": DIFFUSERS_CLASS, "patch_size": [1, 2, 2], "num_attention_heads": 40,
+        "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096,
+        "freq_dim": 256, "ffn_dim": 13824, "num_layers": 40, "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads", "eps": 1e-6, "image_dim": None,
+        "added_kv_proj_dim": None, "pos_embed_seq_len": None,
     },
     {},
-)
+)  # fmt: skip
 # Fields of a size, and their keys there.
 CONFIG_KEYS = {
-    "n_heads": "num_attention_heads",
-    "head_dim": "attention_head_dim",
-    "n_layers": "num_layers",
-    "mlp": "ffn_dim",
-    "channels": "in_channels",
-    "text_width": "text_dim",
-    "freq_dim": "freq_dim",
+    "n_heads": "num_attention_heads", "head_dim": "attention_head_dim", "n_layers": "num_layers",
+    "mlp": "ffn_dim", "channels": "in_channels", "text_width": "text_dim", "freq_dim": "freq_dim",
     "norm_eps": "eps",
-}
+}  # fmt: skip
 
 
 def wan_config(size: WanSize) -> dict[str, Any]:

@@ -11,13 +11,9 @@ from models.wan_sizes import CONFIG_RULES, WanSize, wan_config
 FILE_STEM = "diffusion_pytorch_model"  # of the names of files
 
 _ATTENTION = {
-    "query": "to_q",
-    "key": "to_k",
-    "value": "to_v",
-    "query_norm": "norm_q",
-    "key_norm": "norm_k",
+    "query": "to_q", "key": "to_k", "value": "to_v", "query_norm": "norm_q", "key_norm": "norm_k",
     "out": "to_out.0",
-}
+}  # fmt: skip
 _TABLE = "scale_shift_table"
 NAMES = (
     *module_rules("entry", "condition_embedder.", {

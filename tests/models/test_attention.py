@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from model_fields import packed_segments
 
-from models.attention import attention, last_visible_tokens, masked_attention
+from models.attention import attention, last_visible_tokens
 from models.attention_kernels import TokenMask
 
 BF16 = jnp.bfloat16
@@ -38,13 +38,6 @@ def dense(q, k, v, seen, scale=None, xp=np):
     scores = xp.where(seen[:, None], scores, -1e30)
     weights = xp.exp(scores - scores.max(-1, keepdims=True))
     return xp.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
-
-
-def oracle(q, k, v, segments, causal, window=0):
-    """In float64."""
-    if not q.size:
-        return np.zeros(q.shape)
-    return dense(q, k, v, mask_of(np.asarray(segments), causal, window))
 
 
 def make_qkv(items, tokens, heads, kv_heads, head_dim=4, seed=0):
@@ -140,12 +133,6 @@ def test_packings(lengths):
     check("pallas", make_qkv(1, 320, 2, 1, 8), ids, True)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_segment_ids_need_not_rise(causal):
-    ids = np.random.default_rng(0).integers(0, 4, (2, 270)).astype(np.int32)
-    check("pallas", make_qkv(2, 270, 2, 1, 8), ids, causal)
-
-
 @pytest.mark.slow(first=5)
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
 @pytest.mark.parametrize(
@@ -155,17 +142,6 @@ def test_a_picture_sees_itself_whole(items, tokens, window, kernel):
     ids, _ = packed_segments(items, tokens, np.random.default_rng(tokens))
     shown = pictures_in(ids, tokens)
     check(kernel, make_qkv(items, tokens, 4, 2, 16), ids, True, window, 2e-5, shown, scale=0.3)
-
-
-def test_any_mask():
-    q, k, v = make_qkv(2, 9, 4, 2)
-    seen = np.random.default_rng(1).random((2, 9, 9)) < 0.5
-    seen |= np.eye(9, dtype=bool)
-    np.testing.assert_allclose(masked_attention(q, k, v, seen, 0.3), dense(q, k, v, seen, 0.3),
-                               atol=1e-5)  # fmt: skip
-    np.testing.assert_allclose(
-        masked_attention(q, k, v, None), dense(q, k, v, np.ones_like(seen)), atol=1e-5
-    )
 
 
 @pytest.mark.slow(first=1)
@@ -205,10 +181,3 @@ def test_what_is_outside_of_a_window_is_not_computed():
 
     # Blocks of 256 queries see 256 + 255 keys at most, without a window 640 on average.
     assert flops(256) < 0.8 * flops(0)
-
-
-def test_reach_ends_with_the_picture_and_the_segment():
-    shown = np.array([[0, 1, 1, 0, 1, 1, 1, 1, 0, 0]], bool)
-    segments = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0]])
-    want = [[0, 2, 2, 3, 5, 5, 7, 7, 8, 9]]
-    np.testing.assert_array_equal(last_visible_tokens(shown, jnp.asarray(segments)), want)

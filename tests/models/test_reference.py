@@ -4,7 +4,6 @@ stored numbers of transformers and diffusers (`make_reference.py`, which says ho
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_cases as cases
@@ -82,16 +81,6 @@ def test_published_sizes_have_the_tensors_of_transformers(stored, name):
     shapes = {t.name: t.layout.file_shape for t in map_.tensors}
     shapes |= {u.name: u.shape for u in map_.unused}
     assert cases.digest(shapes) == stored[f"shapes/{name}"].item()
-
-
-def test_a_wrong_entry_is_found():
-    """Projections have every entry in them."""
-    array = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
-    products, largest = cases.project(array, "name")
-    array[77] += 0.01 * largest
-    changed, _ = cases.project(array, "name")
-    assert np.abs(products - changed).max() > GRADIENTS * largest * 10
-    assert jnp.isfinite(changed).all()
 
 
 @pytest.mark.slow

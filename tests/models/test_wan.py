@@ -10,7 +10,6 @@ import pytest
 from model_fields import forward, full_params
 
 from dflop_jax.data.datasets.clips import clip_format_of
-from dflop_jax.runtime.module_parts import part_struct
 from models import wan, wan_layers
 from models.sizes import DECODERS
 from models.wan_sizes import WAN, find_size, read_config, wan_config
@@ -115,15 +114,3 @@ def test_a_folder_gives_the_generators_size(tmp_path):
         find_size("nano")
     with pytest.raises(ValueError, match="three numbers"):
         dataclasses.replace(WAN["wan-nano"], patch=(1, 0, 2))
-
-
-def test_parameters_may_be_bfloat16():
-    """As programs get them in that dtype; float32 sums are not mixed with them unseen."""
-    module = wan.build("nano+wan-nano", "bfloat16").generator
-    names = {name for fields in module.inputs.values() for name in fields}
-    batch = {name: module.field_spec(name, 1, 64) for name in names}
-    hidden = jax.eval_shape(module.entry, part_struct(module, "entry"), batch)
-    after = jax.eval_shape(module.layer, part_struct(module, "layers"), hidden, batch)
-    assert after.dtype == hidden.dtype == jnp.bfloat16
-    sums = jax.eval_shape(module.exit, part_struct(module, "exit"), after, batch)
-    assert sums["loss_sum"].dtype == jnp.float32

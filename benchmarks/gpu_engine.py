@@ -31,7 +31,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.runtime.calibration import runs_by_key
+from dflop_jax.runtime.calibration import packed_field, runs_by_key, synthetic_groups
 from dflop_jax.runtime.compiling import compile_jobs
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.initial_state import zero_gradients
@@ -39,7 +39,6 @@ from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.programs import make_programs
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.synthetic_batch import packed_field, synthetic_groups
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DecoderSize, VisionSize

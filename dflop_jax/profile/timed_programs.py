@@ -6,7 +6,7 @@ programs, so that casts and the loss are counted as they run). What leaves or en
 is counted with the ends. Programs recompute nothing; what a recompute policy adds follows from
 these times and from traces (`roofline`).
 
-Programs run on random values, parameters included (`runtime.synthetic_batch`), and rows are packed
+Programs run on random values, parameters included (`runtime.calibration`), and rows are packed
 with pieces, without padding. Where a module's attention kernel skips what is not in a piece
 (`content_flops_of`), programs are timed with whole rows of one piece and with rows of short ones;
 the difference is the cost of content."""
@@ -29,16 +29,16 @@ from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
 from dflop_jax.profile.shallow import shallow_segment, single_kind_module
 from dflop_jax.profile.traced_parts import hidden_bytes
 from dflop_jax.records import BACKWARD, FORWARD, LAYERS, LayerTiming, MeshShape, Recompute, Shape
-from dflop_jax.runtime.communicator import shard_array, zeros
-from dflop_jax.runtime.compiling import threads_for
-from dflop_jax.runtime.lowering import Lowering
-from dflop_jax.runtime.segment import EVALUATE, Segment
-from dflop_jax.runtime.synthetic_batch import (
+from dflop_jax.runtime.calibration import (
     PIECES_PER_ROW,
     content_of_rows,
     packed_field,
     random_values,
 )
+from dflop_jax.runtime.communicator import shard_array, zeros
+from dflop_jax.runtime.compiling import threads_for
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.segment import EVALUATE, Segment
 
 Run = Callable[[], Any]
 # Runs of each program, and seconds of all its runs after which no more than the least are made:

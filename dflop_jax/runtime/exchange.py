@@ -273,13 +273,9 @@ def gather_features(features: Array, index: Array, weight: Array | None = None) 
 
 
 def scatter_gradient(
-    struct: jax.ShapeDtypeStruct,
-    dinputs: Array,
-    index: Array,
-    weight: Array | None = None,
-    *,
+    struct: jax.ShapeDtypeStruct, dinputs: Array, index: Array, weight: Array | None = None, *,
     max_readers: int | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Transpose of `gather_features` for features of shape `struct`, summed in float32.
 
     The same to the bit in every run: a scatter would add in the order in which a GPU's threads

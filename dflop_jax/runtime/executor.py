@@ -41,26 +41,17 @@ def _no_sync() -> None:
 class Executor:
     """A model's parameters and optimizer state on their submeshes, and the programs on them.
 
-    Args:
-      training: see `make_programs`; `run_evaluation` wants programs that evaluate.
-
-    Attributes:
-      plan: the plan of the programs and of the order of tasks.
-      before_update: called before the first update of a step, which donates the state.
+    `training`: see `make_programs`; `run_evaluation` wants programs that evaluate. `before_update`
+    is called before the first update of a step, which donates the state.
 
     Raises:
       ValueError: the plan does not fit the model or the devices, or `freeze` is wrong.
     """
 
     def __init__(
-        self,
-        model: MultimodalModel,
-        plan: Plan,
-        tx: Optimizer,
-        *,
-        devices: list[jax.Device] | None = None,
-        **training: Any,
-    ):
+        self, model: MultimodalModel, plan: Plan, tx: Optimizer, *,
+        devices: list[jax.Device] | None = None, **training: Any,
+    ):  # fmt: skip
         self.model, self.plan = model, plan
         all_devices = list(jax.devices()) if devices is None else devices
         self.programs = make_programs(model, plan.layout, all_devices, tx, **training)
@@ -75,8 +66,7 @@ class Executor:
         # Await every task on every process: on CPU, a collective between processes blocks a thread
         # until all have arrived, and pending transfers could need that thread.
         self.one_at_a_time = any(
-            len({d.process_index for d in s.mesh.devices.flat}) > 1
-            and s.mesh.devices.flat[0].platform == "cpu"
+            s.is_on_cpu and len({d.process_index for d in s.mesh.devices.flat}) > 1
             for s in self.programs.segments.values()
         )
         self._latest: dict[int, Observation] = {}
@@ -164,14 +154,9 @@ class Executor:
         return self.run_step(replace(schedule, order=()), arrays, {}, evaluate=True)
 
     def run_step(
-        self,
-        schedule: Schedule,
-        arrays: Sequence[GroupArrays],
-        scales: Mapping[str, float],
-        *,
-        norm_limit: float = math.inf,
-        evaluate: bool = False,
-    ) -> StepHandle:
+        self, schedule: Schedule, arrays: Sequence[GroupArrays], scales: Mapping[str, float], *,
+        norm_limit: float = math.inf, evaluate: bool = False,
+    ) -> StepHandle:  # fmt: skip
         """Dispatch a training step; `arrays` are those of the schedule's groups, `scales` multiply
         the token losses of modules. Where the global gradient norm is above `norm_limit` or not
         finite, parameters and optimizer state stay as they were. Does not wait.

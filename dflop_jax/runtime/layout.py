@@ -59,11 +59,7 @@ def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, 
 
 
 def make_segments(
-    model: MultimodalModel,
-    layout: Layout,
-    devices: list[jax.Device],
-    *,
-    freeze: tuple[str, ...] = (),
+    model: MultimodalModel, layout: Layout, devices: list[jax.Device], *, freeze: Sequence[str] = ()
 ) -> dict[str, Segment]:
     """Segments of a plan by name, in topological order.
 

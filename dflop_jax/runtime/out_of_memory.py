@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from functools import partial
@@ -30,10 +31,9 @@ class OutOfMemory(RuntimeError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device ran out of memory."""
-    raised_by_xla = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(
-        error
-    )
-    return raised_by_xla or isinstance(error, OutOfMemory)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, OutOfMemory)
 
 
 def short_bytes(error: BaseException, devices: Iterable[jax.Device]) -> float:
@@ -46,28 +46,22 @@ def short_bytes(error: BaseException, devices: Iterable[jax.Device]) -> float:
     requested, free = _REQUESTED_BYTES.search(text), _FREE_BYTES.search(text)
     if not requested:
         return 0.0
-    free_by_device = [n for d in devices if (n := free_bytes(d)) is not None]
-    available_bytes = _parse_bytes(free) if free else min(free_by_device, default=None)
+    available_bytes = _parse_bytes(free) if free else free_bytes(devices)
     # Fragmented free memory may be more than was requested.
-    return 0.0 if available_bytes is None else max(0.0, _parse_bytes(requested) - available_bytes)
+    return max(0.0, _parse_bytes(requested) - available_bytes)
 
 
-def free_bytes(device: jax.Device) -> float | None:
-    """Free bytes of a device; None if it does not report them (CPU)."""
-    stats = device.memory_stats() or {}
-    if not stats.get("bytes_limit"):
-        return None
-    return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+def free_bytes(devices: Iterable[jax.Device]) -> float:
+    """Free bytes of the fullest device that reports them; inf: none does (CPU)."""
+    stats = [d.memory_stats() or {} for d in devices]
+    reported = [s for s in stats if s.get("bytes_limit")]
+    return min((s["bytes_limit"] - s.get("bytes_in_use", 0) for s in reported), default=math.inf)
 
 
 def check_free_memory(program: str, needed_bytes: float, devices: Iterable[jax.Device]) -> None:
     """Raise OutOfMemory unless every device that reports its free bytes has as many."""
-    free_by_device = [n for d in devices if (n := free_bytes(d)) is not None]
-    available_bytes = min(free_by_device, default=needed_bytes)
-    if needed_bytes > available_bytes:
-        raise OutOfMemory(
-            f"{program} needs {needed_bytes:.0f} bytes more", needed_bytes - available_bytes
-        )
+    if (missing_bytes := needed_bytes - free_bytes(devices)) > 0:
+        raise OutOfMemory(f"{program} needs {needed_bytes:.0f} bytes more", missing_bytes)
 
 
 def _parse_bytes(number: re.Match[str]) -> float:

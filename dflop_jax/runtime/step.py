@@ -64,34 +64,23 @@ class Outputs(NamedTuple):
 class StepCall:
     """One step: its groups, their host arrays, and the device arrays between tasks.
 
-    Args:
-      scales: by module, the factor of its losses; a module without one has no loss.
-      norm_limit: if the global gradient norm is above it or not finite, parameters stay unchanged.
-
-    Attributes:
-      reduced: by segment, reduced gradients and the sum of their squares.
-      sums: of losses, by name.
-      totals: sums of squares of all segments, one a trained segment.
+    `scales` are factors of losses by module; without one a module has no loss. If the global
+    gradient norm is above `norm_limit` or not finite, parameters stay unchanged.
     """
 
     def __init__(
-        self,
-        programs: Programs,
-        state: TrainState,
-        groups: Sequence[Group],
-        arrays: Sequence[GroupArrays],
-        scales: Mapping[str, float],
-        *,
-        norm_limit: float = math.inf,
-        evaluate: bool = False,
-    ):
+        self, programs: Programs, state: TrainState, groups: Sequence[Group],
+        arrays: Sequence[GroupArrays], scales: Mapping[str, float], *,
+        norm_limit: float = math.inf, evaluate: bool = False,
+    ):  # fmt: skip
         assert len(groups) == len(arrays), (len(groups), len(arrays))
         self.programs, self.state = programs, state
         self.groups, self.arrays, self.evaluate = groups, arrays, evaluate
         self.limit = np.asarray(min(norm_limit**2, np.finfo(np.float32).max), np.float32)
+        # By segment, reduced gradients and the sum of their squares.
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
-        self.sums: list[dict[str, jax.Array]] = []
-        self.totals: list[jax.Array] = []
+        self.sums: list[dict[str, jax.Array]] = []  # of losses, by name
+        self.totals: list[jax.Array] = []  # squares of all segments, as each trained one has them
         self._scales = {
             n: shard_array(np.asarray(scales.get(s.plan.module, 0.0), np.float32), s.sharding())
             for n, s in programs.segments.items()

@@ -156,12 +156,9 @@ def stack_moments(
 
 
 def to_events(
-    moments: Mapping[Task, Sequence[float]],
-    waits_for: WaitsFor,
-    resource_of: Mapping[str, int],
-    submesh_of: Mapping[str, str],
-    free_s: dict[int, float],
-) -> tuple[float, tuple[Event, ...]]:
+    moments: Mapping[Task, Sequence[float]], waits_for: WaitsFor, resource_of: Mapping[str, int],
+    submesh_of: Mapping[str, str], free_s: dict[int, float],
+) -> tuple[float, tuple[Event, ...]]:  # fmt: skip
     """(start of the step, events relative to it), from the moments of the tasks in their order.
 
     A task starts when it was dispatched, its inputs were computed and its resource was free,

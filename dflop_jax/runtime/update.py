@@ -93,14 +93,9 @@ class SegmentUpdate:
     """
 
     def __init__(
-        self,
-        segment: Segment,
-        tx: Optimizer,
-        clip_norm: float,
-        rate_factors: Mapping[str, float] = MappingProxyType({}),
-        *,
-        adds_shared: bool = False,
-    ):
+        self, segment: Segment, tx: Optimizer, clip_norm: float,
+        rate_factors: Mapping[str, float] = MappingProxyType({}), *, adds_shared: bool = False,
+    ):  # fmt: skip
         self.segment, self.clip_norm = segment, clip_norm
         self.adds_shared = adds_shared
         trained = [p for p in segment.read_parts if p in segment.trainable]

@@ -36,11 +36,10 @@ from dflop_jax.records import (
 from dflop_jax.records.files import load_or_compute
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.wall_time import COMPILE
-from dflop_jax.runtime.calibration import Calibration, merge_calibrations
+from dflop_jax.runtime.calibration import Calibration, content_of_rows, merge_calibrations
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.out_of_memory import is_out_of_memory, short_bytes
 from dflop_jax.runtime.step import TrainState
-from dflop_jax.runtime.synthetic_batch import content_of_rows
 from dflop_jax.schedule import count_program as counts_program
 from dflop_jax.schedule.count_program import CountProgram, canonicalize, program_sizes
 from dflop_jax.train.optimizer import make_optimizer

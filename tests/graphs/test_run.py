@@ -59,20 +59,6 @@ def test_any_policy_gives_the_same_losses(run):
     assert not any(v for r in rows for v in r["moved_across_nodes"].values())
 
 
-def test_chunks_of_all_modules_on_every_rank_give_the_same_losses(run):
-    folder, whole = run
-    profile = load(Profile, folder / "dflop/profile.json")
-    result = Trainer(config(folder, "dip", devices=2), profile=profile).fit()
-    np.testing.assert_allclose(result.losses, whole.losses, rtol=2e-4)
-    assert result.compiles_after_warmup == 0
-    plan = load(Plan, folder / "dip/plan.json")
-    assert plan.policy == "dip"
-    for rank in plan.layout.submeshes:
-        assert {s.module for s in plan.layout.segments if s.submesh == rank.name} == set(
-            plan.layout.modules
-        )
-
-
 def test_a_run_of_it_resumes_bit_for_bit(run):
     """From a copy of it, as if it had been killed after step 8."""
     folder, result = run

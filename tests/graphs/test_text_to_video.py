@@ -1,10 +1,9 @@
-"""Text to video under plans: gradients equal the plain computation, runs resume, clips come out."""
+"""Text to video: a run learns from clips, and clips come out."""
 
 import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -12,7 +11,7 @@ from PIL import Image
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
 from dflop_jax.cli import main
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.contract import edges_of, with_adapter
+from dflop_jax.contract import edges_of
 from dflop_jax.data.datasets import clips
 from dflop_jax.data.datasets.clip_lists import draw_clips, frames_of
 from dflop_jax.generate.clip import write_clip
@@ -22,31 +21,16 @@ from dflop_jax.records import (
     LayerTiming,
     Layout,
     Plan,
-    Prices,
     Profile,
     Recompute,
     SegmentPlan,
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.schedule.batch_scheduler import schedule_batch
 from models import wan
-from tests.plans import graph_plan, profile_of, programs
-from tests.runtime import plain
-from tests.runtime.test_gradients import assert_norm, assert_trees_close, grads_of, trained
+from tests.plans import profile_of
 
 MODEL = wan.build("nano+wan-nano")
-SHAPES = {"llm": Shape(2, 64), "generator": Shape(2, 96)}
-LAYOUTS = {  # see `graph_plan`
-    "apart": {
-        "llm": [(1, 0, (1, 1, 1), "segment"), (4, 1)],
-        "generator": [(1, 2, (1, 1, 1), "layers"), (2, 3, (1, 1, 1), "dots")],
-    },
-    "stages, ranks, heads": {
-        "llm": [(4, 0, (2, 1, 1), "named")],
-        "generator": [(2, 4, (1, 2, 2), "none")],
-    },
-}
 SIZES = ((4, 2, 2, 4), (4, 1, 4, 4))  # of latents; few, so that the oracle compiles few programs
 
 
@@ -77,72 +61,10 @@ def folder(tmp_path_factory):
     return found
 
 
-# ---- gradients ----
-
-
-def make_plan(layout):
-    return graph_plan(MODEL, LAYOUTS[layout], SHAPES, tied=())
-
-
 @functools.cache
 def samples_of(path):
     source = clips.make_clip_source(DataConfig(path=path), MODEL, "train")
     return [source.sample(i) for i in range(len(source))]
-
-
-def plain_loss(model, params, fields, heard, scale):
-    """The loss of one sample, both modules run plainly on it alone."""
-    states = None
-    for name, module in model.modules.items():
-        batch = {k: jnp.asarray(v)[None] for k, v in fields[name].items()}
-        n = next(iter(batch.values())).shape[1]
-        batch["segment_ids"] = jnp.ones((1, n), jnp.int32)
-        if name == "llm":
-            batch["positions"] = jnp.arange(n, dtype=jnp.int32)[None]
-        else:
-            taken = jnp.where(heard >= 0, states[jnp.maximum(heard[:, 0], 0)], 0.0)
-            batch["text"] = taken[None]
-        x = module.entry(with_adapter("entry", params[name]), batch)
-        for i in range(module.n_layers):
-            layer = jax.tree.map(lambda a, i=i: a[i], with_adapter("layers", params[name]))
-            x = module.layer(layer, x, batch)
-        out = module.exit(with_adapter("exit", params[name]), x, batch)
-        if name == "llm":
-            states = out[0]
-    return scale * out["loss_sum"]
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    """(samples, parameters, scale, loss, gradients), one sample at a time on one device."""
-    samples = samples_of(str(folder / "clips.json"))
-    params = plain.fresh_params(MODEL, make_plan("apart"))
-    scale = 1.0 / sum(float(s.fields["generator"]["weights"].sum()) for s in samples)
-    every_args = [(s.fields, s.gathers["llm", "generator"].index, scale) for s in samples]
-    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(plain_loss, MODEL)))
-    return samples, params, scale, *plain.summed(value_and_grad, params, every_args)
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize(
-    "layout, freeze",
-    [("stages, ranks, heads", ()), ("apart", ("llm",))],
-)
-def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
-    samples, params, scale, want_loss, want = oracle
-    plan = make_plan(layout)
-    names = [s.name for s in plan.layout.segments]
-    loads = [s.load for s in samples]
-    schedule = schedule_batch(loads, plan, Prices(programs(plan)), names, work=0)
-    loss, grads, start, result = grads_of(
-        MODEL, plan, samples, schedule, scales={"generator": scale}, freeze=freeze
-    )
-    jax.tree.map(np.testing.assert_array_equal, start, params)
-    assert loss == pytest.approx(want_loss, rel=1e-5)
-    own = trained(MODEL, want, freeze)
-    assert_norm(result, own)
-    assert all(np.abs(w).max() > 0 for w in jax.tree.leaves(own))
-    assert_trees_close(grads, own)
 
 
 # ---- pictures ----

@@ -21,8 +21,8 @@ from dflop_jax.profile.measure import (
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.timed_programs import MAX_RUNS, MIN_RUNS, TimedPrograms
 from dflop_jax.records import DataProfile, Edge, Load, MeshShape, Shape
+from dflop_jax.runtime.calibration import content_of_rows
 from dflop_jax.runtime.parameter_layout import param_specs
-from dflop_jax.runtime.synthetic_batch import content_of_rows
 from tests.mixed import MADE, HandingText, Mixed
 from tests.small import WIDTH, Small, Text
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.runtime import communicator
@@ -17,7 +17,6 @@ from dflop_jax.runtime.communicator import (
     Route,
     find_route,
     local_shards,
-    move_shards,
     send,
     shard_array,
 )  # fmt: skip
@@ -74,23 +73,6 @@ def test_send_between_any_two_meshes(source, target):
     array = shard_array(host, before)
     assert_everywhere(array, host, before)
     assert_everywhere(send(array, after), host, after)
-
-
-@pytest.mark.parametrize("n", [0, 1, 5, 8])
-def test_move_brings_every_target_its_piece(n):
-    rng = np.random.default_rng(n)
-    devices = jax.devices()
-    host = {key: rng.normal(size=(3, 2)).astype(np.float32) for key in range(3)}
-    keys = dict(zip(devices, rng.permutation([0, 0, 0, 1, 1, 2, 2, 2]).tolist(), strict=True))
-    held = {d: jax.device_put(host[k], d) for d, k in keys.items()}
-    holders = {k: [d for d in devices if keys[d] == k] for k in host}
-    # A device may want another piece than it holds and hands on.
-    wanted = {devices[i]: int(rng.integers(3)) for i in rng.permutation(8)[:n]}
-    got = move_shards(held, find_route(holders, wanted), jax.ShapeDtypeStruct((3, 2), np.float32))
-    assert len(got) == n
-    for array, (target, key) in zip(got, wanted.items(), strict=True):
-        assert array.sharding == SingleDeviceSharding(target)
-        np.testing.assert_array_equal(array, host[key])
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.records import home_rank
 from dflop_jax.runtime.communicator import shard_array
-from dflop_jax.runtime.exchange import Exchange, gather_features, scatter_gradient
+from dflop_jax.runtime.exchange import Exchange, scatter_gradient
 from dflop_jax.runtime.exchange_index import ExchangeIndex
-
-gather = jax.jit(jax.vmap(gather_features))  # [M, ...] each
 
 
 @partial(jax.jit, static_argnums=0)
@@ -57,18 +55,6 @@ def loops(features, sources, dvisual):
             visual[m, r, t] += w * features[m, i // TOKENS, i % TOKENS]
             dfeatures[m, i // TOKENS, i % TOKENS] += w * dvisual[m, r, t]
     return visual, dfeatures
-
-
-@pytest.mark.parametrize("sources", [1, 4])
-@pytest.mark.parametrize("rows, length, hits", [(1, 1, 1.0), (1, 1, 0.0), (2, 7, 0.6), (3, 2, 1.0)])
-def test_gather_and_scatter_equal_loops(rows, length, hits, sources):
-    """Of several weighted sources, a feature is read more than once."""
-    features, where, dvisual = arrays(rows, length, hits=hits, sources=sources)
-    visual, dfeatures = loops(features, where, dvisual)
-    like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
-    close = {"rtol": 1e-5, "atol": 1e-6} if sources > 1 else {"rtol": 0, "atol": 0}
-    np.testing.assert_allclose(gather(features, *where), visual, **close)
-    np.testing.assert_allclose(scatter(like, dvisual, *where), dfeatures, **close)
 
 
 def test_what_reads_nothing_is_dropped_and_sums_are_exact():

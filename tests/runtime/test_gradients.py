@@ -196,7 +196,7 @@ PLANS = {
     "two groups feed one, stage 2": ((0, 1, 2, 1), (2, 2, 1, 1),
                                      {"group_size": 4, "fan_in": 2, "rounds": 2}),
     "same mesh": ((0, 1, 4, 2), (0, 1, 4, 2), {}),
-    "same devices, other shape": ((0, 1, 8, 1), (0, 1, 2, 2), {}),
+    "same devices, other shape": ((0, 1, 8, 1), (0, 1, 2, 2), {"bucket": (36, 239)}),
     "one device": ((0, 1, 1, 1), (0, 1, 1, 1), {}),
     "gpipe": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 2, "order": "gpipe"}),
     "rows": ((0, 1, 2, 1), (2, 1, 2, 1), {"rows": 2}),
@@ -230,7 +230,7 @@ def planned(case, m=None):
     options = dict(options)
     sizes = {k: options.pop(k) for k in ("tied", "n_layers") if k in options}
     m = m or Small(**sizes)
-    return m, plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+    return m, plain.plan_of(m, vision, llm, **({"bucket": (36, 240)} | options))
 
 
 def chunked(m, ranks, rounds, parts, *, data=1, model=1):

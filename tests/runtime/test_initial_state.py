@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 
+from dflop_jax.runtime.calibration import PIECES_PER_ROW, synthetic_groups
 from dflop_jax.runtime.initial_state import draw_parameters
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import owned_param_structs, param_zero_specs
 from dflop_jax.runtime.programs import make_programs
-from dflop_jax.runtime.synthetic_batch import PIECES_PER_ROW, synthetic_groups
 from models.llava import build
 from tests.small import Small
 

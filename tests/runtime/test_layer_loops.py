@@ -51,11 +51,6 @@ def test_what_is_compiled_grows_with_the_pattern_alone(pattern, compiled):
     assert check(tuple(pattern))[0] <= compiled
 
 
-def test_long_sequences_without_a_pattern_are_gone_through():
-    rng = np.random.default_rng(0)
-    check(tuple(rng.choice(["a", "b", "c"], 120).tolist()))
-
-
 def run_by_hand(microbatches, stages, rounds):
     """By tick and stage: (microbatch, round) or None. The first stage takes what the last one made
     if it has a round to go, else a new microbatch."""

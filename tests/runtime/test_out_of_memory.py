@@ -27,33 +27,19 @@ FREE_3_GIB = device(8 * GIB, 5 * GIB)
 SILENT = device(None, 0)
 
 
-@pytest.mark.parametrize(
-    "text, devices, missing",
-    [
-        (f"Out of memory while trying to allocate {4 * GIB} bytes.", [FREE_3_GIB], GIB),
-        (f"Out of memory allocating {4 * GIB} bytes", [SILENT, FREE_3_GIB], GIB),
-        (f"Out of memory allocating {4 * GIB} bytes", [SILENT], 0),
-        (f"Out of memory allocating {GIB} bytes", [FREE_3_GIB], 0),  # in pieces too small
-        (
-            "Attempting to allocate 1.50G. That was not possible. There are 512.0K free.",
-            [FREE_3_GIB],
-            1.5 * GIB - 512 * KIB,
-        ),
-        (
-            "Attempting to reserve 2.25GiB at the bottom of memory. That was not possible. There "
-            "are 1.25GiB free, 0B reserved",
-            [],
-            GIB,
-        ),
-        (
-            "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.5G of "
-            "15.5G hbm. Exceeded hbm capacity by 5.00G.",
-            [],
-            5 * GIB,
-        ),
-        ("Failed to load in-memory CUBIN", [FREE_3_GIB], 0),
-    ],
-)
+@pytest.mark.parametrize("text, devices, missing", [
+    (f"Out of memory while trying to allocate {4 * GIB} bytes.", [FREE_3_GIB], GIB),
+    (f"Out of memory allocating {4 * GIB} bytes", [SILENT, FREE_3_GIB], GIB),
+    (f"Out of memory allocating {4 * GIB} bytes", [SILENT], 0),
+    (f"Out of memory allocating {GIB} bytes", [FREE_3_GIB], 0),  # in pieces too small
+    ("Attempting to allocate 1.50G. That was not possible. There are 512.0K free.", [FREE_3_GIB],
+     1.5 * GIB - 512 * KIB),
+    ("Attempting to reserve 2.25GiB at the bottom of memory. That was not possible. There are "
+     "1.25GiB free, 0B reserved", [], GIB),
+    ("XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.5G of 15.5G "
+     "hbm. Exceeded hbm capacity by 5.00G.", [], 5 * GIB),
+    ("Failed to load in-memory CUBIN", [FREE_3_GIB], 0),
+])  # fmt: skip
 def test_bytes_that_were_missing(text, devices, missing):
     error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
     assert is_out_of_memory(error)

@@ -1,13 +1,24 @@
 """Steps dispatched without waiting neither block each other nor change a bit of the result; a
-calibration before them does not either."""
+calibration before them does not either. What a dispatched step holds."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
+import numpy as np
 import optax
 import pytest
 
-from dflop_jax.records import NO_GROUP, ExchangeCapacity, ProgramId, Task
+from dflop_jax.records import (
+    FORWARD,
+    NO_GROUP,
+    REDUCE,
+    UPDATE,
+    ExchangeCapacity,
+    ProgramId,
+    Task,
+)  # fmt: skip
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.simulate.task_graph import SegmentLink
 from tests.small import Small
@@ -98,10 +109,48 @@ def test_rounds_of_an_exchange_end_one_by_one():
     assert len(outputs[True]) == len(outputs[False]) > n_groups  # some have several rounds
 
 
-def test_nothing_waits_where_each_process_has_one_device():
-    plan = plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1), bucket=(36, 240))
-    ex = Executor(Small(), plan, optax.adam(1e-3))
-    try:
-        assert ex.programs.serial_segments == ex.awaited == frozenset()
-    finally:
-        ex.close()
+def test_residuals_and_gradient_shards_are_gone_before_the_next_step():
+    """While the step is still to be read: the next one is dispatched before that."""
+    samples = plain.random_samples(Small(), 4, 1)
+    plan = plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 2, 1), bucket=(36, 240))
+    schedule = plain.random_schedule(plan, samples, 2, 5, text_only=(0,))
+    ex = Executor(Small(), plan, optax.sgd(1.0))
+    ex.init(0)
+    ex.compile()
+    arrays = plain.pack(Small(), plan, schedule, samples)
+    shards, seen = [], []
+    residuals: list = []
+    forwards = sum(g.module == "vision" for g in schedule.groups)
+
+    def spied(name, program):
+        def forward(*args):
+            out = program(*args)
+            residuals.append([weakref.ref(a) for a in jax.tree.leaves(out["residuals"])])
+            return out
+
+        def reduce(*args):
+            out = program(*args)
+            shards.extend(map(weakref.ref, jax.tree.leaves(out[0])))
+            return out
+
+        def update(*args):
+            assert not any(r() is not None for group in residuals for r in group)
+            seen.append(sum(s() is not None for s in shards))
+            return program(*args)
+
+        return {FORWARD: forward, REDUCE: reduce, UPDATE: update}[name]
+
+    for key, program in list(ex.programs.compiled.items()):
+        if key[-1] in (FORWARD, REDUCE, UPDATE):
+            ex.programs.compiled[key] = spied(key[-1], program)
+    handle = ex.run_step(schedule, arrays, plain.scales_of(arrays))
+    gc.collect()
+    assert len(residuals) == forwards > 0
+    assert all(residuals)
+    assert len(shards) == sum(
+        len(jax.tree.leaves(u.shard_structs)) for u in ex.programs.updates.values()
+    )
+    assert not any(s() is not None for s in shards)
+    assert seen[0] == len(shards) > seen[1] > 0
+    assert np.isfinite(handle.result().grad_norm)
+    ex.close()

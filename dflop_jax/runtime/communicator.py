@@ -154,9 +154,9 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
 @cache
 def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route | None:
     """None if the shards of the two shardings differ."""
-    holders: dict[Any, list[jax.Device]] = {}
+    holders: defaultdict[Any, list[jax.Device]] = defaultdict(list)
     for device, index in source.devices_indices_map(shape).items():
-        holders.setdefault(index_key(index), []).append(device)
+        holders[index_key(index)].append(device)
     wanted = {d: index_key(index) for d, index in target.devices_indices_map(shape).items()}
     if not set(wanted.values()) <= set(holders):
         return None

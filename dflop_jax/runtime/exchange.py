@@ -118,14 +118,11 @@ class Exchange:
         out_structs = self.block_structs
         if backward:
             first_struct, out_structs = self.block_structs, self.gradient_structs
-        split = P("stage", "data")
+        split, body = P("stage", "data"), self._scatter if backward else self._gather
         program = jax.shard_map(
-            self._scatter if backward else self._gather,
-            mesh=self._source,
-            in_specs=split,
-            out_specs=split,
+            body, mesh=self._source, in_specs=split, out_specs=split,
             check_vma=False,  # what is alike on all devices of a tensor-parallel group stays so
-        )
+        )  # fmt: skip
         shardings = tuple(struct.sharding for struct in out_structs)
         sources = tuple((self._source_struct(s),) * self.index.blocks for s in self.source_structs)
         return jax.jit(program, out_shardings=shardings).lower(first_struct, sources)
@@ -231,12 +228,8 @@ class Exchange:
         """A gradient or the packer's array of the target's side -> blocks on the source's."""
         struct, shards = self._source_struct(array), communicator.local_shards(array)
         shard_struct = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
-        return tuple(
-            communicator.assemble_array(
-                struct, communicator.move_shards(shards, route, shard_struct)
-            )
-            for route in self._collections
-        )
+        moved = (communicator.move_shards(shards, r, shard_struct) for r in self._collections)
+        return tuple(communicator.assemble_array(struct, arrived) for arrived in moved)
 
 
 def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
@@ -316,9 +309,8 @@ def _run_sums(keys: Array, rows: Array, longest: int) -> Array:
         for distance in range(1, _ROWS_PER_PASS):
             start = lax.min(lax.mul(step, distance), n)
             key = lax.dynamic_slice(keys_behind, (start,), keys.shape, allow_negative_indices=False)
-            more = lax.dynamic_slice(
-                rows_behind, (start, 0), rows.shape, allow_negative_indices=False
-            )
+            at = start, 0
+            more = lax.dynamic_slice(rows_behind, at, rows.shape, allow_negative_indices=False)
             same_key = lax.broadcast_in_dim(lax.eq(key, keys), rows.shape, (0,))
             total = lax.add(total, lax.select(same_key, more, zero_rows))
         return total, None

@@ -68,21 +68,17 @@ class SplitVjp:
         if not self.has_gradient:
             return
 
-        def run(
-            h: Tree, trained: Tree, edge_inputs: Tree, constants: Tree
-        ) -> tuple[Tree, list[Array]]:
+        def run(h: Tree, trained: Tree, edge_inputs: Tree, constants: Tree) -> Any:
             def differentiable(trained: Tree, edge_inputs: Tree, hidden: Tree = h) -> Tree:
                 return remat(self._function)(trained, hidden, edge_inputs, constants)
 
-            out, vjp = jax.vjp(
-                differentiable, trained, edge_inputs, *((h,) if wants_hidden else ())
-            )
+            hidden = (h,) if wants_hidden else ()
+            out, vjp = jax.vjp(differentiable, trained, edge_inputs, *hidden)
             leaves, self._vjp = jax.tree.flatten(vjp)
             return out, leaves
 
-        closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(
-            h, trained, edge_inputs, constants
-        )
+        make_jaxpr = jax.make_jaxpr(run, return_shape=True)
+        closed, (out, _) = make_jaxpr(h, trained, edge_inputs, constants)
         self._run = jaxpr_as_fun(closed)
         self._n_hidden = len(jax.tree.leaves(h))
         self._out = jax.tree.structure(out)

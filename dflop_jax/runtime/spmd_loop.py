@@ -327,9 +327,7 @@ def _index_tree(tree: Tree, i: Array) -> Tree:
 
 
 def _update_tree(stack: Tree, tree: Tree, i: Array) -> Tree:
-    return jax.tree.map(
-        lambda a, b: lax.dynamic_update_index_in_dim(a, b, index=i, axis=0), stack, tree
-    )
+    return jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, i, 0), stack, tree)
 
 
 def _zero_stack(n: int, struct: Tree) -> Tree:

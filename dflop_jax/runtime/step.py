@@ -107,11 +107,8 @@ class StepCall:
 
     def run(self, task: Task) -> Outputs:
         """Dispatch a task; returns what to wait for."""
-        run_task = {
-            FORWARD: self._forward, BACKWARD: self._backward,
-            REDUCE: self._reduce, UPDATE: self._update,
-        }[task.direction]  # fmt: skip
-        return run_task(task)
+        of_group = {FORWARD: self._forward, BACKWARD: self._backward}
+        return {**of_group, REDUCE: self._reduce, UPDATE: self._update}[task.direction](task)
 
     def wait_for_pending(self) -> None:
         """Wait until all arrays in flight have arrived."""
@@ -278,10 +275,8 @@ class StepCall:
         if updated:
             own_state = {p: params[p] for p in updated}, state.masters[name], state.opt_state[name]
             grads = {p: reduced[p] for p in updated}
-            program, limit = (
-                self.programs.program(self.key(task)),
-                shard_array(self.limit, sharding),
-            )
+            limit = shard_array(self.limit, sharding)
+            program = self.programs.program(self.key(task))
             new, *rest, completion = program(*own_state, grads, squares, limit)
             state.masters[name], state.opt_state[name] = rest
             state.params[name] = {**params, **new}

@@ -81,17 +81,8 @@ class StepHandle:
         """
         for o in self.observations.values():
             o.wait()
-        # One of the replicas of each piece, so that the processes' sums add up.
         sums = _sum_by_name(
-            {
-                k: sum(
-                    float(np.asarray(s.data, np.float64).sum())
-                    for s in v.addressable_shards
-                    if s.replica_id == 0
-                )
-                for k, v in group.items()
-            }
-            for group in self.call.sums
+            {k: _local_sum(v) for k, v in group.items()} for group in self.call.sums
         )
         squares = {
             name: float(of_segment.addressable_data(0))
@@ -125,15 +116,16 @@ class StepHandle:
         totals = (local.total_squares for local in local_results)
         total = next((t for t in totals if t is not None), 0.0)
         return StepResult(
-            _sum_by_name(local.sums for local in local_results),
-            math.sqrt(total),
-            trace,
-            origin,
-            origin + trace.makespan_s,
-            process_s,
-            applied=bool(total <= self.call.limit),
-            not_finite=tuple(not_finite),
-        )
+            _sum_by_name(local.sums for local in local_results), math.sqrt(total),
+            trace, origin, origin + trace.makespan_s, process_s,
+            applied=bool(total <= self.call.limit), not_finite=tuple(not_finite),
+        )  # fmt: skip
+
+
+def _local_sum(array: jax.Array) -> float:
+    """Of one of the replicas of each piece, so that the processes' sums add up."""
+    pieces = (s.data for s in array.addressable_shards if s.replica_id == 0)
+    return sum(float(np.asarray(piece, np.float64).sum()) for piece in pieces)
 
 
 def _sum_by_name(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -31,7 +31,6 @@ from dflop_jax.runtime.zero_sharding import ZeroSpec
 Tree = Any
 EMA_KEY = "ema"  # the key of a state's average of the parameters
 NO_PARAMETER_PART = ""  # of what belongs to no parameter, such as a count of steps
-_UNSHARDED = ZeroSpec(P(), P())
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,9 @@ class SegmentUpdate:
         masters = layout.initial_structs(segment) if layout.master_parts(segment) else {}
         self.master_structs = self._owned_trained(masters)
         self._has_ema = isinstance(tx, EmaOptimizer)
-        if isinstance(tx, EmaOptimizer):
-            inner = _scale_by_freeze_group(segment, rate_factors, tx.inner)
-            self._tx: Optimizer = replace(tx, inner=inner)
-        else:
-            self._tx = _scale_by_freeze_group(segment, rate_factors, tx)
+        inner = tx.inner if isinstance(tx, EmaOptimizer) else tx
+        scaled = _scale_by_freeze_group(segment, rate_factors, inner)
+        self._tx = replace(tx, inner=scaled) if isinstance(tx, EmaOptimizer) else scaled
         owned_shards = self._owned_trained(self.shard_structs)
 
         def placed(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -130,7 +127,7 @@ class SegmentUpdate:
 
     def state_zero_specs(self) -> Tree:
         """The `ZeroSpec` of each leaf of the state."""
-        return self._map_state(self._owned_trained(self._zero_specs), _UNSHARDED)
+        return self._map_state(self._owned_trained(self._zero_specs), ZeroSpec(P(), P()))
 
     def state_parts(self) -> Tree:
         """The part whose parameters each leaf of the state belongs to, or `NO_PARAMETER_PART`."""
@@ -149,9 +146,8 @@ class SegmentUpdate:
             return self._tx.init(params if masters else self._local_shards(params))
 
         stepped_params = masters or {p: params[p] for p in self._params}
-        state = jax.jit(init_optimizer, out_shardings=_shardings(self.state_structs))(
-            stepped_params
-        )
+        init = jax.jit(init_optimizer, out_shardings=_shardings(self.state_structs))
+        state = init(stepped_params)
         if self._has_ema:
             _ = self._gather_program  # compiled now, not in the middle of a run
         return params, masters, state
@@ -201,22 +197,16 @@ class SegmentUpdate:
         shards, sum of squares of the owned parts, zeroed grads). It donates grads. The reader's
         shards are {} unless the segment owns a tied parameter."""
         grads = layout.grad_structs(self.segment)
-        add_up = shards.make_gradient_reduction(
-            self.segment.mesh,
-            _partition_specs(grads),
-            self._zero_specs,
-            counted=tuple(self._params),
-        )
+        mesh, specs, counted = self.segment.mesh, _partition_specs(grads), tuple(self._params)
+        add_up = shards.make_gradient_reduction(mesh, specs, self._zero_specs, counted)
         shared_grads = {"entry": self.shard_structs["entry"]} if self.adds_shared else {}
 
         def reduce(grads: Tree, shared_grads: Tree) -> tuple[Tree, Array, Tree]:
             total, squares = add_up(grads, shared_grads)
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
-        program = jax.jit(
-            reduce, out_shardings=_shardings(self.reduced_structs()), donate_argnums=0
-        )
-        return program.lower(grads, shared_grads)
+        outs = _shardings(self.reduced_structs())
+        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, shared_grads)
 
     def _local_shards(self, params: Tree) -> Tree:
         if self.segment.plan.zero == 3:

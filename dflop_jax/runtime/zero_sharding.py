@@ -159,14 +159,9 @@ class ZeroSpec:
 
 
 def make_zero_spec(
-    leaf: jax.ShapeDtypeStruct,
-    base_spec: P,
-    *,
-    stacked: bool,
-    dp: int,
-    tp: int,
+    leaf: jax.ShapeDtypeStruct, base_spec: P, *, stacked: bool, dp: int, tp: int,
     n_replicas: int = 1,
-) -> ZeroSpec:
+) -> ZeroSpec:  # fmt: skip
     """How `n_replicas` groups of `dp` data ranks share a parameter that is sharded by `base_spec`
     over stages and `tp` tensor ranks; `stacked`: its first dim is that of layers."""
     spec = add_data_axis(leaf, base_spec, dp) if n_replicas == 1 else base_spec

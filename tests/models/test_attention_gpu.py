@@ -6,13 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import (
-    AbstractDevice,
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from model_fields import fields, full_params, outputs
 from test_attention import mask_of, pictures_in
@@ -196,8 +190,8 @@ def test_they_lower_inside_the_pipeline(name):
         )
 
     params, batch = full_params(module), fields(module, 4, 100)
-    layers = jax.tree.map(lambda a, n: placed(a, n, ("stage",)), params["layers"],
-                          module.logical_axes("layers"))  # fmt: skip
+    stacked = partial(placed, lead=("stage",))
+    layers = jax.tree.map(stacked, params["layers"], module.logical_axes("layers"))
     entry = jax.tree.map(placed, params["entry"], module.logical_axes("entry"))
     batch = jax.tree.map(lambda a: placed(a, (), ("data",)), batch)
     specs = {"in_specs": (P("stage"), P(), P("data")), "out_specs": P("data", "stage")}

@@ -27,17 +27,11 @@ SIZES = {
         TIED, n_kv_heads=1, tied=False, qkv_bias=False
     ),
 }
-
-
 WINDOW = 4
 HYBRID = dataclasses.replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
 GEMMA = GEMMA3["gemma3-nano"].decoder
-GEMMA = dataclasses.replace(
-    GEMMA,
-    sliding_heads=dataclasses.replace(
-        GEMMA.sliding_heads, window=WINDOW, bidirectional_images=False
-    ),
-)
+HEADS = dataclasses.replace(GEMMA.sliding_heads, window=WINDOW, bidirectional_images=False)
+GEMMA = dataclasses.replace(GEMMA, sliding_heads=HEADS)
 
 
 def plain(size):
@@ -63,10 +57,6 @@ def whole(module, params, batch):
 def started(module, params, batch, last, slots):
     run = jax.jit(partial(prefill, module, slots=slots, inlets={}))
     return run(params, batch=batch, last_B=jnp.asarray(last, jnp.int32))
-
-
-def steps_of(module):
-    return jax.jit(partial(decode, module), donate_argnums=1)
 
 
 def padded(batch, tokens):
@@ -120,7 +110,7 @@ def test_logits_equal_those_of_the_whole_row_at_every_position(made, prompt):
     want = np.asarray(jax.jit(partial(whole, module))(params, batch))
     start = padded({k: a[:, :prompt] for k, a in batch.items()}, 8)
     logits, cache = started(module, params, start, [prompt - 1] * 2, 10)
-    found, step = [logits], steps_of(module)
+    found, step = [logits], jax.jit(partial(decode, module), donate_argnums=1)
     for t in range(prompt, 19):
         if t == 10:  # there is no room for more
             cache = grow_cache(module, cache, 24)
@@ -158,7 +148,7 @@ def test_rows_of_different_lengths_do_not_meet(made):
     start["segment_ids"] = jnp.where(padding, 0, 1)
     logits, cache = started(module, params, start, last, 12)
     want = np.asarray(jax.jit(partial(whole, module))(params, batch))
-    step = steps_of(module)
+    step = jax.jit(partial(decode, module), donate_argnums=1)
     for n in range(4):
         at = last + n
         for row in range(3):

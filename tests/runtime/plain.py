@@ -259,19 +259,9 @@ def join(plan: Plan, trees: dict[str, dict], cuts: dict[str, dict] | None = None
 
 
 def plan_of(
-    model,
-    vision: tuple[int, int, int, int] | None,
-    llm: tuple[int, int, int, int],
-    *,
-    llm_segments: int = 1,
-    rounds: int = 1,
-    group_size: int = 1,
-    bucket=(8, 160),
-    rows: int = 1,
-    order: str = "1f1b",
-    fan_in: int = 1,
-    divided_readers: tuple[str, ...] = (),
-) -> Plan:
+    model, vision: tuple[int, int, int, int] | None, llm: tuple[int, int, int, int], *,
+    llm_segments=1, rounds=1, bucket=(8, 160), rows=1, order="1f1b", **layout,
+) -> Plan:  # fmt: skip
     """`vision` and `llm` are (first device, stage, data, model); LLM segments side by side; loops
     of so many `rounds`."""
     submeshes, segments = [], []
@@ -285,28 +275,18 @@ def plan_of(
     for i in range(k):
         name = "llm" if k == 1 else f"llm{i}"
         submeshes.append(SubmeshPlan(name, first + i * size, **dict(zip(AXES, shape))))
-        segments.append(
-            SegmentPlan(name, "llm", n * i // k, n * (i + 1) // k, name, i == 0, i == k - 1)
-        )
+        begins, ends = n * i // k, n * (i + 1) // k
+        segments.append(SegmentPlan(name, "llm", begins, ends, name, i == 0, i == k - 1))
     tall = Shape(rows, bucket[1])
     tiles = Shape(bucket[0], model.piece_tokens["vision"]) if vision else None
     buckets = tuple(map(Bucket.from_shapes, ({"vision": tiles, "llm": tall}, {"llm": tall})))
     stages = {m.name: m.stage for m in submeshes}
     segments = [replace(s, rounds=rounds if stages[s.submesh] > 1 else 1) for s in segments]
-    return Plan(
-        "test",
-        Layout(
-            tuple(submeshes),
-            tuple(segments),
-            buckets if vision else buckets[1:],
-            edges=tuple(e for e in edges_of(model) if vision is not None),
-            group_size=group_size,
-            fan_in=fan_in,
-            divided_readers=divided_readers,
-            tied=("llm",) if model.modules["llm"].tied else (),
-        ),
-        Scheduling(order=order),
-    )
+    edges, tied = edges_of(model) if vision else (), ("llm",) * model.modules["llm"].tied
+    layout |= {"edges": tuple(edges), "tied": tied}
+    buckets = buckets if vision else buckets[1:]
+    made = Layout(tuple(submeshes), tuple(segments), buckets, **layout)
+    return Plan("test", made, Scheduling(order=order))
 
 
 def with_zero(plan: Plan, **degrees: int | tuple[int, int]) -> Plan:

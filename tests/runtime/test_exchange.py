@@ -141,10 +141,8 @@ def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, source
     rounds = exchange.index.rounds(held)
     assert room is None or low[1] == 1 or len(rounds) > 1
     gather, scatter = (exchange.lower(backward=b).compile() for b in (False, True))
-    source_features, dplaced = (
-        shard_array(features, feature_sharding),
-        shard_array(dvisual, visual_sharding),
-    )
+    source_features = shard_array(features, feature_sharding)
+    dplaced = shard_array(dvisual, visual_sharding)
     got, back = [], []
     for arrays_of_round in rounds:
         assert [s.shape for s in structs] == [a.shape for a in arrays_of_round]

@@ -267,9 +267,7 @@ class Case:
     graph: object = None  # None: the small model
     remats: tuple[str, ...] = ("none",)  # of the segments, in turn
     freeze: tuple[str, ...] = ()
-    less_remat: bool = (
-        False  # every other group runs segments under a second policy, that saves all
-    )
+    less_remat: bool = False  # every other group runs some under a second policy, that saves all
     unrolled: int = 0  # up to how many layers of a stage are unrolled
     tolerance: float = 1e-5
 

@@ -99,18 +99,6 @@ def test_backward_needs_what_is_kept_and_what_is_at_hand(remat):
     assert not [k for k in kept if jnp.issubdtype(k.dtype, jnp.integer) or k.dtype == bool]
 
 
-def test_without_a_gradient_nothing_is_kept():
-    _, h, _, given = arrays()
-    double = SplitVjp(
-        REMAT["none"], lambda free, h, placed, given: 2 * h, {}, h, {}, given, wants_hidden=False
-    )
-    out, kept = double.forward({}, h, {}, given)
-    assert not kept
-    assert not double.has_gradient
-    np.testing.assert_array_equal(out, 2 * h)
-    assert double.backward([], {}, {}, given, out) == ({}, None, {})
-
-
 # ---- recompute policies of segments ----
 
 VIT = VisionModule(VisionSize(32, 8, 64, 2, 4, 160), 64, jax.numpy.dtype("float32"))

@@ -17,11 +17,8 @@ from dflop_jax.runtime.step_result import (
     to_events,
 )
 
-VISION, LLM, BACK = (
-    Task("vision", 0, FORWARD),
-    Task("llm", 0, BACKWARD),
-    Task("vision", 0, BACKWARD),
-)
+VISION, BACK = (Task("vision", 0, direction) for direction in (FORWARD, BACKWARD))
+LLM = Task("llm", 0, BACKWARD)
 OTHER, LATE = Task("vision", 1, FORWARD), Task("llm", 1, FORWARD)
 SUBMESH = {"vision": "enc", "llm": "dec"}
 APART, SHARED = {"vision": 0, "llm": 1}, {"vision": 0, "llm": 0}

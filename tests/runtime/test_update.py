@@ -34,8 +34,7 @@ NO_LIMIT = np.float32(np.finfo(np.float32).max)
 
 def updates_of(model, plan, tx, *arguments, freeze=()):
     segments = make_segments(model, plan.layout, jax.devices(), freeze=freeze)
-    made = {n: SegmentUpdate(s, tx, *arguments) for n, s in segments.items() if s.trainable}
-    return made
+    return {n: SegmentUpdate(s, tx, *arguments) for n, s in segments.items() if s.trainable}
 
 
 def random_like(structs, rng, scale):

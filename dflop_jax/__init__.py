@@ -18,8 +18,8 @@ from dflop_jax.config import ScheduleConfig as ScheduleConfig
 from dflop_jax.config import TrainConfig as TrainConfig
 
 if TYPE_CHECKING:
+    from dflop_jax.plan.evaluate import simulate as simulate
     from dflop_jax.plan.search import search_plan as search_plan
-    from dflop_jax.plan.simulate_batches import simulate as simulate
     from dflop_jax.schedule import balance as balance
     from dflop_jax.schedule import choose_buckets as choose_buckets
     from dflop_jax.train.callbacks import Callback as Callback
@@ -32,7 +32,7 @@ _LAZY = {
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
     "search_plan": "dflop_jax.plan.search",
-    "simulate": "dflop_jax.plan.simulate_batches",
+    "simulate": "dflop_jax.plan.evaluate",
     "Trainer": "dflop_jax.train.trainer",
 }
 

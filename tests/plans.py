@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from dflop_jax.contract import edges_of
 from dflop_jax.records import (
@@ -14,7 +11,6 @@ from dflop_jax.records import (
     Bucket,
     DataProfile,
     Edge,
-    Group,
     LayerTiming,
     Layout,
     Load,
@@ -25,7 +21,6 @@ from dflop_jax.records import (
     Profile,
     ProgramId,
     Recompute,
-    Schedule,
     Scheduling,
     SegmentPlan,
     Shape,
@@ -50,11 +45,8 @@ def load(tiles: int, tokens: int) -> Load:
 def chain(
     n: int, *, vision: int = 0, order: str = "1f1b", tiles: int = 4, first: tuple[int, ...] = ()
 ) -> Plan:
-    """`n` segments in a row, the first `vision` of the encoder, each on a device of its own.
-
-    `first` places them by hand; equal devices make segments share them. Bucket 1 has no tiles, and
-    without an encoder longer rows than bucket 0.
-    """
+    """`n` segments in a row, the first `vision` of the encoder, each on a device of its own or from
+    `first`. Bucket 1 has no tiles, and without an encoder longer rows than bucket 0."""
     first = first or tuple(range(n))
     names = [f"v{i}" if i < vision else f"l{i - vision}" for i in range(n)]
     segments = []
@@ -72,8 +64,8 @@ def chain(
 
 
 def graph_plan(model, parts_of, shapes, **more) -> Plan:
-    """A plan of a model's modules, of every segment (last layer + 1, first device, then, where they
-    are not 1 and "none", (stage, data, model) and the recompute policy)."""
+    """A plan of a model's modules, of every segment (last layer + 1, first device[, (stage, data,
+    model)[, recompute policy]])."""
     submeshes, segments = [], []
     for module, parts in parts_of.items():
         start = 0
@@ -92,39 +84,6 @@ def graph_plan(model, parts_of, shapes, **more) -> Plan:
     return Plan("test", Layout(tuple(submeshes), tuple(segments), buckets, **(given | more)))
 
 
-def random_plan(rng: np.random.Generator) -> Plan:
-    """A chain with meshes of several devices, some shared, some overlapping in part."""
-    n, order = int(rng.integers(1, 6)), str(rng.choice(["1f1b", "gpipe"]))
-    plan = chain(n, vision=int(rng.integers(0, n)), order=order)
-    submeshes = tuple(
-        SubmeshPlan(m.name, int(rng.integers(0, 6)), 1, 1, int(rng.integers(1, 4)))
-        for m in plan.layout.submeshes
-    )
-    return Plan(
-        "test",
-        Layout(submeshes, plan.layout.segments, plan.layout.buckets, edges=plan.layout.edges),
-        Scheduling(order=order),
-    )
-
-
-def groups(plan: Plan, buckets: Sequence[int]) -> tuple[Group, ...]:
-    """Groups without pieces, of all modules of each of these buckets in turn; those of a bucket
-    feed its group of every module that reads them."""
-    made: list[Group] = []
-    for b in buckets:
-        shapes = [(m, s) for m in plan.layout.modules if (s := plan.layout.buckets[b].shape(m))]
-        place = {m: len(made) + i for i, (m, _) in enumerate(shapes)}
-        for m, shape in shapes:
-            feeds = tuple(place[t] for t in plan.layout.targets(m) if t in place)
-            made.append(Group(m, shape, feeds, microbatches=plan.layout.group_size))
-    return tuple(made)
-
-
-def schedule(plan: Plan, buckets: Sequence[int], step: int = 0) -> Schedule:
-    """A schedule of such groups, without an order of its own."""
-    return Schedule(step, groups(plan, buckets))
-
-
 def programs(plan: Plan, forward_s: float = 1.0, backward_s: float = 2.0) -> dict[ProgramId, Price]:
     """The same price for every segment and shape."""
     return {
@@ -136,19 +95,15 @@ def programs(plan: Plan, forward_s: float = 1.0, backward_s: float = 2.0) -> dic
 
 
 # The model "nano" on two devices, and a profile that was never measured.
+NANO_LAYERS = {"vision": 2, "llm": 4}
 NANO = Plan(
     "dflop",
     Layout(
-        (SubmeshPlan("vision", 0, 1, 1, 1), SubmeshPlan("llm", 1, 1, 1, 1)),
-        (
-            SegmentPlan("vision", "vision", 0, 2, "vision", True, True),
-            SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
-        ),
-        (bucket(16, 256), bucket(8, 128)),
-        edges=(EDGE,),
-        tied=("llm",),
+        tuple(SubmeshPlan(m, i, 1, 1, 1) for i, m in enumerate(NANO_LAYERS)),
+        tuple(SegmentPlan(m, m, 0, n, m, True, True) for m, n in NANO_LAYERS.items()),
+        (bucket(16, 256), bucket(8, 128)), edges=(EDGE,), tied=("llm",),
     ),
-)
+)  # fmt: skip
 
 
 def params(n_bytes, *, half=False):
@@ -195,19 +150,13 @@ def segment_bytes(costs, segment, mesh, group_size, rows, tokens, **options):
 def nano_profile():
     """Made up, with times in proportion to size: good enough to plan with."""
     recompute = {"none": Recompute(), "dots": Recompute()}
-    timings = tuple(
-        LayerTiming(
-            m, 1, Shape(i, t), *(1e-6 * i * t * k for k in (1, 3, 1, 3)), recompute=recompute
-        )
-        for m, i, t in (
-            ("vision", 1, TILE_TOKENS),
-            ("vision", 8, TILE_TOKENS),
-            ("llm", 1, 64),
-            ("llm", 1, 256),
-        )
-    )
-    layers = {"vision": 2, "llm": 4}
+    shapes = [("vision", Shape(n, TILE_TOKENS)) for n in (1, 8)]
+    shapes += [("llm", Shape(1, n)) for n in (64, 256)]
+    timings = [
+        LayerTiming(m, 1, s, *(1e-6 * s.size * k for k in (1, 3, 1, 3)), recompute=recompute)
+        for m, s in shapes
+    ]
     tiles = {"vision": TILE_TOKENS}
-    model = profile_of(timings, layers, edges=(EDGE,), tied=("llm",), piece_tokens=tiles)
+    model = profile_of(timings, NANO_LAYERS, edges=(EDGE,), tied=("llm",), piece_tokens=tiles)
     loads = tuple(load(t, 60 + 4 * t) for t in (0, 1, 2, 3, 4))
     return Profile(model, DataProfile("made up", 5, loads))

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dflop_jax.data.content import content_counter
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.simulate_batches import simulate
-from dflop_jax.plan.volume import HEADROOM, group_content, module_volume
+from dflop_jax.plan.evaluate import simulate
+from dflop_jax.plan.module_tables import HEADROOM, group_content, module_volume
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.profile.kernels import Efficiency
-from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import (
     BACKWARD,
@@ -46,15 +44,9 @@ SHAPE, LAYERS = Shape(2, 128), 3
 LENGTHS = (60, *[7] * 8)
 PAIR, PIECE = {"pair": 1e6}, {"piece": 1e12}  # FLOPs of a layer
 GPU = find_hardware("a100-80")
-PLAN = Plan(
-    "dflop",
-    Layout(
-        (SubmeshPlan("llm", 0, 1, 2, 1),),
-        (SegmentPlan("llm", "llm", 0, LAYERS, "llm", True, True),),
-        (Bucket((("llm", SHAPE),)),),
-    ),
-    Scheduling(work_budget=400),
-)
+ALL_LAYERS = SegmentPlan("llm", "llm", 0, LAYERS, "llm", True, True)
+LAYOUT = Layout((SubmeshPlan("llm", 0, 1, 2, 1),), (ALL_LAYERS,), (Bucket((("llm", SHAPE),)),))
+PLAN = Plan("dflop", LAYOUT, Scheduling(work_budget=400))
 
 
 @dataclass(frozen=True)
@@ -91,9 +83,8 @@ LOADS = [content_counter(Model(()))(Load({"llm": (n,)})) for n in LENGTHS]
 
 def profile_of(flops):
     """The profile of a module that spends these FLOPs on content, by feature."""
-    computed = roofline_profile(
-        Model(tuple(flops.items())), GPU, {"llm": [SHAPE]}, [1], n_devices=2
-    )
+    model = Model(tuple(flops.items()))
+    computed = roofline_profile(model, GPU, {"llm": [SHAPE]}, [1], n_devices=2)
     return dataclasses.replace(computed, hardware=None)  # nothing takes time but programs
 
 
@@ -112,9 +103,8 @@ def test_it_has_a_price_and_is_in_groups_steps_and_bounds():
     want = unit_s(PIECE["piece"]), unit_s(PAIR["pair"])
     assert price.content_s == pytest.approx(want)
     twice = correct_prices(prices, Correction({f"llm/{SHAPE.name}/backward": (np.log(2),) * 9}))
-    assert twice.programs[ProgramId("llm", SHAPE, BACKWARD)].content_s == pytest.approx(
-        [2 * s for s in want]
-    )
+    got = twice.programs[ProgramId("llm", SHAPE, BACKWARD)].content_s
+    assert got == pytest.approx([2 * s for s in want])
     schedule = schedule_batch(LOADS, PLAN, prices, ["llm"])
     (group,) = schedule.groups
     ranks = [[LENGTHS[p] for row in rank for p in row] for rank in rows_of(group, 2)[0]]
@@ -144,30 +134,6 @@ def test_the_planner_expects_it():
     assert volume.content == (18, 2 * sum(n * n for n in LENGTHS))
     of_group = group_content(volume, np.array([3]), np.array([2]))
     assert of_group[0] == np.ceil(18 * HEADROOM / 6)
-
-
-def test_a_step_needs_its_flops():
-    """Every layer's, once forward and twice backward."""
-    model = Model((("token", 5.0), *PIECE.items()))
-    needed = needed_flops(model, {"llm": 128})["llm"]
-    without = needed_flops(Model((("token", 0.0),)), {"llm": 128})["llm"]
-    (content,) = LOADS[0].content_of("llm")
-    more = needed(60, content) - without(60, content)
-    assert more == pytest.approx(3 * LAYERS * (1e12 + 5 * 60))
-
-
-def test_what_others_spend_is_as_without_it():
-    """A feature that costs nothing changes no price."""
-
-    @dataclass(frozen=True)
-    class Plain(Spending):
-        content = property()  # as if it were not there
-
-    module = Plain(LAYERS, spent=tuple(PAIR.items()))
-    model = SimpleNamespace(modules={"llm": module}, edges=(), piece_tokens={})
-    without = roofline_profile(model, GPU, {"llm": [SHAPE]}, [1], n_devices=2)
-    assert (profile_of(PAIR).timings, without.content) == (without.timings, {})
-    assert profile_of(PAIR).content == {"llm": ("piece", "pair")}
 
 
 def test_samples_and_timings_of_other_features_are_refused():

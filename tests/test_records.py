@@ -42,7 +42,6 @@ from dflop_jax.records import (
     Task,
     Trace,
     first_piece_numbers,
-    piece_positions,
     piece_tokens,
 )
 from dflop_jax.records.files import VERSION, load, save
@@ -55,13 +54,8 @@ LLM = SegmentPlan("llm", "llm", 0, 8, "dec", True, True, rounds=2)
 EDGE = Edge("vision", "llm", "visual", sources=4)
 TAP = Edge("vision", "llm", "deep", "inner", leaves=2, enters=3)
 BUCKET = Bucket.from_shapes({"vision": Shape(8, 16), "llm": Shape(1, 64)})
-LAYOUT = Layout(
-    (ENC, DEC),
-    (VISION, LLM),
-    (BUCKET, Bucket.from_shapes({"llm": Shape(2, 32)})),
-    (EDGE,),
-    group_size=2,
-)
+BUCKETS = BUCKET, Bucket.from_shapes({"llm": Shape(2, 32)})
+LAYOUT = Layout((ENC, DEC), (VISION, LLM), BUCKETS, (EDGE,), group_size=2)
 PLAN = Plan("dflop", LAYOUT, predicted=Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}, chosen_by_s=0.2))
 DATA = DataProfile("here", 7, (Load({"llm": (3,)}), Load({"vision": (16, 16), "llm": (14,)})))
 MODEL = ModelProfile(
@@ -72,46 +66,23 @@ MODEL = ModelProfile(
 )  # fmt: skip
 TILES = group_of_rows("vision", Shape(2, 16), ((((0,), (1,)), ((2,), ())),), (1,), (512,))
 ROWS = group_of_rows("llm", Shape(1, 64), ((((1, 0),),),))
-SCHEDULE = Schedule(
-    3, (TILES, ROWS), (Task("vision", 0, "forward"),), 0.5, 0.25, "optimal", 40, 0.01
-)
+TASK = Task("vision", 0, "forward")
+SCHEDULE = Schedule(3, (TILES, ROWS), (TASK,), 0.5, 0.25, "optimal", 40, 0.01)
 PROGRAM = ProgramId("llm", SHAPE, "backward")
 LINK = Link("all_reduce", True, 1e9, 1e-3)
 HARDWARE = Hardware("x", "sm_90", 1e15, 5e14, 8e10, 3e12, 8, 4e11, 2e-6, 5e10, 4e-6, "", (LINK,))
 EXAMPLES = [
-    LINK,
-    HARDWARE,
-    dataclasses.replace(MODEL, hardware=HARDWARE, computed=True),
+    LINK, HARDWARE, dataclasses.replace(MODEL, hardware=HARDWARE, computed=True),
     Load({"vision": (16, 16), "llm": (9,)}, {"llm": ((45, 120),)}, {"vision": (2,)}),
-    DATA,
-    SHAPE,
-    BUCKET,
-    DEC,
-    DEC.shape,
-    LLM,
-    EDGE,
-    LAYOUT,
-    PLAN.scheduling,
-    PLAN,
-    PLAN.predicted,
-    TILES,
-    SCHEDULE,
-    Schedule(0, ()),
-    TILES.pieces,
-    PROGRAM,
-    SendId("vision", "llm", SHAPE, "forward"),
-    Price(1.0, (1e-9,)),
-    ParamDims((8, 16), 1),
-    ExchangeCapacity("vision", "llm", SHAPE, SHAPE, 0.5),
-    ResidualBytes("llm", SHAPE, 2e9, 1e9),
+    DATA, SHAPE, BUCKET, DEC, DEC.shape, LLM, EDGE, LAYOUT, PLAN.scheduling, PLAN, PLAN.predicted,
+    TILES, SCHEDULE, Schedule(0, ()), TILES.pieces, PROGRAM,
+    SendId("vision", "llm", SHAPE, "forward"), Price(1.0, (1e-9,)), ParamDims((8, 16), 1),
+    ExchangeCapacity("vision", "llm", SHAPE, SHAPE, 0.5), ResidualBytes("llm", SHAPE, 2e9, 1e9),
     PriceList.from_prices(Prices({PROGRAM: Price(1.0)}, {Task("llm", NO_GROUP, "reduce"): 0.5})),
     Event("dec", "llm", 0, "forward", 0.0, 1.5),
     Trace(2, "measured", (Event("dec", "llm", 0, "forward", 0.25, 1e-9),)),
-    MODEL.timings[0],
-    MODEL.timings[0].recompute["none"],
-    MODEL,
-    Profile(MODEL, DATA),
-]
+    MODEL.timings[0], MODEL.timings[0].recompute["none"], MODEL, Profile(MODEL, DATA),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda r: type(r).__name__)
@@ -128,11 +99,9 @@ def test_every_record_has_an_example():
 
 def test_a_submesh_is_a_mesh_at_a_place():
     assert (DEC.shape.text, DEC.n_devices, DEC.devices) == ("2x1x2", 4, range(2, 6))
-    assert DEC.shape.block("dec", 2) == DEC
     devices = np.arange(24).reshape(2, 3, 4)
-    shape = MeshShape(*devices.shape)
     for i, axis in enumerate(AXES):
-        assert (np.diff(devices, axis=i) == shape.stride(axis)).all()
+        assert (np.diff(devices, axis=i) == MeshShape(*devices.shape).stride(axis)).all()
 
 
 def head(**changes):
@@ -145,16 +114,12 @@ def head(**changes):
     [
         ("", "not JSON"),
         ('{"record": "Sha', "not JSON"),
-        ("nonsense", "not JSON"),
         ("[1, 2]", "holds no record, expected Shape"),
-        ("{}", "holds no record, expected Shape"),
         (head(record="Plan"), "holds Plan, expected Shape"),
         (head(version=99), "version 99, this program reads"),
-        (head(version=None), "version None, this program reads"),
         (head(value={"rows": "x", "tokens": 8}), r"Expected `int`, got `str` - at `\$.rows`"),
         (head(value={"rows": 1}), "missing required field `tokens`"),
         (head(value={"rows": 0, "tokens": 8}), "a shape needs rows, tokens >= 1"),
-        (head(value=[]), "Expected `object`, got `array`"),
     ],
 )
 def test_a_bad_file_is_named_in_one_line(text, says, tmp_path):
@@ -166,35 +131,31 @@ def test_a_bad_file_is_named_in_one_line(text, says, tmp_path):
     assert "\n" not in str(failed.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"gone.json: no such file"):
-        load(Plan, tmp_path / "gone.json")
-
-
-def test_an_invalid_plan_cannot_be_loaded(tmp_path):
-    save(PLAN, tmp_path / "plan.json")
-    raw = json.loads((tmp_path / "plan.json").read_text())
-    raw["value"]["scheduling"]["order"] = "random"
-    (tmp_path / "plan.json").write_text(json.dumps(raw))
-    with pytest.raises(
-        ValueError, match=r"plan.json: Invalid enum value 'random' - at `\$.scheduling.order`"
-    ):
-        load(Plan, tmp_path / "plan.json")
+def test_missing_files_and_invalid_plans_are_named(tmp_path):
+    file = tmp_path / "plan.json"
+    with pytest.raises(ValueError, match=r"plan.json: no such file"):
+        load(Plan, file)
+    save(PLAN, file)
+    file.write_text(file.read_text().replace('"1f1b"', '"random"'))
+    invalid = r"plan.json: Invalid enum value 'random' - at `\$.scheduling.order`"
+    with pytest.raises(ValueError, match=invalid):
+        load(Plan, file)
 
 
 def changed(record, **changes):
     return dataclasses.replace(record, **changes)
 
 
-def llm_parts(*cuts, first=0, last=-1):
-    """LLM segments over [cuts[i], cuts[i+1]); which of them claim the ends."""
+def llm_parts(*cuts, last=-1):
+    """LLM segments over [cuts[i], cuts[i+1]); which of them claims the last layer."""
     n = len(cuts) - 1
     return tuple(
-        SegmentPlan(f"l{i}", "llm", cuts[i], cuts[i + 1], "enc", i == first, i == last % n)
+        SegmentPlan(f"l{i}", "llm", cuts[i], cuts[i + 1], "enc", i == 0, i == last % n)
         for i in range(n)
     )
 
 
+LOW, HIGH = llm_parts(0, 2, 4)
 IN_ROUNDS = changed(LLM, rounds=3)
 BAD_LAYOUTS = {
     "submesh names repeat": {"submeshes": (ENC, changed(DEC, name="enc"))},
@@ -209,17 +170,8 @@ BAD_LAYOUTS = {
     "'vision' do not join": {"segments": (changed(VISION, first=False), LLM)},
     "the source first; it has .'llm', 'vision'.": {"segments": (LLM, VISION)},
     "must join modules of the plan": {"segments": (VISION,)},
-    "'llm' have zero=.1, 3.; give": {
-        "segments": (VISION, *(changed(s, zero=1 + 2 * s.last) for s in llm_parts(0, 2, 4)))
-    },
-    "module by module": {
-        "segments": (
-            changed(LLM, stop=4, last=False),
-            VISION,
-            changed(LLM, name="l1", start=4, first=False),
-        ),
-        "edges": (),
-    },
+    "'llm' have zero=.1, 3.; give": {"segments": (VISION, LOW, changed(HIGH, zero=3))},
+    "module by module": {"segments": (LOW, VISION, HIGH), "edges": ()},
     "modules .'llm'. that the plan lacks": {"segments": (VISION,), "edges": ()},
     "buckets repeat; give each once": {"buckets": PLAN.layout.buckets[:1] * 2},
     "2 stages and an edge between its layers": {"edges": (EDGE, TAP)},
@@ -242,86 +194,58 @@ def test_a_wrong_plan_cannot_exist(says):
     assert "\n" not in str(failed.value)
 
 
-@pytest.mark.parametrize("degree", [0, 4, "3"])
-def test_a_degree_of_sharding_is_1_2_or_3(degree):
-    with pytest.raises(ValueError, match=rf"segment 'vision': zero={degree!r} not in \(1, 2, 3\)"):
-        changed(VISION, zero=degree)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        llm_parts(1, 4),  # the first layer is missing
-        llm_parts(0, 2, 4)[::-1],  # out of order
-        (llm_parts(0, 2, 4)[0], changed(llm_parts(0, 2, 4)[1], start=3)),  # a gap
-        (llm_parts(0, 2, 4)[0], changed(llm_parts(0, 2, 4)[1], start=1)),  # an overlap
-        llm_parts(0, 2, 4, last=0),  # the head before the last layers
-        llm_parts(0, 2, 4, first=1),
-        (llm_parts(0, 2, 4)[0], changed(llm_parts(0, 2, 4)[1], first=True)),  # two embeddings
-    ],
-)
+@pytest.mark.parametrize("parts", [
+    llm_parts(1, 4),  # the first layer is missing
+    (HIGH, LOW),
+    (LOW, changed(HIGH, start=3)),  # a gap
+    (LOW, changed(HIGH, start=1)),  # an overlap
+    llm_parts(0, 2, 4, last=0),  # the head before the last layers
+    (LOW, changed(HIGH, first=True)),  # two embeddings
+])  # fmt: skip
 def test_segments_of_a_module_join_end_to_end(parts):
-    assert changed(LAYOUT, segments=(VISION, *llm_parts(0, 2, 4))).modules == ("vision", "llm")
+    assert changed(LAYOUT, segments=(VISION, LOW, HIGH)).modules == ("vision", "llm")
     with pytest.raises(ValueError, match="segments of 'llm' do not join end to end"):
         changed(LAYOUT, segments=(VISION, *parts))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Load({"vision": (0,)}),
-        lambda: Load({"llm": (3,)}, {"llm": ()}),
-        lambda: DataProfile("empty.json", 0, ()),
-        lambda: Shape(0, 1),
-        lambda: Shape(1, 0),
-        lambda: Bucket(()),
-        lambda: Bucket((("llm", SHAPE), ("llm", SHAPE))),
-        lambda: Edge("llm", "llm", "x"),
-        lambda: Edge("a", "b", ""),
-        lambda: Edge("a", "b", "x", sources=0),
-        lambda: Edge("a", "b", "x", "tap"),  # after how many layers?
-        lambda: Edge("a", "b", "x", leaves=2),  # by which tap?
-        lambda: SegmentPlan("s", "llm", 2, 2, "m", True, True),
-        lambda: SegmentPlan("s", "llm", 0, 2, "m", True, True, "some"),
-        lambda: SubmeshPlan("m", -1, 1, 1, 1),
-        lambda: SubmeshPlan("m", 0, 0, 1, 1),
-        lambda: SubmeshPlan("m", 0, 1, 0, 1),
-        lambda: SubmeshPlan("m", 0, 1, 1, 0),
-        lambda: changed(MODEL, timings=()),
-        lambda: changed(MODEL, concurrency=0.0),
-        lambda: Prices({PROGRAM: Price(-1.0)}),
-        lambda: Prices({PROGRAM: Price(0.0, (float("nan"),))}),
-        lambda: Prices({}, {Task("llm", NO_GROUP, "reduce"): float("inf")}),
-        lambda: Prices({}, concurrency=0.0),
-        lambda: Group("llm", SHAPE, microbatches=0),  # without microbatches
-        lambda: group_of_rows("llm", Shape(1, 8), ((((0,), (1,)),),)),  # two rows in a shape of one
-        lambda: changed(TILES, microbatches=1, pieces=PackedPieces(TILES.pieces.columns + 1)),
-        lambda: changed(TILES, pieces=PackedPieces(TILES.pieces.columns - 1)),
-        lambda: PackedPieces(np.zeros((3, 2), np.int64)),
-        lambda: Schedule(0, (group_of_rows("llm", SHAPE, ((((1,), (1,)),),)),)),  # a piece twice
-        lambda: Schedule(0, (ROWS, ROWS)),
-        lambda: Schedule(0, (TILES,)),  # feeds a group that is not there
-        lambda: Schedule(0, (changed(TILES, feeds=(1, 1)), ROWS)),
-        lambda: Schedule(0, (changed(TILES, feeds=(1,)), changed(ROWS, module="vision"))),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda: Load({"vision": (0,)}), lambda: Load({"llm": (3,)}, {"llm": ()}),
+    lambda: DataProfile("empty.json", 0, ()), lambda: Shape(0, 1), lambda: Bucket(()),
+    lambda: Bucket((("llm", SHAPE), ("llm", SHAPE))), lambda: Edge("llm", "llm", "x"),
+    lambda: Edge("a", "b", ""), lambda: Edge("a", "b", "x", sources=0),
+    lambda: Edge("a", "b", "x", "tap"),  # after how many layers?
+    lambda: Edge("a", "b", "x", leaves=2),  # by which tap?
+    lambda: SegmentPlan("s", "llm", 2, 2, "m", True, True),
+    lambda: SegmentPlan("s", "llm", 0, 2, "m", True, True, "some"),
+    lambda: changed(VISION, zero=4), lambda: SubmeshPlan("m", -1, 1, 1, 1),
+    lambda: SubmeshPlan("m", 0, 1, 0, 1), lambda: changed(MODEL, timings=()),
+    lambda: changed(MODEL, concurrency=0.0), lambda: Prices({PROGRAM: Price(-1.0)}),
+    lambda: Prices({PROGRAM: Price(0.0, (float("nan"),))}), lambda: Prices({}, concurrency=0.0),
+    lambda: Prices({}, {Task("llm", NO_GROUP, "reduce"): float("inf")}),
+    lambda: Group("llm", SHAPE, microbatches=0),
+    lambda: group_of_rows("llm", Shape(1, 8), ((((0,), (1,)),),)),  # two rows in a shape of one
+    lambda: changed(TILES, microbatches=1, pieces=PackedPieces(TILES.pieces.columns + 1)),
+    lambda: changed(TILES, pieces=PackedPieces(TILES.pieces.columns - 1)),
+    lambda: PackedPieces(np.zeros((3, 2), np.int64)),
+    lambda: Schedule(0, (group_of_rows("llm", SHAPE, ((((1,), (1,)),),)),)),  # a piece twice
+    lambda: Schedule(0, (ROWS, ROWS)),
+    lambda: Schedule(0, (TILES,)),  # feeds a group that is not there
+    lambda: Schedule(0, (changed(TILES, feeds=(1, 1)), ROWS)),
+    lambda: Schedule(0, (changed(TILES, feeds=(1,)), changed(ROWS, module="vision"))),
+])  # fmt: skip
 def test_a_wrong_record_cannot_exist(make):
     with pytest.raises(ValueError, match=r".") as failed:
         make()
     assert "\n" not in str(failed.value)
 
 
-@pytest.mark.parametrize(
-    "edge, sends, reads",
-    [
-        (Edge("v", "l", "x"), [2], [0]),
-        (Edge("v", "l", "x", "t", leaves=0, enters=0), [0], [0]),
-        (Edge("v", "l", "x", "t", leaves=1, enters=2), [0], [1]),
-        (Edge("v", "l", "x", "t", leaves=2, enters=3), [0], [1]),
-        (Edge("v", "l", "x", "t", leaves=6, enters=6), [2], [2]),
-        (Edge("v", "l", "x", "t", leaves=7, enters=7), [], []),
-    ],
-)
+@pytest.mark.parametrize("edge, sends, reads", [
+    (Edge("v", "l", "x"), [2], [0]),
+    (Edge("v", "l", "x", "t", leaves=0, enters=0), [0], [0]),
+    (Edge("v", "l", "x", "t", leaves=2, enters=3), [0], [1]),
+    (Edge("v", "l", "x", "t", leaves=6, enters=6), [2], [2]),
+    (Edge("v", "l", "x", "t", leaves=7, enters=7), [], []),
+])  # fmt: skip
 def test_an_edge_leaves_one_segment_and_enters_one(edge, sends, reads):
     def parts(module):
         return [SegmentPlan("s", module, i, i + 2, "m", i == 0, i == 4) for i in (0, 2, 4)]
@@ -331,8 +255,7 @@ def test_an_edge_leaves_one_segment_and_enters_one(edge, sends, reads):
 
 
 def test_segments_of_a_module_share_their_data_ranks():
-    first, second = llm_parts(0, 2, 4)
-    layout = changed(LAYOUT, segments=(VISION, first, changed(second, submesh="dec")))
+    layout = changed(LAYOUT, segments=(VISION, LOW, changed(HIGH, submesh="dec")))
     with pytest.raises(ValueError, match="'llm' differ in data parallelism"):
         layout.data_ranks("llm")
 
@@ -340,29 +263,20 @@ def test_segments_of_a_module_share_their_data_ranks():
 def test_what_shapes_schedules_and_traces_derive():
     loads = [Load({"llm": (3,)}), Load({}), Load({"vision": (16, 9), "llm": (14,)})]
     assert [loads[2].tokens(m) for m in ("vision", "llm", "audio")] == [25, 14, 0]
-    assert piece_positions(loads, "vision") == ((2, 0), (2, 1))
     assert first_piece_numbers(loads, "vision") == (0, 0, 0, 2)
     assert first_piece_numbers(loads, "llm") == (0, 1, 1, 2)
     assert piece_tokens(loads, "vision") == (16, 9)
-    assert (piece_positions([], "llm"), first_piece_numbers([], "llm")) == ((), (0,))
+    assert first_piece_numbers([], "llm") == (0,)
     assert TILES.pieces.piece_id.tolist() == [0, 1, 2]
     assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
     prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, (0.5,))})
-    assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", 0, "forward")) == 257.0
+    assert prices.task_s(LAYOUT, SCHEDULE, TASK) == 257.0
     assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", NO_GROUP, "reduce")) == 0.0
-    trace = Trace(
-        0,
-        "simulated",
-        (
-            Event("a", "x", 0, "forward", 0.0, 1.0),
-            Event("a", "x", 0, "backward", 2.0, 4.0),
-            Event("b", "y", 0, "backward", 1.0, 2.0),
-        ),
-    )
+    rows = (("a", 0.0, 1.0), ("a", 2.0, 4.0), ("b", 1.0, 2.0))
+    trace = Trace(0, "m", tuple(Event(m, "x", 0, "forward", *span) for m, *span in rows))
     assert trace.makespan_s == 4.0
     assert trace.busy_fraction() == {"a": 0.75, "b": 0.25}
-    assert Trace(0, "measured", ()).makespan_s == 0.0
-    assert Trace(0, "measured", ()).busy_fraction() == {}
+    assert (Trace(0, "m", ()).makespan_s, Trace(0, "m", ()).busy_fraction()) == (0.0, {})
     assert Trace(0, "m", (Event("a", "x", 0, "f", 0.0, 0.0),)).busy_fraction() == {"a": 0.0}
 
 

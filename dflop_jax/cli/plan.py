@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
     from dflop_jax.plan.explain import KindCost, Saving
     from dflop_jax.plan.search import SearchResult
-    from dflop_jax.records import Link, Plan
+    from dflop_jax.records import Link
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.step_figures import PredictedRun
 
@@ -63,7 +63,6 @@ def run(args: argparse.Namespace) -> Any:
         show(ranking_table(result, args.explain))
         if args.explain:
             show(describe_limits(result.limits, config.plan))
-            show(describe_shapes(result.plan))
             show(kind_table(kinds))
         if savings:
             show(memory_table(savings))
@@ -111,7 +110,7 @@ def ranking_table(result: SearchResult, explain: bool) -> Table:
 def describe_choice(result: SearchResult) -> str:
     """The plan in a line, with the buckets that it got at last, and its step with one bucket, as
     the ranking has it."""
-    from dflop_jax.plan.options import describe_savings
+    from dflop_jax.plan.memory import describe_savings
     from dflop_jax.plan.placement import layout_name
     from dflop_jax.report.summary import submesh_rows
 
@@ -173,20 +172,6 @@ def describe_limits(searched: Mapping[str, int], config: PlanConfig) -> str:
         f"looked up to {', '.join(limit_texts)}; {config.drift:.0%} of the steps that plans are "
         "judged by "
         "hold other shares of media than the data's (plan.drift)"
-    )
-
-
-def describe_shapes(plan: Plan) -> str:
-    """Whose buckets the plan has, and how it compares with what others proposed."""
-    figures = plan.predicted
-    if not figures.shapes_by:
-        return "shapes: one choice, the integer program was not asked"
-    sources = ("integer program", "search")
-    source, other_source = sources if figures.shapes_by == "integer" else sources[::-1]
-    return (
-        f"shapes: by {source}, a step {figures.shapes_gain:.1%} shorter than by {other_source}; "
-        "the integer "
-        f"program's optimum is at most {figures.shapes_gap:.1%} below its answer"
     )
 
 

@@ -20,32 +20,29 @@ from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate, Key
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import dip_spaces
 from dflop_jax.plan.evaluate import PlanEvaluator
+from dflop_jax.plan.memory import describe_savings
 from dflop_jax.plan.module_tables import SearchContext
-from dflop_jax.plan.one_bucket import build_plan
-from dflop_jax.plan.options import describe_savings
 from dflop_jax.plan.placement import layout_name
 from dflop_jax.plan.space import search_families
 from dflop_jax.records import Layout
 from dflop_jax.schedule import arrival_buckets, capacity_of
 from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
 
+OnProgress = Callable[[int, int], None]  # told how many of how many placements are ranked
 # Microbatches into which a baseline divides a batch, below the configured maximum.
 _BASELINE_MICROBATCHES = (4, 8, 16, 32, 64)
 # Expansions of candidates, after which the search ends with what is nearly exact: of a whole
 # search, where memory is tight and many combinations of options differ by little, and of a screen
 # of one policy. Twice as many take up to twice the time where they are reached.
 _MAX_STEPS, _MAX_SCREEN_STEPS = 1_500, 400
-_N_FINISHED = 5  # candidates of lowest bound that are made exact then; each simulates all batches
-MAX_CLOSE = 8  # candidates that get other buckets; each takes some tenths of a second
-_MAX_SCREENED = 4  # candidates that the screen of a policy returns
+# Candidates that get other buckets, or are made exact where a search ends early; each takes some
+# tenths of a second.
+MAX_CLOSE = 8
+_MAX_SCREENED = MAX_CLOSE // 2  # candidates that the screen of a policy returns
 
 
 def search_spaces(context: SearchContext) -> Iterator[Space]:
-    """The spaces of the configured policy; none for a baseline.
-
-    Raises:
-      ValueError: there is no placement.
-    """
+    """The spaces of the configured policy, none for a baseline; ValueError without a placement."""
     for policy, families in search_families(context.space_limits).items():
         yield from bound_families(policy, families, context)
     if context.spec.config.policy in (DIP, "auto"):
@@ -80,13 +77,10 @@ class BestFirstSearch:
         self._baseline_peaks: list[tuple[float, str]] = []
         self._baselines = [c for layout in baselines for c in self._evaluate_baseline(layout)]
 
-    def rank_placements(
-        self, on_progress: Callable[[int, int], None] | None = None
-    ) -> list[Candidate]:
+    def rank_placements(self, on_progress: OnProgress | None = None) -> list[Candidate]:
         """The best options at each granularity of the best placements, exact, best first: at least
-        the requested number of placements, and further candidates as far as they are close to the
-        first; fewer where that takes too many steps."""
-        n_wanted = self.context.spec.n_ranked
+        the requested number of placements, and further candidates that are close to the first."""
+        n_wanted = self.context.spec.n_shown
         ranked: list[Candidate] = []
         for one in self._best_first(self._spaces, _MAX_STEPS):
             is_far = bool(ranked) and one.lower_bound_s > CLOSE_RATIO * ranked[0].lower_bound_s
@@ -104,8 +98,7 @@ class BestFirstSearch:
         return len(self._evaluated)
 
     def screen_policy(self, policy: str, max_s: float) -> list[Candidate]:
-        """A few of the best candidates of a policy that a short search finds, best first: those
-        close to the first that take at most `max_s` seconds."""
+        """A policy's candidates close to its best one by a short search, up to `max_s` seconds."""
         screened: list[Candidate] = []
         spaces = [space for space in self._spaces if space.policy == policy]
         for one in self._best_first(spaces, _MAX_SCREEN_STEPS, max_s):
@@ -141,7 +134,9 @@ class BestFirstSearch:
                     yield first
                 continue
             if upcoming and upcoming_s <= heap_s:
-                expanded = self._open(*upcoming[1:])
+                _, space, p, c = upcoming
+                allowed = map(self.context.spec.allowed, space.layout_at(p, c).submeshes)
+                expanded = [Candidate.from_space(space, p, c)] if all(allowed) else []
                 upcoming = next(unopened, None)
             else:
                 expanded = self._expand(heapq.heappop(heap)[-1])
@@ -151,7 +146,7 @@ class BestFirstSearch:
                     heapq.heappush(heap, (one.lower_bound_s, one.key, one))
             n_steps += 1
             if n_steps >= max_steps:
-                exact += [self._finish(one) for *_, one in heapq.nsmallest(_N_FINISHED, heap)]
+                exact += [self._finish(one) for *_, one in heapq.nsmallest(MAX_CLOSE, heap)]
                 heap, upcoming = [], None
 
     def _expand(self, candidate: Candidate) -> list[Candidate]:
@@ -166,12 +161,6 @@ class BestFirstSearch:
             candidate = min(self._expand(candidate), key=lambda c: (c.lower_bound_s, c.key))
         return candidate
 
-    def _open(self, space: Space, p: int, c: int) -> list[Candidate]:
-        """A candidate with open options; none where devices cannot form its submeshes."""
-        if not all(map(self.context.spec.allowed, space.layout_at(p, c).submeshes)):
-            return []
-        return [Candidate.from_space(space, p, c)]
-
     def smallest_candidate(self) -> tuple[float, str]:
         """(bytes of the fullest device, description) of the candidate with the least memory."""
         smallest = min(self._baseline_peaks, default=(np.inf, ""))
@@ -184,8 +173,7 @@ class BestFirstSearch:
         return smallest
 
     def _evaluate_baseline(self, layout: Layout) -> Iterator[Candidate]:
-        """The layout of a baseline at each granularity that fits, scheduled and simulated, with the
-        options that all modules can have alike, as frameworks with one setting for all have."""
+        """The layout at each granularity that fits, simulated, with one option for all modules."""
         evaluator, context, config = self.evaluator, self.context, self.evaluator.config
         if not all(map(context.spec.allowed, layout.submeshes)):
             return
@@ -204,7 +192,7 @@ class BestFirstSearch:
                 token_multiple=context.spec.token_multiple,
             )
             plans = [
-                build_plan(layout, config.policy, buckets, context, dict.fromkeys(ranks, o))
+                context.build_plan(layout, config.policy, buckets, dict.fromkeys(ranks, o))
                 for o in options
             ]
             self._baseline_peaks += [

@@ -2,11 +2,9 @@
 
 No schedule is faster than the bound of its layout, so the search stays exact where it leaves out
 layouts whose bound exceeds a makespan that it reached. Every quantity is the minimum over the
-options that may fit; combinations of options are listed for single candidates
-(`Space.fitting_options`).
-
-A granularity is the number of groups into which a mean batch goes, and the microbatches of a group.
-Arrays are [n_layouts, n_granularities].
+options that may fit; single candidates list combinations of options (`Space.fitting_options`).
+A granularity is the number of groups of a mean batch, and of microbatches of a group. Arrays are
+[n_layouts, n_granularities].
 """
 
 from __future__ import annotations
@@ -14,24 +12,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise, product
 
 import numpy as np
 
-from dflop_jax.plan.module_tables import ModuleTable, SearchContext, module_table
-from dflop_jax.plan.one_bucket import build_plan
-from dflop_jax.plan.option_combinations import (
+from dflop_jax.plan.memory import (
     BlockMinimum,
+    MemoryOption,
     ModuleOptions,
     best_combinations,
     block_minimum,
+    segment_need,
     smallest_combination,
 )
-from dflop_jax.plan.options import MemoryOption
+from dflop_jax.plan.module_tables import ModuleTable, SearchContext, group_content, module_table
 from dflop_jax.plan.placement import Parallelism
 from dflop_jax.plan.space import LayoutFamily
-from dflop_jax.plan.volume import group_content
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Bucket, Direction, Layout, Plan
 from dflop_jax.schedule.bounds import fill_and_drain_s, step_bound_s
@@ -43,21 +40,15 @@ SegmentDirections = tuple[tuple[Direction, ...], ...]
 
 @dataclass(frozen=True)
 class SegmentGraph:
-    """The segments of a family of layouts, by number in topological order.
+    """The segments of a family of layouts, by number in topological order."""
 
-    modules, resource_of: module and resource of each. sources: segments that it reads, of modules
-    that the data uses. in_flight: maximum number of groups between forward and backward.
-    directions: tasks of a group.
-    """
-
-    modules: tuple[str, ...]
+    modules: tuple[str, ...]  # of each segment
     resource_of: tuple[int, ...]
-    sources: tuple[tuple[int, ...], ...]
-    in_flight: tuple[int, ...]
-    directions: SegmentDirections
+    sources: tuple[tuple[int, ...], ...]  # segments that it reads, of modules that the data uses
+    in_flight: tuple[int, ...]  # maximum number of groups between forward and backward
+    directions: SegmentDirections  # tasks of a group
 
     def segments_of(self, module: str) -> list[int]:
-        """Numbers of a module's segments."""
         return [i for i, m in enumerate(self.modules) if m == module]
 
     def module_key(self, module: str) -> tuple[SegmentDirections, tuple[int, ...], tuple[int, ...]]:
@@ -99,84 +90,25 @@ def segment_graph(layout: Layout, context: SearchContext) -> SegmentGraph:
     )
 
 
-def step_lower_bound_s(
-    graph: SegmentGraph,
-    seconds: Mapping[str, Sequence[Array]],
-    groups: Array,
-    devices: Mapping[str, Array],
-    cores: float,
-    sub_microbatches: Mapping[str, Array],
-) -> Array:
-    """Seconds that no schedule beats, the mean over the sampled batches.
-
-    Args:
-      seconds: of every module's segments, as in `ModuleTable`.
-      groups: of each sampled batch, [n_batches, ...].
-      devices: that a task of each module takes.
-      cores: devices that compute at once.
-      sub_microbatches: of a module for one of `groups`; missing: one.
-    """
-    forward, backward, reduce, update = (
-        [s[kind] for m in dict.fromkeys(graph.modules) for s in seconds[m]] for kind in range(4)
-    )
-    before_s, after_s = fill_and_drain_s(graph.sources, forward, backward, reduce)
-    after_s = [np.where(b > 0, a, 0.0) for a, b in zip(after_s, backward, strict=True)]
-    mean_groups: Array = groups.mean(axis=0)
-    # Part of a group takes that part of the seconds of a whole one.
-    first_group = np.minimum(groups, 1.0).mean(axis=0)
-    work_s = [
-        mean_groups * (f + b) * sub_microbatches.get(m, 1)
-        for f, b, m in zip(forward, backward, graph.modules, strict=True)
-    ]
-    by_resource: dict[int, list[int]] = defaultdict(list)
-    for i, r in enumerate(graph.resource_of):
-        by_resource[r].append(i)
-
-    def minimum(values: Sequence[Array]) -> list[Array]:
-        each = ([values[i] for i in numbers] for numbers in by_resource.values())
-        return [first_group * np.minimum.reduce(np.broadcast_arrays(*v)) for v in each]
-
-    def total(values: Sequence[Array]) -> list[Array]:
-        return [sum(values[i] for i in numbers) for numbers in by_resource.values()]
-
-    resource_s = step_bound_s(
-        total(work_s), minimum(before_s), minimum(after_s), total(reduce), total(update)
-    )
-    device_s = sum(
-        s * np.minimum(devices[m], cores) for s, m in zip(work_s, graph.modules, strict=True)
-    )
-    return np.maximum(resource_s, device_s / cores)
-
-
 @dataclass(frozen=True)
 class Space:
-    """Layouts of one segment graph at every granularity, with their lower bounds.
-
-    Attributes:
-      build_layout: of each number, without buckets, in the smallest groups.
-      groups_per_batch, group_sizes: of every granularity.
-      tables, table_rows: of every module, and the row of its table for each layout.
-      block_minima: of every block of modules that share devices.
-      is_allowed: whether the search may take a layout and granularity.
-      sub_microbatches: mean number for a group of the other modules, by module,
-        [1, n_granularities]; missing: 1. `fan_in` is the maximum.
-      whole_buckets: of every granularity, before it is divided into sub-microbatches.
-    """
+    """Layouts of one segment graph at every granularity, with their lower bounds."""
 
     policy: str
-    build_layout: Callable[[int], Layout]
+    build_layout: Callable[[int], Layout]  # by number, without buckets, in the smallest groups
     graph: SegmentGraph
     context: SearchContext
-    groups_per_batch: np.ndarray
+    groups_per_batch: np.ndarray  # of every granularity
     group_sizes: np.ndarray
-    tables: Mapping[str, ModuleTable]
-    table_rows: Mapping[str, np.ndarray]
+    tables: Mapping[str, ModuleTable]  # by module
+    table_rows: Mapping[str, np.ndarray]  # by module the row of its table for each layout
     module_options: Mapping[str, ModuleOptions]
-    block_minima: Mapping[tuple[str, ...], BlockMinimum]
-    is_allowed: Array = True
+    block_minima: Mapping[tuple[str, ...], BlockMinimum]  # of modules that share devices
+    is_allowed: Array = True  # whether the search may take a layout and granularity
+    # Mean number for a group of the other modules, by module, [1, n_granularities]; missing: 1.
     sub_microbatches: Mapping[str, Array] = field(default_factory=dict)
-    fan_in: Sequence[int] = ()
-    whole_buckets: Sequence[Bucket] = ()
+    fan_in: Sequence[int] = ()  # maximum number, of every granularity
+    whole_buckets: Sequence[Bucket] = ()  # before they are divided into sub-microbatches
 
     @cached_property
     def min_groups(self) -> Array:
@@ -213,14 +145,11 @@ class Space:
 
     @cached_property
     def lower_bound_s(self) -> Array:
-        """Lower bound of the mean makespan of the sampled batches with any options; infinite for
-        what the search does not take."""
+        """Lower bound of the mean makespan with any options; inf for what is not searched."""
         is_usable = self.is_trusted & self.fits & self.is_allowed & ~self.is_repeated
-        seconds = {
-            m: s
-            for block, x in self.block_minima.items()
-            for m, s in zip(block, x.seconds, strict=True)
-        }
+        seconds: dict[str, Sequence[Array]] = {}
+        for block, x in self.block_minima.items():
+            seconds |= zip(block, x.seconds, strict=True)
         bounds_s = self._step_bounds_s(seconds, self.min_groups, slice(None), slice(None))
         return np.where(is_usable, bounds_s, np.inf)
 
@@ -231,22 +160,50 @@ class Space:
         layouts: int | slice,
         columns: slice,
     ) -> Array:
-        """`step_lower_bound_s` of some layouts and granularities."""
+        """Seconds that no schedule of some layouts and granularities beats, the mean over batches
+        of so many groups, [n_batches, ...], from the `seconds` of every module's segments."""
+        graph, cores = self.graph, self.context.profile.concurrency
+        forward, backward, reduce, update = (
+            [s[kind] for m in dict.fromkeys(graph.modules) for s in seconds[m]] for kind in range(4)
+        )
+        before_s, after_s = fill_and_drain_s(graph.sources, forward, backward, reduce)
+        after_s = [np.where(b > 0, a, 0.0) for a, b in zip(after_s, backward, strict=True)]
+        mean_groups: Array = groups.mean(axis=0)
+        # Part of a group takes that part of the seconds of a whole one.
+        first_group = np.minimum(groups, 1.0).mean(axis=0)
         n_subs = {m: n[:, columns] for m, n in self.sub_microbatches.items()}
+        work_s = [
+            mean_groups * (f + b) * n_subs.get(m, 1)
+            for f, b, m in zip(forward, backward, graph.modules, strict=True)
+        ]
+        by_resource: dict[int, list[int]] = defaultdict(list)
+        for i, r in enumerate(graph.resource_of):
+            by_resource[r].append(i)
+
+        def minimum(values: Sequence[Array]) -> list[Array]:
+            each = ([values[i] for i in numbers] for numbers in by_resource.values())
+            return [first_group * np.minimum.reduce(np.broadcast_arrays(*v)) for v in each]
+
+        def total(values: Sequence[Array]) -> list[Array]:
+            return [sum(values[i] for i in numbers) for numbers in by_resource.values()]
+
+        resource_s = step_bound_s(
+            total(work_s), minimum(before_s), minimum(after_s), total(reduce), total(update)
+        )
         devices = {m: t.n_devices[self.table_rows[m]][layouts] for m, t in self.tables.items()}
-        cores = self.context.profile.concurrency
-        return step_lower_bound_s(self.graph, seconds, groups, devices, cores, n_subs)
+        module_work_s = zip(graph.modules, work_s, strict=True)
+        device_s = sum(s * np.minimum(devices[m], cores) for m, s in module_work_s)
+        return np.maximum(resource_s, device_s / cores)
 
     def layout_at(self, p: int, c: int) -> Layout:
         """Layout `p` with the group size of granularity `c`, without buckets."""
         return replace(self.build_layout(p), group_size=int(self.group_sizes[c]))
 
     def plan(self, p: int, c: int, options: Mapping[str, MemoryOption] | None = None) -> Plan:
-        """The plan of a layout and granularity; `options` as for `build_plan`."""
-        bucket = Bucket.from_shapes(
-            {m: t.shape(self.table_rows[m][p], c) for m, t in self.tables.items()}
-        )
-        plan = build_plan(self.layout_at(p, c), self.policy, (bucket,), self.context, options)
+        """The plan of a layout and granularity; `options` as for `SearchContext.build_plan`."""
+        shapes = {m: t.shape(self.table_rows[m][p], c) for m, t in self.tables.items()}
+        bucket = Bucket.from_shapes(shapes)
+        plan = self.context.build_plan(self.layout_at(p, c), self.policy, (bucket,), options)
         return plan.with_layout(fan_in=self.fan_in[c]) if self.fan_in else plan
 
     def sub_microbatches_at(self, c: int) -> dict[str, int]:
@@ -270,8 +227,7 @@ class Space:
         return peak_bytes, options
 
     def contents_at(self, p: int, c: int) -> dict[str, tuple[int, ...]]:
-        """Content of a group of each module, where a mean batch takes as many groups as the
-        granularity says, or fewer where shapes cannot be smaller."""
+        """Content of a group of each module, in as many groups as a mean batch needs."""
         n = min(float(self.groups_per_batch[c]), float(self.min_groups[:, p, c].mean()))
         contents = {}
         for m, n_subs in self.sub_microbatches_at(c).items():
@@ -281,8 +237,7 @@ class Space:
         return contents
 
     def fitting_options(self, p: int, c: int) -> list[dict[str, int]]:
-        """The option of every module, by number, of each combination that fits and that no other
-        one beats in every quantity."""
+        """Combinations of options by number, by module, that fit and are not beaten."""
         limit = self.context.spec.memory_bytes
         by_block = [
             [dict(zip(block, o.tolist(), strict=True)) for o in best_combinations(modules, limit)]
@@ -295,8 +250,7 @@ class Space:
     def batch_bounds_s(
         self, p: int, c: int, options: Sequence[Mapping[str, int]], groups: Sequence[float]
     ) -> Array:
-        """Lower bounds of the makespans of batches of so many groups with each of these options,
-        [n_batches, n_options]."""
+        """Lower bounds of batches of so many groups by option, [n_batches, n_options]."""
         seconds = {}
         for m in self.tables:
             numbers = [one[m] for one in options]
@@ -308,8 +262,7 @@ class Space:
         return bounds_s[..., 0]
 
     def largest_bucket(self, p: int, c: int, options: Mapping[str, MemoryOption] | None) -> Bucket:
-        """The largest bucket that memory holds with these options (None: any), among granularities
-        of the group size of `c`."""
+        """The largest bucket that memory holds with these options (None: any)."""
         for i in np.flatnonzero(self.group_sizes == self.group_sizes[c]).tolist():
             if not self.is_trusted[p, i]:
                 continue
@@ -323,6 +276,14 @@ class Space:
                 whole = self.whole_buckets
                 return whole[i] if whole else self.plan(p, i).layout.buckets[0]
         raise AssertionError("the options fit at no granularity")
+
+
+def make_options(
+    table: ModuleTable, resources: Sequence[int], in_flight: Sequence[Array]
+) -> ModuleOptions:
+    """The table's module with its segments on these resources and so many groups in flight."""
+    needs = map(segment_need, resources, table.n_bytes, in_flight)
+    return ModuleOptions(table.options, tuple(needs), table.seconds)
 
 
 def bound_families(
@@ -349,23 +310,16 @@ def bound_families(
 
     @cache
     def build_options(key: Key) -> ModuleOptions:
-        return ModuleOptions.from_table(build_table(*key[:4]), *key[4:])
+        return make_options(build_table(*key[:4]), *key[4:])
 
     @cache
     def module_minimum(key: Key) -> BlockMinimum:
         return block_minimum([build_options(key)], limit)
 
-    def minimum(
-        block: Sequence[str], keys: Mapping[str, Key], rows: Mapping[str, Array]
-    ) -> BlockMinimum:
-        if len(block) == 1:
-            return module_minimum(keys[block[0]]).select(rows[block[0]])
-        return block_minimum([build_options(keys[m]).select(rows[m]) for m in block], limit)
-
     has_taps = bool(context.space_limits.unstaged)
     graphs: dict[tuple[object, ...], SegmentGraph] = {}
     for f in families:
-        layout = _layout_builder(f, context)
+        layout = partial(_build_layout, context, f)
         # Where an edge leaves from between layers, it depends on the split of the layers as well.
         graph_key = f.blocks, tuple((k.n_segments, has_taps and k.mesh) for k in f.parallelisms)
         if graph_key not in graphs:
@@ -375,19 +329,17 @@ def bound_families(
         keys = {m: (m, k, f.max_stages, *graph.module_key(m)) for m, k, _ in of_modules}
         tables = {m: build_table(*key[:4]) for m, key in keys.items()}
         rows = {m: np.searchsorted(tables[m].data, data) for m, _, data in of_modules}
-        yield Space(
-            policy,
-            layout,
-            graph,
-            context,
-            *context.granularities(f.max_stages),
-            tables,
-            table_rows=rows,
-            module_options={m: build_options(key) for m, key in keys.items()},
-            block_minima={block: minimum(block, keys, rows) for block in graph.blocks},
-        )
+        options = {m: build_options(key) for m, key in keys.items()}
+        minima = {
+            block: module_minimum(keys[block[0]]).select(rows[block[0]])
+            if len(block) == 1
+            else block_minimum([options[m].select(rows[m]) for m in block], limit)
+            for block in graph.blocks
+        }
+        sizes = context.granularities(f.max_stages)
+        yield Space(policy, layout, graph, context, *sizes, tables, rows, options, minima)
 
 
-def _layout_builder(family: LayoutFamily, context: SearchContext) -> Callable[[int], Layout]:
-    costs = context.layer_costs_by_degree
-    return lambda i: context.with_edges(family.layout(i, context.n_layers, costs))
+def _build_layout(context: SearchContext, family: LayoutFamily, i: int) -> Layout:
+    layout = family.layout(i, context.n_layers, context.layer_costs)
+    return context.with_edges(layout)

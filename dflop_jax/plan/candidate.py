@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,12 +12,15 @@ import numpy as np
 
 from dflop_jax.plan.bounds import Space
 from dflop_jax.plan.evaluate import PlanEvaluator
-from dflop_jax.plan.one_bucket import OneBucketSimulator, floor_and_ceil
-from dflop_jax.plan.options import MemoryOption, describe_savings, options_of, with_options
+from dflop_jax.plan.memory import MemoryOption, describe_savings, options_of, with_options
+from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.placement import layout_name
 from dflop_jax.profile.state import Array
-from dflop_jax.records import REMAT, Bucket, Plan, Predicted, Prices
+from dflop_jax.records import REMAT, Bucket, Group, Plan, Predicted, Prices, Schedule, Trace
 from dflop_jax.schedule import BucketChoice
+from dflop_jax.simulate.steps import makespan_function, simulate_step
+from dflop_jax.simulate.task_graph import step_graph
+from dflop_jax.simulate.task_order import textbook_order
 
 # Candidates of equal makespan are ordered by it.
 Key = tuple[object, ...]
@@ -28,6 +32,58 @@ CLOSE_RATIO = 1.05
 MIN_SECOND_REMAT_GAIN = 0.01
 
 
+@dataclass
+class OneBucketSimulator:
+    """Simulates steps of a plan with one bucket, whose groups are all alike, by their number."""
+
+    plan: Plan
+    content: Mapping[str, tuple[int, ...]]  # of each group of a module
+    context: SearchContext
+    sub_microbatches: Mapping[str, int]  # of each module for a group of the others
+    _makespans: dict[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def _priced(self) -> tuple[Prices, list[str]]:
+        """Prices and trainable segments; of what is simulated only, a search has thousands."""
+        layout = self.plan.layout
+        return self.context.price_layout(layout), self.context.trainable(layout)
+
+    def trace(self, n: int) -> Trace:
+        return simulate_step(self.plan, Schedule(0, self._groups(n)), *self._priced)
+
+    def _groups(self, n: int) -> tuple[Group, ...]:
+        """`n` groups of every module of the bucket, with their sub-microbatches, without pieces."""
+        layout, (bucket,) = self.plan.layout, self.plan.layout.buckets
+        numbers: dict[str, range] = {}  # of the sub-microbatches of each module
+        size = 0
+        for m, _ in bucket.shapes:
+            numbers[m] = range(size, size + self.sub_microbatches[m])
+            size = numbers[m].stop
+        groups: list[Group] = []
+        for first in range(0, n * size, max(size, 1)):
+            for m, shape in bucket.shapes:
+                readers = (i for t in layout.targets(m) for i in numbers.get(t, ()))
+                feeds = tuple(first + i for i in readers)
+                group = Group(m, shape, feeds, self.content[m], microbatches=layout.group_size)
+                groups += [group] * len(numbers[m])
+        return tuple(groups)
+
+    def makespan_s(self, n: float) -> float:
+        """Seconds of `n` groups; a fraction of a group takes that fraction of what it adds."""
+        below, above = math.floor(n), math.ceil(n)
+        below_s, above_s = self._whole_s(below), self._whole_s(above)
+        return below_s + (n - below) * (above_s - below_s)
+
+    def _whole_s(self, n: int) -> float:
+        """Simulated once; no trace is stored, since a search has hundreds."""
+        if n not in self._makespans:
+            groups, (prices, trainable) = self._groups(n), self._priced
+            graph = step_graph(self.plan.layout, groups, trainable)
+            step = makespan_function(self.plan, Schedule(0, groups), graph, prices)
+            self._makespans[n] = step(textbook_order(self.plan, graph, groups))
+        return self._makespans[n]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan, and what the search knows of it: from a lower bound to its own programs' times.
@@ -37,38 +93,29 @@ class Candidate:
     of layouts need it. Each choice of options is then a candidate of its own, whose makespan is
     exact once its groups are simulated. The best get other buckets, run trials, and at last have
     their programs timed.
-
-    Attributes:
-      plan: has the simplest options while these are open.
-      groups_per_batch: groups into which its one bucket divides a mean batch.
-      lower_bound_s: of the mean makespan, or that makespan if `is_exact`.
-      space_index: (space, layout, granularity); None for a baseline, which is exact.
-      fitting_options: choices of open options, by number, that fit.
-      batch_bounds_s: lower bounds of each batch's makespan, [n_batches, n_options].
-      groups_by_batch: counted for the first `n_counted_batches`, lower bounds for the others.
-      simulator: of its groups, once options are chosen.
-      one_bucket_plan: by which it was ranked, where `plan` has other buckets.
-      max_microbatches: into which the buckets of `plan` divide a mean batch.
-      bucket_choice: how these buckets were chosen; None: they follow from the one bucket.
-      trial_seconds: of the first trials, the same ones for all candidates.
-      prices: of its own programs, once they are timed.
     """
 
-    plan: Plan
-    groups_per_batch: int = 0
-    lower_bound_s: float = 0.0
+    plan: Plan  # has the simplest options while these are open
+    groups_per_batch: int = 0  # into which its one bucket divides a mean batch
+    lower_bound_s: float = 0.0  # of the mean makespan, or that makespan if `is_exact`
+    # (space, layout, granularity); None for a baseline, which is exact.
     space_index: tuple[Space, int, int] | None = field(default=None, compare=False, repr=False)
+    # Choices of open options, by number, that fit.
     fitting_options: Sequence[Mapping[str, int]] = field(default=(), compare=False, repr=False)
+    # Lower bounds of each batch's makespan, [n_batches, n_options].
     batch_bounds_s: Array = field(default=None, compare=False, repr=False)
+    # Counted for the first `n_counted_batches`, lower bounds for the others.
     groups_by_batch: tuple[float, ...] = ()
     n_counted_batches: int = 0
+    # Of its groups, once options are chosen.
     simulator: OneBucketSimulator | None = field(default=None, compare=False, repr=False)
     is_exact: bool = True
-    one_bucket_plan: Plan | None = None
-    max_microbatches: int = 0
+    one_bucket_plan: Plan | None = None  # by which it was ranked, where `plan` has other buckets
+    max_microbatches: int = 0  # into which the buckets of `plan` divide a mean batch
+    # How these buckets were chosen; None: they follow from the one bucket.
     bucket_choice: BucketChoice | None = None
-    trial_seconds: tuple[float, ...] = ()
-    prices: Prices | None = None
+    trial_seconds: tuple[float, ...] = ()  # of the first trials, the same ones for all candidates
+    prices: Prices | None = None  # of its own programs, once they are timed
 
     @staticmethod
     def from_space(space: Space, p: int, c: int) -> Candidate:
@@ -91,7 +138,6 @@ class Candidate:
 
     @cached_property
     def name(self) -> str:
-        """Short name of the layout."""
         return layout_name(self.plan.layout)
 
     @property
@@ -106,7 +152,6 @@ class Candidate:
 
     @property
     def group_size(self) -> int:
-        """Microbatches of a group."""
         return self.plan.layout.group_size
 
     @property
@@ -145,7 +190,6 @@ class Candidate:
 
     @property
     def has_open_options(self) -> bool:
-        """Whether its options are not chosen yet."""
         return self.space_index is not None and self.simulator is None
 
     @property
@@ -158,8 +202,7 @@ class Candidate:
         return replace(self, plan=plan, trial_seconds=(), **changes)
 
     def expand(self, evaluator: PlanEvaluator) -> list[Candidate]:
-        """Candidates with bounds nearer to their makespans that replace this one: with one more
-        batch counted, after all batches one for each choice of options, then simulated."""
+        """Candidates that replace this one: a batch more counted, options chosen, or simulated."""
         assert self.space_index is not None, "a baseline is exact"
         space, p, c = self.space_index
         groups, batch = self.groups_by_batch, self.n_counted_batches
@@ -167,7 +210,7 @@ class Candidate:
             makespan_s = float(np.mean([self.simulator.makespan_s(n) for n in groups]))
             return [replace(self, lower_bound_s=makespan_s, is_exact=True)]
         if batch == len(groups):
-            return self._with_each_choice(evaluator, space, p, c)
+            return self._choose_each(evaluator.context, space, p, c)
         # Groups are the same under any options. The bound by volumes may be higher: counting
         # divides a group into the maximum number of sub-microbatches, on average there are fewer.
         n_groups = max(groups[batch], evaluator.count_groups(self.plan.layout, batch))
@@ -183,9 +226,7 @@ class Candidate:
         lower_bound_s = float(batch_bounds_s.mean(axis=0).min())
         return replace(self, batch_bounds_s=batch_bounds_s, lower_bound_s=lower_bound_s, **changes)
 
-    def _with_each_choice(
-        self, evaluator: PlanEvaluator, space: Space, p: int, c: int
-    ) -> list[Candidate]:
+    def _choose_each(self, context: SearchContext, space: Space, p: int, c: int) -> list[Candidate]:
         """A candidate for each choice of options."""
         contents, n_subs = space.contents_at(p, c), space.sub_microbatches_at(c)
         choices = list(range(len(self.fitting_options)))
@@ -195,15 +236,13 @@ class Candidate:
         for i in choices:
             options = {m: space.tables[m].options[o] for m, o in self.fitting_options[i].items()}
             plan = with_options(self.plan, options)
-            trainable = evaluator.context.trainable(plan.layout)
-            simulator = OneBucketSimulator(plan, contents, evaluator.prices, trainable, n_subs)
+            simulator = OneBucketSimulator(plan, contents, context, n_subs)
             bounds_s = self.batch_bounds_s[:, [i]]
             candidates.append(self._with_bounds(bounds_s, plan=plan, simulator=simulator))
         return candidates
 
     def largest_buckets(self) -> list[Bucket | None]:
-        """The largest bucket that memory holds with the ranked options, and with any options; None
-        where memory has no limit."""
+        """The largest that memory holds with the ranked, and any options; None: no limit."""
         if self.space_index is None or not self.space_index[0].context.spec.memory_bytes:
             return [None]
         space, p, c = self.space_index
@@ -217,11 +256,10 @@ class Candidate:
         return mean_s * (1 + MIN_SECOND_REMAT_GAIN) if self.plan.scheduling.residuals else mean_s
 
     def with_predictions(self, evaluator: PlanEvaluator) -> Candidate:
-        """The candidate with a plan that has predictions by its one-bucket steps, and peak bytes
-        for any number of groups."""
+        """The candidate with predictions by its one-bucket steps, and peak bytes."""
         plan, busy = self.plan, dict(self.plan.predicted.busy_fraction)
         if self.simulator is not None:
-            counts = [n for groups in self.groups_by_batch for n in floor_and_ceil(groups)]
+            counts = [n for x in self.groups_by_batch for n in (math.floor(x), math.ceil(x))]
             traces = {n: self.simulator.trace(n) for n in set(counts)}
             total_s = sum(traces[n].makespan_s for n in counts)
             each = [(traces[n].makespan_s, traces[n].busy_fraction()) for n in counts]

@@ -14,11 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.plan.bounds import Space, segment_graph
-from dflop_jax.plan.module_tables import SearchContext, module_table
-from dflop_jax.plan.option_combinations import ModuleOptions, block_minimum
+from dflop_jax.plan.bounds import Space, make_options, segment_graph
+from dflop_jax.plan.memory import block_minimum
+from dflop_jax.plan.module_tables import HEADROOM, SearchContext, module_table
 from dflop_jax.plan.placement import SpaceLimits, divisors, split_layers
-from dflop_jax.plan.volume import HEADROOM
 from dflop_jax.profile.state import Array
 from dflop_jax.records import (
     BACKWARD,
@@ -31,6 +30,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.simulate.task_graph import in_flight_limit
 
 POLICY = "dip"
@@ -58,8 +58,7 @@ def module_seconds(
 
 
 def efficient_rows(context: SearchContext, module: str, model: int, tokens: int) -> int:
-    """Smallest number of rows of so many tokens at which a module reaches `MIN_EFFICIENCY` of its
-    best rate, among sizes whose prices are trusted."""
+    """Smallest trusted number of rows at `MIN_EFFICIENCY` of a module's best rate."""
     max_rows = max(1.0, context.max_trusted_tokens(module) / tokens)
     rows = np.array([n for n in _ROW_COUNTS if n <= max_rows])
     rate = rows / module_seconds(context, module, model, rows, np.full(rows.shape, tokens))
@@ -69,8 +68,7 @@ def efficient_rows(context: SearchContext, module: str, model: int, tokens: int)
 def choose_rounds(
     context: SearchContext, n_ranks: int, model: int, max_rounds: int
 ) -> dict[str, int]:
-    """Rounds of each module's chunks over the ranks, at most `max_rounds`: the seconds of its
-    efficient microbatch over those of the fastest module's, rounded down."""
+    """Rounds of each module's chunks: its efficient microbatch's seconds over the least."""
     microbatch_s: dict[str, float] = {}
     for m, volume in context.volumes.items():
         if volume.max_per_sample:
@@ -85,35 +83,24 @@ def choose_rounds(
 
 
 def rank_submeshes(limits: SpaceLimits) -> list[tuple[SubmeshPlan, ...]]:
-    """The submeshes of each division of the devices into ranks.
-
-    Raises:
-      ValueError: there is none, and the policy is this one.
-    """
-    degrees = set.intersection(*(set(limits.degrees[m]) for m in limits.n_layers))
-    choices = []
-    max_ranks = min(limits.config.max_stage, *limits.n_layers.values())
-    for n in divisors(limits.n_devices, max_ranks)[1:]:
+    """The submeshes of each division of the devices into ranks; ValueError: none."""
+    n_layers, config, choices = limits.n_layers, limits.config, []
+    degrees = set.intersection(*(set(limits.degrees[m]) for m in n_layers))
+    shallow = min(n_layers, key=n_layers.__getitem__)
+    for n in divisors(limits.n_devices, min(config.max_stage, n_layers[shallow]))[1:]:
         size = limits.n_devices // n
         for model in divisors(size, limits.max_model):
             if model in degrees and limits.node % model == 0:
                 mesh = MeshShape(data=size // model, model=model)
                 choices.append(tuple(mesh.block(f"rank{r}", r * size) for r in range(n)))
-    if not choices and limits.config.policy == POLICY:
-        raise ValueError(_no_placement(limits))
+    if not choices and config.policy == POLICY:
+        raise ValueError(
+            f"policy dip has no placement on {limits.n_devices} devices: 2 to plan.max_stage="
+            f"{config.max_stage} ranks of equal size each hold a layer of every module, and "
+            f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
+            "plan.policy auto"
+        )
     return choices
-
-
-def _no_placement(limits: SpaceLimits) -> str:
-    """Why there is no placement, and what would give one."""
-    n_layers = limits.n_layers
-    shallow = min(n_layers, key=n_layers.__getitem__)
-    return (
-        f"policy dip has no placement on {limits.n_devices} devices: 2 to plan.max_stage="
-        f"{limits.config.max_stage} ranks of equal size each hold a layer of every module, and "
-        f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
-        "plan.policy auto"
-    )
 
 
 def dip_layouts(context: SearchContext) -> Iterator[Layout]:
@@ -131,7 +118,7 @@ def chunked_layout(
     """The layout with chunk number i of each module on rank i modulo the number of ranks."""
     segments = []
     for m, n_rounds in rounds.items():
-        n, costs = n_rounds * len(ranks), context.layer_costs(m, ranks[0].model)
+        n, costs = n_rounds * len(ranks), context.layer_costs[m, ranks[0].model]
         for i, (a, b) in enumerate(split_layers(context.n_layers[m], n, costs)):
             rank = ranks[i % len(ranks)].name
             segments.append(SegmentPlan(f"{m}{i}", m, a, b, rank, i == 0, i == n - 1))
@@ -166,83 +153,69 @@ def _sub_microbatch(layout: Layout, module: str, context: SearchContext) -> tupl
 
 
 def dip_spaces(context: SearchContext) -> Iterator[Space]:
-    """The space of each layout at all granularities; errors as of `dip_layouts`."""
-    return (_bounded_space(context, layout) for layout in dip_layouts(context))
+    """The space of each layout at all granularities; errors as of `rank_submeshes`."""
+    return (_bound_layout(context, layout) for layout in dip_layouts(context))
 
 
-def _bounded_space(context: SearchContext, layout: Layout) -> Space:
-    (n_groups, group_sizes), rank = context.granularities(1), layout.submeshes[0]
-    row_shapes = {m: context.row_shapes(m, n_groups, rank.data, rank.model) for m in layout.modules}
-
-    def whole_bucket(c: int) -> Bucket:
-        sizes = {m: (int(rows[c]), int(tokens[c])) for m, (rows, tokens) in row_shapes.items()}
-        return Bucket.from_shapes(
-            {m: Shape(*size) if size[0] else None for m, size in sizes.items()}
-        )
-
-    whole_buckets = [whole_bucket(c) for c in range(len(n_groups))]
+def _bound_layout(context: SearchContext, layout: Layout) -> Space:
+    granularities, rank = context.granularities(1), layout.submeshes[0]
+    n_groups, limit = granularities[0], context.spec.memory_bytes
+    whole_shapes = {}
+    for m in layout.modules:
+        sizes = context.row_shapes(m, n_groups, rank.data, rank.model)
+        pairs = zip(*(size.tolist() for size in sizes))
+        whole_shapes[m] = [Shape(r, t) if r else None for r, t in pairs]
+    whole_buckets = [
+        Bucket.from_shapes({m: shapes[c] for m, shapes in whole_shapes.items()})
+        for c in range(len(n_groups))
+    ]
     divided = [with_sub_microbatches(replace(layout, buckets=(b,)), context) for b in whole_buckets]
     fan_in = [one.fan_in for one in divided]
     limits = {n: in_flight_limit(Plan(POLICY, replace(layout, fan_in=n))) for n in set(fan_in)}
     graph = segment_graph(layout, context)
     data: Array = np.array([[rank.data]])
     mesh = replace(rank.shape, data=data)
-    tables, module_options, sub_microbatches = {}, {}, {}
+    tables, options, sub_microbatches = {}, {}, {}
     for m in layout.modules:
         directions, resources, _ = graph.module_key(m)
         segments = layout.segments_of(m)
-        shapes = [one.buckets[0].shape(m) for one in divided]
-        rows, tokens = np.array([(s.rows, s.tokens) if s else (0, 0) for s in shapes]).T[:, None]
-        each = zip(n_groups.tolist(), divided, strict=True)
-        sub_microbatches[m] = np.array(
-            [[_mean_sub_microbatches(context, m, n, one) for n, one in each]]
-        )
-        max_subs = np.array([one.fan_in if m in one.divided else 1 for one in divided])
+        found = [one.buckets[0].shape(m) for one in divided]
+        rows, tokens = np.array([(s.rows, s.tokens) if s else (0, 0) for s in found]).T[:, None]
+        counts = [_sub_microbatch_counts(context, m, n, x) for n, x in zip(n_groups, divided)]
+        mean_subs, max_subs = np.array(counts).T
+        sub_microbatches[m] = mean_subs[None]
         tables[m] = module_table(
-            context, segments, directions, mesh, (n_groups, group_sizes), (rows, tokens),
+            context, segments, directions, mesh, granularities, (rows, tokens),
             sub_microbatches[m], max_subs,
         )  # fmt: skip
         in_flight = [np.array([[limits[n][s.name] for n in fan_in]]) for s in segments]
-        module_options[m] = ModuleOptions.from_table(tables[m], resources, in_flight)
-    (block,), limit = graph.blocks, context.spec.memory_bytes
-    options = [module_options[m] for m in block]
+        options[m] = make_options(tables[m], resources, in_flight)
+    (block,) = graph.blocks
+    table_rows = dict.fromkeys(block, np.zeros(1, int))
+    minima = {block: block_minimum([options[m] for m in block], limit)}
     space = Space(
-        POLICY,
-        lambda _: layout,
-        graph,
-        context,
-        n_groups,
-        group_sizes,
-        tables,
-        table_rows=dict.fromkeys(block, np.zeros(1, int)),
-        module_options=module_options,
-        block_minima={block: block_minimum(options, limit)},
-        sub_microbatches=sub_microbatches,
-        fan_in=fan_in,
-        whole_buckets=whole_buckets,
-    )
-    fits_unsaved = block_minimum([m.with_option(0) for m in options], limit).fits
-    fits_unsaved = fits_unsaved & space.is_trusted
-    return replace(space, is_allowed=_is_allowed(n_groups, len(layout.submeshes), fits_unsaved))
-
-
-def _mean_sub_microbatches(
-    context: SearchContext, module: str, n_groups: int, layout: Layout
-) -> int:
-    """Sub-microbatches of a module for a group, where a mean batch takes `n_groups` groups."""
-    shape = layout.buckets[0].shape(module)
-    if shape is None or module not in layout.divided:
-        return 1
-    capacity = context.group_capacity(module, shape.rows, shape.tokens) * layout.data_ranks(module)
-    n_subs = context.volumes[module].mean_per_batch * HEADROOM / (n_groups * capacity)
-    return min(max(1, math.ceil(n_subs - 1e-9)), layout.fan_in)
-
-
-def _is_allowed(n_groups: np.ndarray, n_ranks: int, fits_unsaved: Array) -> Array:
-    """Whether the search takes a granularity, [1, n_granularities]: at least a group for each rank,
-    and at most `_MAX_GROUPS_PER_RANK` where memory holds a coarser one without saving options."""
+        POLICY, lambda _: layout, graph, context, *granularities, tables, table_rows, options,
+        minima, True, sub_microbatches, fan_in, whole_buckets,
+    )  # fmt: skip
+    # At least a group for each rank, and few where memory holds these without saving options.
+    fits_unsaved = block_minimum([options[m].with_option(0) for m in block], limit).fits
+    n_ranks = len(layout.submeshes)
     fills_ranks = n_groups >= min(n_ranks, n_groups[-1])
-    fits = fills_ranks & fits_unsaved
+    fits = fills_ranks & fits_unsaved & space.is_trusted
     first = np.argmax(fits) if fits.any() else fits.size
     is_coarse = (n_groups <= _MAX_GROUPS_PER_RANK * n_ranks) | (np.arange(fits.size) <= first)
-    return fills_ranks & is_coarse
+    return replace(space, is_allowed=fills_ranks & is_coarse)
+
+
+def _sub_microbatch_counts(
+    context: SearchContext, module: str, n_groups: int, layout: Layout
+) -> tuple[int, int]:
+    """(mean, maximum) number of sub-microbatches for one of so many groups of a batch."""
+    shape = layout.buckets[0].shape(module)
+    if module not in layout.divided:
+        return 1, 1
+    if shape is None:
+        return 1, layout.fan_in
+    capacity = context.group_capacity(module, shape.rows, shape.tokens) * layout.data_ranks(module)
+    mean = context.volumes[module].mean_per_batch * HEADROOM / (n_groups * capacity)
+    return min(max(1, math.ceil(mean - ROUNDING)), layout.fan_in), layout.fan_in

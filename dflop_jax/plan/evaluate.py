@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan import memory
+from dflop_jax.plan.memory import with_options
 from dflop_jax.plan.module_tables import SearchContext
-from dflop_jax.plan.one_bucket import buckets_with_shares
-from dflop_jax.plan.options import with_options
-from dflop_jax.profile.cost_model import layout_prices
+from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import (
     NO_GROUP,
     REDUCE,
     UPDATE,
+    Bucket,
     Layout,
     Load,
+    ModelProfile,
     Plan,
     Prices,
     ProgramId,
     Schedule,
+    Shape,
     Task,
     Trace,
 )
-from dflop_jax.schedule import (
-    WORK_PER_S,
-    capacity_of,
-    quick_schedule,
-    schedule_batch,
-)
+from dflop_jax.schedule import WORK_PER_S, capacity_of, quick_schedule, schedule_batch
+from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bucket_search import min_groups
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.schedule.costs import segment_directions
 from dflop_jax.schedule.memory_plan import peak_residual_bytes
 from dflop_jax.schedule.rank_permutation import exchange_rooms
 from dflop_jax.schedule.sampled_batches import drifted_batches, sample_batches
-from dflop_jax.simulate.steps import simulate_step, with_list_order
-from dflop_jax.simulate.task_graph import in_flight_limit, submesh_resources
+from dflop_jax.simulate.steps import Noise, simulate_schedules, simulate_step, with_list_order
+from dflop_jax.simulate.task_graph import in_flight_changes, in_flight_limit, submesh_resources
 from dflop_jax.simulate.task_order import peak_groups_in_flight
 
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _MIN_LOOKAHEAD_GAIN = 0.005  # share of the makespan that a longer lookahead must save
-_RANKING_WORK = 100  # scheduler's units of work for a batch while plans are ranked
 # Samples that an evaluation needs at least, in at most so many batches or twice the sampled ones.
 _MIN_EVALUATED_SAMPLES, _MAX_EVALUATED_BATCHES = 512, 8
 # Maximum units of work for a batch of an evaluation or a trial. With 300, schedules of 256 samples
 # are up to 7% longer than with 4,000, those of other plans less, and another plan seems fastest.
 TRIAL_WORK = 1_000
-_LOOKAHEAD_BATCH_SHARE = 0.5  # of the evaluation batches, by which the lookahead is chosen
+_RANKING_WORK = TRIAL_WORK // 10  # while plans are ranked
 # Share of a step in which the scheduler prepares a later one: on a core of its own, and on a core
 # that is a device.
 _SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
 
 
 def work_budget(step_s: float, *, shares_cores: bool) -> int:
-    """Scheduler's units of work that a step of so many seconds hides; `shares_cores` as in
-    `ModelProfile`."""
+    """Scheduler's units of work that a step of so many seconds hides."""
     share = _SOLVER_SHARE_OF_DEVICE if shares_cores else _SOLVER_SHARE
     return max(1, int(share * step_s * WORK_PER_S))
 
@@ -69,7 +68,8 @@ class PlanEvaluator:
     """Schedules and simulates the same sampled batches for every plan.
 
     Candidates are ranked by `batches`, compared by the batches of trials, some of which hold other
-    shares of media, and get their predictions from `evaluation_batches`.
+    shares of media, and get their predictions from `evaluation_batches`. Prices are those of a
+    plan's own programs, or by the profile where they are None.
     """
 
     def __init__(
@@ -97,9 +97,6 @@ class PlanEvaluator:
         """The settings, with limits above 0."""
         return self.context.spec.config
 
-    def prices(self, layout: Layout) -> Prices:
-        return layout_prices(layout, self.context.costs)
-
     def max_peak_bytes(self, plan: Plan) -> float:
         """Upper bound of the bytes of the fullest device, for any number of groups."""
         return max(self.peak_bytes_limit(plan).values())
@@ -118,11 +115,9 @@ class PlanEvaluator:
         return not limit or self.max_peak_bytes(plan) <= limit
 
     def busy_s(self, layout: Layout) -> float:
-        """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
-        end; options of a layout are ordered by it."""
-        prices, trainable = self.prices(layout), self.context.trainable(layout)
-        n = self._groups_per_mean_batch(layout)
-        directions = segment_directions(layout, trainable)
+        """Seconds of all tasks of a mean batch in the largest shapes; options are ordered by it."""
+        prices, trainable = self._priced(layout)
+        n, directions = self._groups_per_mean_batch(layout), segment_directions(layout, trainable)
         ends = (Task(s, NO_GROUP, d) for s in trainable for d in (REDUCE, UPDATE))
         total_s = sum(prices.step_end[task] for task in ends)
         for s in layout.segments:
@@ -138,19 +133,15 @@ class PlanEvaluator:
         """Groups of the largest shapes that hold a mean batch."""
         n_groups = 1.0
         for m in layout.modules:
-            shapes = layout.shapes(m)
-            capacity = max(
-                (self.context.group_capacity(m, s.rows, s.tokens) for s in shapes), default=0
-            )
-            capacity *= layout.data_ranks(m) * layout.group_size
+            rows = [self.context.group_capacity(m, s.rows, s.tokens) for s in layout.shapes(m)]
+            capacity = max(rows, default=0) * layout.data_ranks(m) * layout.group_size
             capacity *= layout.fan_in if m in layout.divided else 1
             mean = self.context.volumes[m].mean_per_batch
             n_groups = max(n_groups, mean / capacity if capacity else 0.0)
         return n_groups
 
     def with_cheapest_options(self, plan: Plan) -> Plan:
-        """The plan with the cheapest options that fit beside its buckets, chosen module by module;
-        with the options of least memory where nothing fits."""
+        """The plan with the cheapest options that fit, module by module; else the smallest."""
         if not self.fits(plan):
             for m in plan.layout.modules:
                 plan = min(self._with_each_option(plan, m), key=self.max_peak_bytes)
@@ -168,36 +159,26 @@ class PlanEvaluator:
         """Groups that the scheduler makes of a batch with the layout's one bucket; the last group
         counts as the part of it that a smaller bucket has, and sub-microbatches of one group count
         once. Equal for layouts of equal data degrees."""
-        bucket_shares, capacity = buckets_with_shares(layout, self.context), capacity_of(layout)
-        key = (capacity, tuple(bucket_shares), layout.fan_in, batch)
+        shares = buckets_with_shares(layout, self.context)
+        key = (capacity_of(layout), tuple(shares), layout.fan_in, batch)
         if key not in self._groups:
-            layout, shares = (
-                replace(layout, buckets=tuple(bucket_shares)),
-                list(bucket_shares.values()),
-            )
-            self._groups[key] = min_groups(self._packed[batch], layout, shares, _RANKING_WORK)
+            layout = replace(layout, buckets=tuple(shares))
+            n_groups = min_groups(self._packed[batch], layout, [*shares.values()], _RANKING_WORK)
+            self._groups[key] = n_groups
         return self._groups[key]
 
     def evaluate(self, plan: Plan, expected_step_s: float, prices: Prices | None = None) -> Plan:
-        """The plan with its predictions, the scheduler's budget of work, and its best lookahead.
-
-        Args:
-          expected_step_s: about the seconds of a step, in which the scheduler's work hides.
-          prices: of the plan's own programs; None: by the profile.
-        """
-        is_timed, prices = prices is not None, prices or self.prices(plan.layout)
-        trainable = self.context.trainable(plan.layout)
-        plan = self.with_lookahead(plan, prices)
+        """The plan with its predictions, lookahead and work, for steps of about these seconds."""
+        plan, priced = self.with_lookahead(plan, prices), self._priced(plan.layout, prices)
         budget = partial(work_budget, shares_cores=self.context.profile.shares_cores)
         work, batches = min(budget(expected_step_s), TRIAL_WORK), self.evaluation_batches
         schedules = [
-            schedule_batch(b, plan, prices, trainable, step=i, work=work)
-            for i, b in enumerate(batches)
+            schedule_batch(b, plan, *priced, step=i, work=work) for i, b in enumerate(batches)
         ]
-        if not is_timed:  # else its programs are compiled for the rooms that it has
+        if prices is None:  # else its programs are compiled for the rooms that it has
             rooms = exchange_rooms(plan.layout, schedules, batches)
             plan = plan.with_layout(exchange_capacities=rooms)
-        traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
+        traces = [simulate_step(plan, s, *priced) for s in schedules]
         plan = self._with_prediction(plan, schedules, traces)
         return plan.with_scheduling(work_budget=budget(plan.predicted.makespan_s))
 
@@ -212,17 +193,12 @@ class PlanEvaluator:
         is_alone = len(set(submesh_resources(plan.layout).values())) == 1
         if scheduling.grouping != "balanced" or scheduling.residuals or is_alone:
             return plan
-        prices, trainable = prices or self.prices(plan.layout), self.context.trainable(plan.layout)
-        n = max(2, round(_LOOKAHEAD_BATCH_SHARE * len(self.evaluation_batches)))
-        schedules = [
-            quick_schedule(b, plan, prices, trainable, _RANKING_WORK)
-            for b in self.evaluation_batches[:n]
-        ]
+        priced = self._priced(plan.layout, prices)
+        batches = self.evaluation_batches[: max(2, round(len(self.evaluation_batches) / 2))]
+        schedules = [quick_schedule(b, plan, *priced, _RANKING_WORK) for b in batches]
 
         def list_scheduled_s(plan: Plan) -> float:
-            ordered = (
-                with_list_order(plan, replace(s, order=()), prices, trainable) for s in schedules
-            )
+            ordered = (with_list_order(plan, replace(s, order=()), *priced) for s in schedules)
             return float(np.mean([s.makespan_s for s in ordered]))
 
         fastest, best_s = plan, list_scheduled_s(plan)
@@ -235,8 +211,7 @@ class PlanEvaluator:
         return fastest
 
     def trial_batches(self, number: int) -> list[list[Load]]:
-        """The batches of a trial: one with the data's shares of media and, where `plan.drift` is
-        above 0, a drifted one."""
+        """A batch with the data's shares of media and, with `plan.drift`, a drifted one."""
         if number not in self._trials:
             n = self.context.spec.global_batch
             batches = sample_batches(self.loads, n, 1, seed=2 + number)
@@ -249,17 +224,17 @@ class PlanEvaluator:
         return self._trials[number]
 
     def simulate_trial(self, plan: Plan, number: int, prices: Prices | None = None) -> float:
-        """Seconds of a step by the batches of a trial; the drifted one has the weight `plan.drift`.
-
-        Args:
-          prices: of the plan's own programs; None: by the profile.
-        """
-        prices, trainable = prices or self.prices(plan.layout), self.context.trainable(plan.layout)
+        """Seconds of a step of a trial; the drifted batch has the weight `plan.drift`."""
+        priced = self._priced(plan.layout, prices)
         plain_s, *drifted_s = (
-            quick_schedule(b, plan, prices, trainable, TRIAL_WORK).makespan_s
+            quick_schedule(b, plan, *priced, TRIAL_WORK).makespan_s
             for b in self.trial_batches(number)
         )
         return (1 - self.config.drift) * plain_s + self.config.drift * sum(drifted_s)
+
+    def _priced(self, layout: Layout, prices: Prices | None = None) -> tuple[Prices, list[str]]:
+        """(prices, trainable segments) of a layout."""
+        return prices or self.context.price_layout(layout), self.context.trainable(layout)
 
     def _with_prediction(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
@@ -288,3 +263,79 @@ class PlanEvaluator:
             priced_by=self.context.profile.priced_by,
         )
         return replace(plan, predicted=predicted)
+
+
+def buckets_with_shares(layout: Layout, context: SearchContext) -> dict[Bucket, float]:
+    """A layout's one bucket and the smaller ones that a plan may have beside it, largest first,
+    each with its share of the largest. The last group of a batch takes the smallest that holds it.
+
+    A smaller bucket has that share of the rows, rounded up, or of the tokens of a single packed
+    row, which still holds the longest piece. The share is the largest of the modules that shrink.
+    """
+    (largest,) = layout.buckets
+    bucket_shares = {largest: 1.0}
+    for share in reversed(context.bucket_shares[:-1]):
+        shapes: dict[str, Shape | None] = {}
+        token_shares = []
+        for m, s in largest.shapes:
+            rows, tokens = math.ceil(s.rows * share - ROUNDING), s.tokens
+            if s.rows == 1 and m not in context.profile.piece_tokens:
+                multiple = context.spec.token_multiple
+                scaled = math.ceil(tokens * share / multiple - ROUNDING) * multiple
+                tokens = min(tokens, max(scaled, context.row_tokens(m)))
+            shapes[m] = smaller = s if m in layout.divided else Shape(rows, tokens)
+            token_shares += [smaller.size / s.size] * (smaller != s)
+        bucket_shares.setdefault(Bucket.from_shapes(shapes), max(token_shares, default=1.0))
+    return bucket_shares
+
+
+def simulate(
+    plan: Plan,
+    batches: Sequence[Sequence[Load]],
+    profile: ModelProfile,
+    *,
+    trainable: Collection[str] | None = None,
+    noise: Noise | None = None,
+) -> Trace:
+    """Schedule global batches and run them, one after another, on the profile's times.
+
+    Args:
+      batches: loads of each global batch.
+      trainable: names of segments with trainable parameters; None: all.
+      noise: as for `simulate_step`. Schedules are made without noise, as in a run.
+
+    Returns:
+      One trace of all steps, `source` "simulated"; groups keep counting from step to step.
+
+    Raises:
+      ValueError: a sample fits no bucket, or the profile lacks a degree that the plan uses.
+    """
+    names = [s.name for s in plan.layout.segments] if trainable is None else trainable
+    prices = layout_prices(plan.layout, CostModel(profile))
+    schedules = [schedule_batch(b, plan, prices, names, step=i) for i, b in enumerate(batches)]
+    return simulate_schedules(plan, schedules, prices, names, noise=noise)
+
+
+def loads_that_fit(plan: Plan, loads: Sequence[Load]) -> list[Load]:
+    """The samples that the plan has room for; ValueError if there is none."""
+    large = set(oversize_samples(loads, plan))
+    if len(large) == len(loads):
+        raise ValueError("the plan's shapes hold no sample of this data; plan for it")
+    return [load for i, load in enumerate(loads) if i not in large]
+
+
+def fullest_schedule(
+    plan: Plan, loads: Sequence[Load], global_batch: int, prices: Prices, trainable: Collection[str]
+) -> Schedule:
+    """The schedule of a few sampled batches with the most tokens in flight at once."""
+    fitting, n_batches = loads_that_fit(plan, loads), _MAX_EVALUATED_BATCHES // 2
+    batches = sample_batches(fitting, global_batch, n_batches)
+    schedules = (schedule_batch(b, plan, prices, trainable) for b in batches)
+    return max(schedules, key=_max_live_tokens)
+
+
+def _max_live_tokens(schedule: Schedule) -> int:
+    """Maximum tokens, over a step, of the shapes of groups between forward and backward."""
+    changes = zip(schedule.order, in_flight_changes(schedule.order), strict=True)
+    tokens = (change and change * schedule.groups[t.group].shape.size for t, change in changes)
+    return max(accumulate(tokens), default=0)

@@ -1,9 +1,16 @@
-"""Memory of each submesh: its peak by counting groups in flight, and its course over a trace."""
+"""Memory of each submesh: its peak by counting groups in flight, its course over a trace, and how
+modules save it: what backward computes again, and what data ranks share.
+
+An option makes a module cheaper to hold and slower to run. Single candidates list the combinations
+that fit and that no other fitting one beats in every quantity (`best_combinations`); of whole
+spaces the minimum of every quantity over options that may fit is enough (`block_minimum`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -15,30 +22,18 @@ from dflop_jax.records import (
     SEND,
     Layout,
     ModelProfile,
+    Plan,
+    Remat,
     SegmentPlan,
     Shape,
     Trace,
+    Zero,
 )
+from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.simulate.task_graph import segment_links, segments_with_backward, submesh_resources
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.
 StepFunction = tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class ByteTable:
-    """Bytes per device.
-
-    constant_bytes: of each submesh: parameters, gradients, optimizer state and the largest
-    program's temporaries. group_bytes: by (segment, shape), of a group from forward to backward:
-    its input and residuals. second_group_bytes: the same under the second recompute policies.
-    """
-
-    constant_bytes: Mapping[str, float]
-    group_bytes: Mapping[tuple[str, Shape], float]
-    second_group_bytes: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
-
-
 # Of a segment: its resource, bytes that it holds all the time, groups in flight included, and bytes
 # of temporaries while one of its programs runs.
 SegmentNeed = tuple[int, Array, Array]
@@ -50,8 +45,7 @@ def segment_need(resource: int, n_bytes: SegmentBytes, in_flight: Array) -> Segm
 
 
 def resource_peaks(needs: Iterable[SegmentNeed]) -> dict[int, Array]:
-    """Peak bytes per device of each resource: all that its segments hold, and the temporaries of
-    one program at a time."""
+    """Peak bytes of each resource: all that segments hold, temporaries of one program."""
     live: dict[int, Array] = {}
     work: dict[int, Array] = {}
     for resource, segment_bytes, temporaries in needs:
@@ -75,9 +69,8 @@ def peak_bytes(
     backward = set(segments_with_backward(layout, trained))
 
     def largest_bytes(s: SegmentPlan) -> SegmentBytes:
-        return costs.max_segment_bytes(
-            s, layout, trained=s.name in trained, backward=s.name in backward
-        )
+        runs = {"trained": s.name in trained, "backward": s.name in backward}
+        return costs.max_segment_bytes(s, layout, **runs)
 
     def need(s: SegmentPlan) -> SegmentNeed:
         n_bytes = largest_bytes(s)
@@ -90,33 +83,40 @@ def peak_bytes(
     return {name: float(peaks.get(r, 0.0)) for name, r in resource_of.items()}
 
 
-def byte_table(layout: Layout, profile: ModelProfile) -> ByteTable:
-    """Bytes that a profile predicts for a layout.
-
-    Raises:
-      ValueError: the profile lacks a module or degree of the layout.
-    """
-    costs = CostModel(profile)
-    shapes = [(s, shape) for s in layout.segments for shape in layout.shapes(s.module)]
-    return ByteTable(
-        peak_bytes(layout, costs, {}),
-        {(s.name, shape): group_bytes(layout, costs, s, shape) for s, shape in shapes},
-        {
-            (s.name, shape): group_bytes(layout, costs, s.with_less_remat, shape)
-            for s, shape in shapes
-            if s.remat_less is not None
-        },
-    )
-
-
 def group_bytes(layout: Layout, costs: CostModel, s: SegmentPlan, shape: Shape) -> float:
     """Bytes per device of a group in a segment from forward to backward: input and residuals."""
     mesh = layout.submesh(s.submesh).shape
     predictions = costs.predict(s.module, mesh.model, shape.rows, shape.tokens)
-    n_bytes = costs.segment(s, mesh).n_bytes(
-        layout.group_size, predictions, trained=True, backward=True
+    runs = {"trained": True, "backward": True}
+    return float(costs.segment(s, mesh).n_bytes(layout.group_size, predictions, **runs).residuals)
+
+
+@dataclass(frozen=True)
+class ByteTable:
+    """Bytes per device."""
+
+    # Of each submesh: parameters, gradients, optimizer state, the largest program's temporaries.
+    constant_bytes: Mapping[str, float]
+    # Of a group by (segment, shape) from forward to backward, under each recompute policy.
+    group_bytes: Mapping[tuple[str, Shape], float]
+    second_group_bytes: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
+
+
+def byte_table(layout: Layout, profile: ModelProfile) -> ByteTable:
+    """Bytes that a profile predicts for a layout; ValueError where it lacks a module or degree."""
+    costs = CostModel(profile)
+    first, second = (
+        {
+            (s.name, shape): group_bytes(layout, costs, segment, shape)
+            for s, segment in segments
+            for shape in layout.shapes(s.module)
+        }
+        for segments in (
+            [(s, s) for s in layout.segments],
+            [(s, s.with_less_remat) for s in layout.segments if s.remat_less is not None],
+        )
     )
-    return float(n_bytes.residuals)
+    return ByteTable(peak_bytes(layout, costs, {}), first, second)
 
 
 def memory_over_time(
@@ -158,10 +158,14 @@ def memory_over_time(
         first_s = arrived_s.get((f"{sender_mesh} → {submesh}", sender, group), sent_s)
         for time_s, more_bytes in ((first_s, n_bytes), (tasks[-1].end_s, -n_bytes)):
             changes[submesh][time_s] = changes[submesh].get(time_s, 0.0) + more_bytes
-    return {
-        name: _step_function(change, table.constant_bytes.get(name, 0.0), trace.makespan_s)
-        for name, change in changes.items()
-    }
+    curves: dict[str, StepFunction] = {}
+    for name, change in changes.items():
+        constant, times_s = table.constant_bytes.get(name, 0.0), sorted(change)
+        live_bytes = accumulate(change[time_s] for time_s in times_s)
+        points = [(t, constant + max(0.0, n)) for t, n in zip(times_s, live_bytes)]
+        is_over = times_s[-1] < trace.makespan_s
+        curves[name] = (*points, *[(trace.makespan_s, points[-1][1])] * is_over)
+    return curves
 
 
 def memory_of_trace(
@@ -185,10 +189,172 @@ def memory_of_trace(
     return memory_over_time(layout, trace, shapes, byte_table(layout, profile), second)
 
 
-def _step_function(changes: Mapping[float, float], start: float, end_s: float) -> StepFunction:
-    points: list[tuple[float, float]] = []
-    residual_bytes = 0.0
-    for time_s in sorted(changes):
-        residual_bytes += changes[time_s]
-        points.append((time_s, start + max(0.0, residual_bytes)))
-    return (*points, (end_s, points[-1][1])) if points[-1][0] < end_s else tuple(points)
+@dataclass(frozen=True)
+class MemoryOption:
+    """How a module saves memory; see `SegmentPlan`. The default saves nothing that costs time."""
+
+    remat: Remat = "none"
+    zero: Zero = 1
+    shard_devices: int = 0
+
+    def apply(self, segment: SegmentPlan) -> SegmentPlan:
+        """The segment with this option, and no second recompute policy."""
+        return replace(segment, **vars(self), remat_less=None)
+
+    @staticmethod
+    def from_segment(segment: SegmentPlan) -> MemoryOption:
+        return MemoryOption(segment.remat, segment.zero, segment.shard_devices)
+
+    @property
+    def description(self) -> str:
+        """What differs from the default; "" if nothing does."""
+        words = [self.remat] * (self.remat != "none") + [f"ZeRO {self.zero}"] * (self.zero > 1)
+        words += [f"within {self.shard_devices}"] * (self.shard_devices > 0)
+        return " ".join(words)
+
+
+def options_of(layout: Layout) -> dict[str, MemoryOption]:
+    """The option of every module; without blocks of devices where these change nothing."""
+    options = {}
+    for m in layout.modules:
+        segment = layout.segments_of(m)[0]
+        mesh = layout.submesh(segment.submesh)
+        if segment.shard_ranks(mesh.data, mesh.model) == mesh.data:
+            segment = replace(segment, shard_devices=0)
+        options[m] = MemoryOption.from_segment(segment)
+    return options
+
+
+def with_options(plan: Plan, options: Mapping[str, MemoryOption]) -> Plan:
+    """The plan with other options of some modules."""
+    own = MemoryOption.from_segment
+    segments = (options.get(s.module, own(s)).apply(s) for s in plan.layout.segments)
+    return plan.with_layout(segments=tuple(segments))
+
+
+def describe_savings(layout: Layout) -> str:
+    """How modules save memory, in words; "none" if they do not."""
+    words = []
+    for m, option in options_of(layout).items():
+        text = option.description
+        if second := next((s.remat_less for s in layout.segments_of(m) if s.remat_less), None):
+            text = text.replace(option.remat, f"{option.remat} or {second}", 1)
+        words += [f"{m} {text}"] * bool(text)
+    return ", ".join(words) or "none"
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """A module with its options.
+
+    needs: bytes of each segment, [n_options, n_rows, n_granularities]. seconds: of each segment,
+    [4, n_options, ...], as in `ModuleTable`.
+    """
+
+    options: tuple[MemoryOption, ...]
+    needs: tuple[SegmentNeed, ...]
+    seconds: tuple[Array, ...]
+
+    def select(self, *index: Array, options: slice = slice(None)) -> ModuleOptions:
+        """The module at some rows of its table (an array), or at one row and granularity."""
+        index = options, *index
+        needs = tuple((r, live[index], work[index]) for r, live, work in self.needs)
+        seconds = tuple(s[(slice(None), *index)] for s in self.seconds)
+        return ModuleOptions(self.options[options], needs, seconds)
+
+    def with_option(self, option: int) -> ModuleOptions:
+        return self.select(options=slice(option, option + 1))
+
+
+@dataclass(frozen=True)
+class BlockMinimum:
+    """Minima over the options of a block of modules, [n_rows, n_granularities]."""
+
+    fits: Array  # whether any combination fits into memory
+    peak_bytes: Array  # lower bound for the fullest device
+    # Of every module's segments, [4, ...] as in `ModuleTable`; 0 where nothing fits.
+    seconds: tuple[tuple[Array, ...], ...]
+
+    def select(self, rows: Array) -> BlockMinimum:
+        seconds = tuple(tuple(s[:, rows] for s in module) for module in self.seconds)
+        return BlockMinimum(self.fits[rows], self.peak_bytes[rows], seconds)
+
+
+def block_minimum(modules: Sequence[ModuleOptions], memory_bytes: float) -> BlockMinimum:
+    """Minima over the options of modules that share devices; `memory_bytes` 0: no limit."""
+    limit = memory_bytes or np.inf
+    may_fit, peak_bytes = _options_that_may_fit(modules, limit)
+    fits = np.logical_and.reduce([a.any(axis=0) for a in may_fit])
+    if len(modules) > 1 and memory_bytes:
+        for index in np.argwhere(fits & ~(_peak_of_smallest(modules) <= limit)):
+            peak, _ = smallest_combination([m.select(*index) for m in modules])
+            fits[tuple(index)] = peak <= limit
+    seconds = (
+        tuple(np.where(fits, np.where(a, s, np.inf).min(axis=1), 0.0) for s in m.seconds)
+        for m, a in zip(modules, may_fit, strict=True)
+    )
+    return BlockMinimum(fits, peak_bytes, tuple(seconds))
+
+
+def _options_that_may_fit(
+    modules: Sequence[ModuleOptions], limit: float
+) -> tuple[list[Array], Array]:
+    """(of every module which options fit beside the minimum of the others, the lowest peak)."""
+    minima = [[(r, s.min(axis=0), w.min(axis=0)) for r, s, w in m.needs] for m in modules]
+    peaks = []
+    for i, m in enumerate(modules):
+        other_needs = [need for needs in (*minima[:i], *minima[i + 1 :]) for need in needs]
+        peaks.append(_peak_bytes([*m.needs, *other_needs]))
+    return [p <= limit for p in peaks], np.maximum.reduce([p.min(axis=0) for p in peaks])
+
+
+def _peak_of_smallest(modules: Sequence[ModuleOptions]) -> Array:
+    """Peak bytes where every module has the option that needs the least alone."""
+    needs: list[SegmentNeed] = []
+    for m in modules:
+        i = sum(s + w for _, s, w in m.needs).argmin(axis=0)[None]
+        needs += [(r, *(np.take_along_axis(a, i, 0)[0] for a in (s, w))) for r, s, w in m.needs]
+    return _peak_bytes(needs)
+
+
+def _peak_bytes(needs: Iterable[SegmentNeed]) -> Array:
+    """Peak bytes of the resource that needs most."""
+    return np.maximum.reduce(np.broadcast_arrays(*resource_peaks(needs).values()))
+
+
+def _peaks_of(modules: Sequence[ModuleOptions], numbers: np.ndarray) -> Array:
+    """Peak bytes of combinations, [n_combinations, n_modules], at one row and granularity."""
+    columns = zip(modules, numbers.T, strict=True)
+    return _peak_bytes((r, live[o], work[o]) for m, o in columns for r, live, work in m.needs)
+
+
+def smallest_combination(
+    modules: Sequence[ModuleOptions],
+) -> tuple[float, tuple[MemoryOption, ...]]:
+    """(peak bytes, options) of the combination that needs least, at one table entry."""
+    sizes = [len(m.options) for m in modules]
+    numbers = np.indices(sizes).reshape(len(sizes), -1).T
+    peaks = _peaks_of(modules, numbers)
+    i = int(peaks.argmin())
+    chosen = zip(modules, numbers[i].tolist(), strict=True)
+    return float(peaks[i]), tuple(m.options[o] for m, o in chosen)
+
+
+def best_combinations(
+    modules: Sequence[ModuleOptions], memory_bytes: float
+) -> Iterator[np.ndarray]:
+    """Combinations of options, by number, that fit and are not beaten; fastest first."""
+    limit = memory_bytes or np.inf
+    may_fit = [a.nonzero()[0] for a in _options_that_may_fit(modules, limit)[0]]
+    numbers = np.stack(np.meshgrid(*may_fit, indexing="ij"), axis=-1).reshape(-1, len(modules))
+    numbers = numbers[_peaks_of(modules, numbers) <= limit]
+    seconds = np.concatenate(
+        [np.concatenate(m.seconds)[:, o].T for m, o in zip(modules, numbers.T, strict=True)], axis=1
+    )
+    while len(numbers):
+        fastest = int(seconds.sum(axis=1).argmin())
+        is_equal = (seconds[:fastest] <= seconds[fastest] * (1 + ROUNDING)).all(axis=1)
+        fastest = int(is_equal.argmax()) if is_equal.any() else fastest
+        yield numbers[fastest]
+        is_beaten = (seconds >= seconds[fastest] * (1 - ROUNDING)).all(axis=1)
+        numbers, seconds = numbers[~is_beaten], seconds[~is_beaten]

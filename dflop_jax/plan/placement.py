@@ -19,16 +19,16 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 
-COST_UNITS = 10**6  # of a layer's cost, in which costs of runs are compared
+# Digits of a layer's cost, in mean layers: bits of a timing must not move a layer to another run.
+_COST_DIGITS = 6
 
 
 class LayerCosts(NamedTuple):
-    """Costs of a module's entry, exit and layers, in mean layers; `layers` is () where all cost the
-    same."""
+    """Costs of a module's entry, exit and layers, in mean layers."""
 
     entry: float = 0.0
     exit: float = 0.0
-    layers: tuple[float, ...] = ()
+    layers: tuple[float, ...] = ()  # () where all cost the same
 
 
 EQUAL_LAYERS = LayerCosts()  # a run costs its number of layers
@@ -38,8 +38,7 @@ LayerCostsByDegree = Mapping[tuple[str, int], LayerCosts]
 
 @dataclass(frozen=True, order=True)
 class Parallelism:
-    """A module as `n_segments` segments on a submesh each, or as one segment whose stages a
-    microbatch passes `rounds` times."""
+    """A module as segments on a submesh each, or as a segment that is passed in rounds."""
 
     mesh: MeshShape
     n_segments: int = 1
@@ -52,25 +51,16 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class SpaceLimits:
-    """Limits of a space of placements.
+    """Limits of a space of placements."""
 
-    Attributes:
-      n_layers: of every module, in topological order.
-      degrees: of tensor parallelism, by module.
-      unstaged: modules with an edge between their layers, which lie in segments, not in stages.
-      patterns: layers of the shortest pattern of kinds that a module repeats, 1 where all are
-        alike; stages of a loop hold whole patterns.
-      node: devices of a node.
-      config: settings, with limits above 0.
-    """
-
-    n_layers: Mapping[str, int]
-    degrees: Mapping[str, Collection[int]]
-    unstaged: Collection[str]
+    n_layers: Mapping[str, int]  # of every module, in topological order
+    degrees: Mapping[str, Collection[int]]  # of tensor parallelism, by module
+    unstaged: Collection[str]  # modules with an edge between their layers: segments, not stages
+    # Layers of the shortest pattern of kinds that a module repeats; stages hold whole patterns.
     patterns: Mapping[str, int]
     n_devices: int
-    node: int
-    config: PlanConfig
+    node: int  # devices of a node
+    config: PlanConfig  # with limits above 0
 
     @classmethod
     def from_model(
@@ -83,9 +73,8 @@ class SpaceLimits:
         """`kinds` are those of every module's layers; `devices` are the last three fields."""
         unstaged = {e.source for e in edges if e.leaves >= 0}
         unstaged |= {e.target for e in edges if e.enters >= 0}
-        n_layers = {m: len(k) for m, k in kinds.items()}
         patterns = {m: shortest_pattern(k) for m, k in kinds.items()}
-        return cls(n_layers, degrees, unstaged, patterns, *devices)
+        return cls({m: len(k) for m, k in kinds.items()}, degrees, unstaged, patterns, *devices)
 
     @property
     def max_model(self) -> int:
@@ -105,13 +94,9 @@ def build_layout(
     n_layers: Mapping[str, int],
     costs: LayerCostsByDegree | None = None,
 ) -> Layout:
-    """The layout, without buckets and edges, of modules with these parallelisms.
-
-    Args:
-      first_devices: of each module. Modules with the same first device share all their devices.
-      n_layers: of every module, in topological order.
-      costs: by which segments are balanced; None: the number of layers.
-    """
+    """The layout, without buckets and edges, of modules (in topological order) with these
+    parallelisms, from these devices on; modules with the same first device share all devices.
+    Segments are balanced by `costs`, else by their number of layers."""
     submeshes: tuple[SubmeshPlan, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
     modules = zip(n_layers.items(), first_devices, parallelisms, strict=True)
@@ -123,8 +108,7 @@ def build_layout(
 
 
 def layout_name(layout: Layout) -> str:
-    """A short name, unique in a space: of every module its segments, stage x data x model, first
-    device, and rounds through the stages."""
+    """A unique short name: segments, stage x data x model, first device, rounds by module."""
     names = []
     for module in layout.modules:
         segments = layout.segments_of(module)
@@ -157,8 +141,7 @@ def module_segments(
 def split_layers(
     n_layers: int, n_runs: int, costs: LayerCosts = EQUAL_LAYERS
 ) -> list[tuple[int, int]]:
-    """[start, stop) of runs of at least one layer each with the lowest possible maximum cost; the
-    first run has the entry, the last the exit."""
+    """[start, stop) of runs of at least a layer with the lowest possible maximum cost."""
     assert 1 <= n_runs <= n_layers, (n_runs, n_layers)
     if costs.layers:
         return list(_split_unequal(costs, n_runs))
@@ -176,9 +159,9 @@ def _split_unequal(costs: LayerCosts, n_runs: int) -> tuple[tuple[int, int], ...
     """`split_layers` of layers with different costs, by dynamic programming over the first layers;
     of splits of equal maximum cost that with the lowest sum of squares."""
     # Whole numbers, so that no choice depends on the order of a sum.
-    each = [round(COST_UNITS * c) for c in costs.layers]
-    each[0] += round(COST_UNITS * costs.entry)
-    each[-1] += round(COST_UNITS * costs.exit)
+    entry, leave, *each = (round(10**_COST_DIGITS * c) for c in (*costs[:2], *costs.layers))
+    each[0] += entry
+    each[-1] += leave
     total, n = [0, *accumulate(each)], len(each)
     # By number of layers: (maximum cost of a run, sum of squares, first layer of each run).
     best_split: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
@@ -212,13 +195,8 @@ def relative_layer_costs(profile: ModelProfile) -> LayerCostsByDegree:
         seconds = {k: t.layer_forward_s + t.layer_backward_s for k, t in timings.items()}
         mean_s = sum(seconds[k] for k in kinds) / len(kinds)
         ends_s = timings[kinds[0]].ends_forward_s + timings[kinds[0]].ends_backward_s
-        entry_share = profile.entry_share[module]
-
-        # Bits of a timing must not move a layer from one segment to another.
-        def in_layers(s: float, mean_s: float = mean_s) -> float:
-            return round(s / mean_s, 6) if mean_s else 0.0
-
-        layers = tuple(in_layers(seconds[k]) for k in kinds) if len(seconds) > 1 else ()
-        entry, leave = in_layers(ends_s * entry_share), in_layers(ends_s * (1 - entry_share))
-        by_degree[module, model] = LayerCosts(entry, leave, layers)
+        share, of_layers = profile.entry_share[module], kinds if len(seconds) > 1 else ()
+        all_s = ends_s * share, ends_s * (1 - share), *(seconds[k] for k in of_layers)
+        entry, leave, *layers = (round(s / mean_s, _COST_DIGITS) if mean_s else 0.0 for s in all_s)
+        by_degree[module, model] = LayerCosts(entry, leave, tuple(layers))
     return by_degree

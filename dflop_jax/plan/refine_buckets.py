@@ -13,21 +13,10 @@ from dflop_jax.plan.best_first import MAX_CLOSE, BestFirstSearch, first_of_place
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import with_sub_microbatches
-from dflop_jax.plan.evaluate import PlanEvaluator
+from dflop_jax.plan.evaluate import PlanEvaluator, buckets_with_shares
 from dflop_jax.plan.memory import group_bytes
-from dflop_jax.plan.one_bucket import buckets_with_shares
 from dflop_jax.plan.time_plans import close_to_best, compare_new, screen, successive_halving
-from dflop_jax.records import (
-    REMAT,
-    Bucket,
-    Layout,
-    Load,
-    Plan,
-    Remat,
-    ResidualBytes,
-    SegmentPlan,
-    Shape,
-)
+from dflop_jax.records import REMAT, Bucket, Layout, Load, Plan, Remat, ResidualBytes, SegmentPlan
 from dflop_jax.schedule import BucketProblem, choose_buckets
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples, sample_capacity, spare_bucket
 from dflop_jax.schedule.buckets.problem import largest_first
@@ -40,13 +29,9 @@ _GRANULARITIES = (0.6, 1.0, 1.6)
 # takes planning time and misses fewer.
 _MAX_POLICY_RATIO = 1.2
 # Candidates, and placements of them, that get chosen buckets besides the first of other policies,
-# by effort; each takes about a second.
+# by effort; each takes about a second. For the "quick" number the integer program of shapes is
+# solved, one or two seconds each.
 _N_SIZED = {"quick": 2, "full": 3}
-# Candidates for which the integer program of shapes is solved, one or two seconds each.
-_N_INTEGER_PROGRAMS = 2
-# Groups with shorter rows over those with longer ones, up to which shorter rows are tried; with
-# twice as many, plans win by chance whose groups just hold the batches of the trials.
-_MAX_GROUP_RATIO = 1.2
 
 
 def refine_candidates(
@@ -70,7 +55,6 @@ def refine_candidates(
     for one in {id(one): one for one in leading}.values():
         if one.ranked_plan.layout != one.plan.layout:
             screened.append(one.with_plan(one.ranked_plan))
-        screened += _with_shorter_rows(evaluator, one)
         screened += _with_chosen_buckets(evaluator, one)
     screened += [more for one in screened for more in _with_divided_readers(evaluator, one)]
     compared = _with_integer_program(evaluator, successive_halving(evaluator, screened))
@@ -89,80 +73,50 @@ def refine_candidates(
 
 
 def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates close to the first, or among the first that are timed, and the best of every other
-    policy that is not far behind: chosen buckets change the order of policies."""
+    """Candidates close to the first, or to be timed, and the best of other policies."""
     n, best_s = search.evaluator.config.finalists, ranked[0].lower_bound_s
     max_s = CLOSE_RATIO * best_s
     close = [r for i, r in enumerate(ranked) if i < n or r.lower_bound_s <= max_s][:MAX_CLOSE]
     other_policies = sorted(search.policies - {r.policy for r in close})
-    return close + [
-        c for p in other_policies for c in search.screen_policy(p, _MAX_POLICY_RATIO * best_s)
-    ]
+    max_s = _MAX_POLICY_RATIO * best_s
+    return close + [c for p in other_policies for c in search.screen_policy(p, max_s)]
 
 
 def _with_smaller_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> Candidate:
-    plan = candidate.plan
+    plan, n = candidate.plan, candidate.microbatches
     buckets = tuple(buckets_with_shares(plan.layout, evaluator.context))
-    return replace(
-        candidate,
-        plan=plan.with_layout(buckets=buckets),
-        one_bucket_plan=plan,
-        max_microbatches=candidate.microbatches,
-    )
+    smaller = plan.with_layout(buckets=buckets)
+    return replace(candidate, plan=smaller, one_bucket_plan=plan, max_microbatches=n)
 
 
 def _with_chosen_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
     """The candidate with chosen buckets, at each granularity that the effort allows."""
     config, largest = evaluator.config, candidate.largest_buckets()[0]
     ratios = _GRANULARITIES[-1:] if config.effort == "quick" else _GRANULARITIES
-    counts = {
-        max(1, min(config.max_microbatches, round(x * candidate.max_microbatches))) for x in ratios
-    }
-    return [
-        one
-        for n in sorted(counts, reverse=True)
-        for one in _choose_buckets(evaluator, candidate, largest, n, "quick", with_milp=False)
-    ]
+    counts = {max(1, round(ratio * candidate.max_microbatches)) for ratio in ratios}
+    sized = []
+    for n in sorted({min(n, config.max_microbatches) for n in counts}, reverse=True):
+        sized += _choose_buckets(evaluator, candidate, largest, n, "quick", with_milp=False)
+    return sized
 
 
 def _with_integer_program(
     evaluator: PlanEvaluator, compared: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The candidates, and those with the integer program's buckets for the fastest ones, fastest
-    first; the first says how its buckets compare with the others'."""
+    """The candidates, and the fastest ones with the integer program's buckets, fastest first."""
     sized: dict[int, Candidate] = {}  # by ranked plan, with chosen buckets
     for one in compared:
-        sized_variants = (
-            c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice
-        )
-        if first := next(sized_variants, None):  # else no choice of buckets fits
+        variants = (c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice)
+        if first := next(variants, None):  # else no choice of buckets fits
             sized.setdefault(id(one.ranked_plan), first)
-    to_solve = list(sized.values())[:_N_INTEGER_PROGRAMS]
+    to_solve = list(sized.values())[: _N_SIZED["quick"]]
     solved = [c for one in to_solve for c in _solve_integer_program(evaluator, one)]
     new = [c for c in solved if all(c.plan.layout != one.plan.layout for one in compared)]
-    fastest, *others = compare_new(evaluator, compared, new)
-    choices = [c.bucket_choice for c in solved if c.bucket_choice]
-    if not choices:
-        return [fastest, *others]
-    choice = next((c for c in choices if c == fastest.bucket_choice), choices[0])
-    gain, new_layouts = choice.gain, {c.plan.layout for c in new}
-    is_new = fastest.plan.layout in new_layouts
-    rival = next((c for c in others if (c.plan.layout in new_layouts) != is_new), None)
-    if rival:  # by the trials that both ran
-        n = min(len(fastest.trial_seconds), len(rival.trial_seconds))
-        gain = 1 - fastest.mean_trial_s(n) / rival.mean_trial_s(n)
-    predicted = replace(
-        fastest.plan.predicted,
-        shapes_by=choice.made_by if fastest.bucket_choice == choice else "search",
-        shapes_gain=gain,
-        shapes_gap=choice.gap,
-    )
-    return [replace(fastest, plan=replace(fastest.plan, predicted=predicted)), *others]
+    return compare_new(evaluator, compared, new)
 
 
 def _solve_integer_program(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
-    """The candidate with the integer program's buckets, as large as memory holds with its options
-    and, where that differs, with any: larger buckets may be worth other options."""
+    """The candidate with the program's buckets: largest by its options, and by any."""
     n, effort = candidate.max_microbatches, evaluator.config.effort
     start = candidate.bucket_choice if effort == "quick" else None
     by_layout: dict[Layout, Candidate] = {}
@@ -182,44 +136,8 @@ def _with_divided_readers(evaluator: PlanEvaluator, candidate: Candidate) -> lis
         return []
     readers = [m for m in layout.modules if layout.sources(m) and not layout.targets(m)]
     divided = with_sub_microbatches(layout, evaluator.context, readers)
-    return _with_layout(evaluator, candidate, divided) if divided != layout else []
-
-
-def _with_layout(evaluator: PlanEvaluator, candidate: Candidate, layout: Layout) -> list[Candidate]:
-    """The candidate with another layout, where memory holds it."""
-    plan = replace(candidate.plan, layout=layout).with_scheduling(lookahead=0)
-    return [candidate.with_plan(plan)] if evaluator.fits(plan) else []
-
-
-def _with_shorter_rows(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
-    """The candidate with packed rows as short as the longest piece allows, and no more of them.
-
-    None where rows are as short already, do not hold every sample, or need many more groups: the
-    trials are too few to tell whether a batch fits into one group or two. Programs of about equal
-    size may differ in speed by more than the fit of a few timings shows; timing them does.
-    """
-    context, layout = evaluator.context, candidate.plan.layout
-    packed = set(layout.modules) - set(context.profile.piece_tokens) - set(layout.divided)
-    limits = {m: context.row_tokens(m) for m in packed}
-
-    def shorten(b: Bucket) -> Bucket:
-        shapes = {m: Shape(s.rows, min(s.tokens, limits.get(m, s.tokens))) for m, s in b.shapes}
-        return Bucket.from_shapes(shapes)
-
-    shorter = candidate.plan.with_layout(buckets=tuple(dict.fromkeys(map(shorten, layout.buckets))))
-    if shorter.layout == layout or oversize_samples(evaluator.loads, shorter):
-        return []
-    n_groups, n_shorter_groups = (_count_groups(evaluator, x) for x in (layout, shorter.layout))
-    if n_shorter_groups > _MAX_GROUP_RATIO * n_groups:
-        return []
-    return _with_layout(evaluator, candidate, shorter.layout)
-
-
-def _count_groups(evaluator: PlanEvaluator, layout: Layout) -> float:
-    """Groups of the largest bucket that hold the first batches of the ranking."""
-    one_bucket = replace(layout, buckets=layout.buckets[:1])
-    n_batches = len(evaluator.batches[: evaluator.context.spec.n_batches])
-    return sum(evaluator.count_groups(one_bucket, i) for i in range(n_batches))
+    plan = replace(candidate.plan, layout=divided).with_scheduling(lookahead=0)
+    return [candidate.with_plan(plan)] if divided != layout and evaluator.fits(plan) else []
 
 
 def _choose_buckets(
@@ -230,13 +148,8 @@ def _choose_buckets(
     effort: str,
     **options: Any,
 ) -> list[Candidate]:
-    """The candidate with the buckets that suit it best; none if they do not fit.
-
-    Args:
-      largest: upper limit of the buckets; beside it, shapes whose prices are trusted.
-      max_microbatches: of a mean batch.
-      options: of `choose_buckets`.
-    """
+    """The candidate with the buckets that suit it best, up to the `largest` and shapes whose prices
+    are trusted; none if they do not fit. `options` are those of `choose_buckets`."""
     context, plan = evaluator.context, candidate.ranked_plan
     layout = replace(plan.layout, fan_in=1)
     limits = {
@@ -253,7 +166,7 @@ def _choose_buckets(
 
     problem = BucketProblem(
         layout,
-        evaluator.prices,
+        context.price_layout,
         context.spec.global_batch,
         n_buckets=evaluator.config.buckets,
         trainable=context.trainable(layout),
@@ -276,10 +189,10 @@ def with_second_remat(plan: Plan, evaluator: PlanEvaluator) -> list[Plan]:
     """Plans that fit in which segments have a second recompute policy that keeps more, for groups
     that memory has room for as a step goes (`schedule.memory_plan`); one plan for each such policy,
     none where no segment recomputes."""
-    context = evaluator.context
+    context, layout = evaluator.context, plan.layout
     if not context.spec.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
-    backward = set(segments_with_backward(plan.layout, context.trainable(plan.layout)))
+    backward = set(segments_with_backward(layout, context.trainable(layout)))
 
     def keeps_more(s: SegmentPlan, remat: Remat) -> bool:
         is_weaker = remat in REMAT[: REMAT.index(s.remat)]
@@ -288,11 +201,10 @@ def with_second_remat(plan: Plan, evaluator: PlanEvaluator) -> list[Plan]:
 
     plans = []
     for remat in get_args(Remat):
-        segments = tuple(
-            replace(s, remat_less=remat) if keeps_more(s, remat) else s
-            for s in plan.layout.segments
+        segments = (
+            replace(s, remat_less=remat) if keeps_more(s, remat) else s for s in layout.segments
         )
-        second = plan.with_layout(segments=segments)
+        second = plan.with_layout(segments=tuple(segments))
         if second != plan and evaluator.fits(second):
             plans.append(_with_free_bytes(second, backward, evaluator))
     return plans

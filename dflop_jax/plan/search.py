@@ -9,20 +9,24 @@ of the fastest plans are timed, and the fastest by these times is the plan (`tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflop_jax.plan.best_first import BestFirstSearch, first_of_placements, search_spaces
+from dflop_jax.plan.best_first import (
+    BestFirstSearch,
+    OnProgress,
+    first_of_placements,
+    search_spaces,
+)
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.explain import explain_no_fit
-from dflop_jax.plan.module_tables import SearchContext
+from dflop_jax.plan.module_tables import SearchContext, module_volume
 from dflop_jax.plan.refine_buckets import refine_candidates
 from dflop_jax.plan.search_spec import SearchSpec, with_limits
 from dflop_jax.plan.space import allowed_baselines
-from dflop_jax.plan.time_plans import TimePlan, TryStep, choose_by_timing
-from dflop_jax.plan.volume import module_volume
+from dflop_jax.plan.time_plans import TimePlan, TimingSession, TryStep
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
 from dflop_jax.schedule.sampled_batches import sample_batches
@@ -34,24 +38,16 @@ _RANKING_BATCHES_RATIO = 2
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The chosen plan, and how the search found it.
-
-    Attributes:
-      candidates: the best placements by their makespan with one bucket, best first.
-      n_placements, n_candidates: size of the space without and with granularities.
-      n_fit, n_evaluated: candidates that memory holds, and those that were simulated.
-      n_timed: plans whose own programs were timed.
-      limits: of the space, as configured or as the job needs.
-    """
+    """The chosen plan, and how the search found it."""
 
     plan: Plan
-    candidates: tuple[Candidate, ...]
-    n_placements: int
-    n_candidates: int
-    n_fit: int
-    n_evaluated: int
-    n_timed: int
-    limits: Mapping[str, int]
+    candidates: tuple[Candidate, ...]  # the best placements, by their makespan with one bucket
+    n_placements: int  # in the space
+    n_candidates: int  # placements with granularities
+    n_fit: int  # candidates that memory holds
+    n_evaluated: int  # candidates that were simulated
+    n_timed: int  # plans whose own programs were timed
+    limits: Mapping[str, int]  # of the space, as configured or as the job needs
 
 
 def search_plan(
@@ -61,17 +57,16 @@ def search_plan(
     *,
     time_plan: TimePlan | None = None,
     try_step: TryStep = lambda *_: None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
     **changes: Any,
 ) -> SearchResult:
     """The plan of least expected makespan for a policy, within memory.
 
     Args:
-      spec: what is searched for; `changes` are fields of it by name, and make one where it is None.
+      spec: what is searched for; `changes` are fields of it by name, or all of them.
       time_plan: compiles and times a plan's own programs; the last choice is then made by these.
       try_step: runs a step of a plan that is timed, before it is chosen. Both raise PlanTooLarge
         where the devices do not hold the plan; then the next one is tried.
-      on_progress: told how many of how many placements are ranked.
 
     Raises:
       ValueError: no device, no placement, or nothing fits into `memory_bytes`, or by trial into the
@@ -89,30 +84,28 @@ def search_plan(
     if context.spec.refine:
         plans = refine_candidates(search, ranked, data.tail)
         if time_plan:
-            n = context.spec.config.finalists
-            plan, n_timed = choose_by_timing(evaluator, plans, n, time_plan, try_step)
+            session = TimingSession(evaluator, time_plan, try_step)
+            plan, n_timed = session.choose(plans, context.spec.config.finalists), session.n_timed
         else:
             plan = evaluator.evaluate(plans[0], plans[0].predicted.makespan_s)
     return SearchResult(
         plan,
         tuple(c.with_predictions(evaluator) for c in first_of_placements(ranked)),
-        n_placements=search.n_placements,
-        n_candidates=search.n_candidates,
-        n_fit=search.n_fit,
-        n_evaluated=search.n_evaluated,
-        n_timed=n_timed,
-        limits=context.spec.limits,
+        search.n_placements,
+        search.n_candidates,
+        search.n_fit,
+        search.n_evaluated,
+        n_timed,
+        context.spec.limits,
     )
 
 
 def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> PlanEvaluator:
     """The evaluator of a spec, with the job's limits where the spec has none."""
-    spec = with_limits(spec, profile, data.loads)
-    batches = sample_batches(data.loads, spec.global_batch, _RANKING_BATCHES_RATIO * spec.n_batches)
+    spec, loads, n = with_limits(spec, profile, data.loads), data.loads, spec.global_batch
+    batches = sample_batches(loads, n, _RANKING_BATCHES_RATIO * spec.n_batches)
     volumes = {
-        m: module_volume(
-            m, data.loads, batches, spec.global_batch, counts_pieces=m in profile.piece_tokens
-        )
+        m: module_volume(m, loads, batches, n, counts_pieces=m in profile.piece_tokens)
         for m in profile.n_layers
     }
-    return PlanEvaluator(SearchContext(CostModel(profile), volumes, spec), data.loads, batches)
+    return PlanEvaluator(SearchContext(CostModel(profile), volumes, spec), loads, batches)

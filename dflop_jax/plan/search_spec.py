@@ -17,41 +17,32 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.records import Load, ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
 from dflop_jax.schedule.sampled_batches import LARGE_BATCH
 
+# Groups into which a mean batch may go; every one is priced for every layout.
+GROUPS_PER_BATCH = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 # Upper limits for a model that fits on one device.
 DEFAULT_LIMITS = {"max_model": 2, "max_stage": 4, "max_microbatches": 16}
 # Share of a device's memory for the layers' inputs of all microbatches in flight: parameters and
 # optimizer state fill about a half, temporaries of a program another quarter. Half of it would
 # double the maximum number of microbatches.
 INPUTS_SHARE = 0.25
-MAX_MICROBATCHES = 128  # as in the finest granularity (`volume.GROUPS_PER_BATCH`)
-_MIN_RANKED = 3  # placements of which a plan is chosen
 
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """Devices, batch and settings of a search.
-
-    Attributes:
-      memory_bytes: memory of a device; 0: no limit.
-      remat, zero: "auto" (the cheapest for each module that memory holds), or the value of every
-        segment.
-      token_multiple: token capacities are multiples of it (128 on GPU).
-      trains: whether a segment has trainable parameters.
-      allowed: whether the devices at hand can form a submesh.
-      n_shown: placements that are ranked exactly, for `SearchResult.candidates`.
-      refine: whether the plan gets chosen buckets; else it has the one by which it was ranked.
-    """
+    """Devices, batch and settings of a search."""
 
     n_devices: int
     global_batch: int
     config: PlanConfig = field(default_factory=PlanConfig)
-    memory_bytes: float = 0.0
+    memory_bytes: float = 0.0  # of a device; 0: no limit
+    # "auto" (the cheapest for each module that memory holds), or the value of every segment.
     remat: Remat | Literal["auto"] = "auto"
     zero: Zero | Literal["auto"] = "auto"
-    token_multiple: int = 32
-    trains: Callable[[SegmentPlan], bool] = lambda _: True
-    allowed: Callable[[SubmeshPlan], bool] = lambda _: True
-    n_shown: int = _MIN_RANKED
+    token_multiple: int = 32  # of token capacities; 128 on GPU
+    trains: Callable[[SegmentPlan], bool] = lambda _: True  # has it trainable parameters?
+    allowed: Callable[[SubmeshPlan], bool] = lambda _: True  # can the devices at hand form it?
+    n_shown: int = 3  # placements that are ranked exactly, for `SearchResult.candidates`
+    # Whether the plan gets chosen buckets; else it has the one by which it was ranked.
     refine: bool = True
 
     def __post_init__(self) -> None:
@@ -72,22 +63,12 @@ class SearchSpec:
         scale = min(1.0, LARGE_BATCH / self.global_batch)
         return max(1, round(self.config.sampled_batches * scale))
 
-    @property
-    def n_ranked(self) -> int:
-        """Placements that are ranked exactly."""
-        return max(self.n_shown, _MIN_RANKED) if self.refine else self.n_shown
-
 
 def largest_module_bytes(
     float32_bytes: Mapping[str, float], bfloat16_modules: Collection[str]
 ) -> float:
     """Bytes of parameters and gradients of the largest module, which a data rank holds whole under
-    ZeRO 1.
-
-    Args:
-      float32_bytes: parameters of every module in float32, as gradients are.
-      bfloat16_modules: modules whose programs work on bfloat16 parameters.
-    """
+    ZeRO 1: parameters in bfloat16 for `bfloat16_modules`, else in float32, as gradients are."""
     return max(n * (1.5 if m in bfloat16_modules else 2.0) for m, n in float32_bytes.items())
 
 
@@ -101,56 +82,33 @@ def parallel_limits(module_bytes: float, memory_bytes: float, node: int) -> tupl
       node: devices of a node.
     """
     n_devices = _power_of_two(module_bytes / memory_bytes) if memory_bytes else 1
-    in_node, least_stage = min(n_devices, node), DEFAULT_LIMITS["max_stage"]
+    in_node = min(n_devices, node)
     max_model = max(DEFAULT_LIMITS["max_model"], in_node)
-    return max_model, max(least_stage, in_node, -(-n_devices // max_model))
-
-
-def microbatch_limit(
-    batch_bytes: float, memory_bytes: float, n_devices: int, max_stage: int
-) -> int:
-    """max_microbatches with which the layers' inputs of as many groups as a pipeline has stages
-    fill a quarter of the memory: each device has its share of the layers and of the data.
-
-    Args:
-      batch_bytes: inputs of all layers, of the whole global batch.
-    """
-    if not memory_bytes:
-        return DEFAULT_LIMITS["max_microbatches"]
-    bytes_per_device = batch_bytes / n_devices
-    needed = _power_of_two(max_stage * bytes_per_device / (INPUTS_SHARE * memory_bytes))
-    return max(DEFAULT_LIMITS["max_microbatches"], min(needed, MAX_MICROBATCHES))
+    return max_model, max(DEFAULT_LIMITS["max_stage"], in_node, -(-n_devices // max_model))
 
 
 def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) -> SearchSpec:
-    """The spec with the job's limits wherever the settings have 0, and with the profile's devices
-    of a node where these are known."""
-    config = spec.config
+    """The spec with the job's limits where settings have 0, and the profile's node size."""
+    config, memory_bytes = spec.config, spec.memory_bytes
     float32_bytes = {m: 4.0 * profile.n_elements(m) for m in profile.n_layers}
     bfloat16 = [m for m in profile.n_layers if profile.has_bfloat16_params(m)]
     module_bytes = largest_module_bytes(float32_bytes, bfloat16)
     node = config.node or profile.devices_per_node
-    model, stage = parallel_limits(module_bytes, spec.memory_bytes, node or spec.n_devices)
-    stage = config.max_stage or stage
-    batch_bytes = spec.global_batch * _input_bytes(profile, loads)
-    config = replace(
-        config,
-        node=node,
-        max_model=config.max_model or model,
-        max_stage=stage,
-        max_microbatches=config.max_microbatches
-        or microbatch_limit(batch_bytes, spec.memory_bytes, spec.n_devices, stage),
-    )
-    return replace(spec, config=config)
-
-
-def _input_bytes(profile: ModelProfile, loads: Sequence[Load]) -> float:
-    """Bytes of the inputs of all layers, for a mean sample."""
+    model, stage = parallel_limits(module_bytes, memory_bytes, node or spec.n_devices)
+    model, stage = config.max_model or model, config.max_stage or stage
     per_token = {t.module: t.hidden_bytes / t.shape.size for t in profile.timings if t.model == 1}
-    return sum(
+    sample_bytes = sum(
         per_token.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
         for m, n in profile.n_layers.items()
     )
+    microbatches = least = DEFAULT_LIMITS["max_microbatches"]
+    if memory_bytes:  # that inputs of as many groups as a pipeline has stages fill a share of
+        bytes_per_device = spec.global_batch * sample_bytes / spec.n_devices
+        needed = _power_of_two(stage * bytes_per_device / (INPUTS_SHARE * memory_bytes))
+        microbatches = max(least, min(needed, GROUPS_PER_BATCH[-1]))
+    microbatches = config.max_microbatches or microbatches
+    config = replace(config, max_model=model, max_stage=stage, max_microbatches=microbatches)
+    return replace(spec, config=replace(config, node=node))
 
 
 def _power_of_two(minimum: float) -> int:

@@ -1,13 +1,10 @@
 """The search space: families of layouts, whose data degrees and first devices are arrays.
 
-A placement puts the modules into blocks; a block has consecutive devices of its own, which its
-modules share, each with its own (data, model). A module that is alone in its block may be a
-pipeline.
+A placement puts the modules into blocks of consecutive devices, which a block's modules share, each
+with its own (data, model). A module that is alone in its block may be a pipeline.
 
-The baselines of DFLOP (arXiv 2603.25120) have spaces of layouts, too. All give the whole model one
-(data, model) per pipeline stage, on consecutive devices with tensor parallelism inside, and take
-samples in the order of arrival; they differ in how layers are split into stages. A stage that holds
-layers of several modules has them on one submesh.
+Baselines, as in DFLOP (arXiv 2603.25120), give the whole model one (data, model) per pipeline stage
+and take samples in the order of arrival; they differ in how layers are split into stages.
 """
 
 from __future__ import annotations
@@ -32,11 +29,8 @@ from dflop_jax.records import Layout, MeshShape, SegmentPlan, SubmeshPlan
 BASELINES = ("blind", "megatron", "pytorch")
 # (module, first layer, last layer + 1) of each pipeline stage, in order.
 Stages = list[list[tuple[str, int, int]]]
-# Blocks up to which every split of the devices and every pair of pipelines is tried. Twice as many
-# make spaces of three modules many times as large.
-_MAX_FINE_BLOCKS = 2
-# Minimum number of parts into which more blocks divide the devices; twice as many are four times as
-# many splits into three blocks.
+# Minimum number of parts into which more than two blocks divide the devices; twice as many are four
+# times as many splits into three blocks.
 _MIN_GRAINS = 16
 # Rounds through the stages of a loop. With R rounds its S - 1 ticks of fill and drain are of 1/R of
 # a stage's layers each; 4 would halve once more what 2 leave.
@@ -45,16 +39,12 @@ ROUNDS = (1, 2)
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """Layouts that differ in data degrees and devices only.
+    """Layouts that differ in data degrees and devices only."""
 
-    parallelisms, blocks: of every module; data degrees are 1. data, first_device: data degree and
-    first device, [n_layouts, n_modules].
-    """
-
-    parallelisms: tuple[Parallelism, ...]
-    blocks: tuple[int, ...]
-    data: np.ndarray
-    first_device: np.ndarray
+    parallelisms: tuple[Parallelism, ...]  # of every module; data degrees are 1
+    blocks: tuple[int, ...]  # of every module
+    data: np.ndarray  # data degree, [n_layouts, n_modules]
+    first_device: np.ndarray  # [n_layouts, n_modules]
 
     def __len__(self) -> int:
         return len(self.data)
@@ -67,7 +57,7 @@ class LayoutFamily:
     def layout(
         self, index: int, n_layers: Mapping[str, int], costs: LayerCostsByDegree | None = None
     ) -> Layout:
-        """Layout number `index`, without buckets and edges; arguments as for `build_layout`."""
+        """Layout number `index`; see `build_layout`."""
         sized = [
             replace(f, mesh=replace(f.mesh, data=d))
             for f, d in zip(self.parallelisms, self.data[index].tolist(), strict=True)
@@ -92,7 +82,7 @@ def separate_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
             for m, b in zip(n_layers, blocks, strict=True)
         ]
         block_sizes = _device_splits(n_devices, n_blocks)
-        max_pipelines = len(n_layers) if n_blocks <= _MAX_FINE_BLOCKS else 1
+        max_pipelines = len(n_layers) if n_blocks <= 2 else 1
         for chosen in product(*parallelisms):
             if sum(f.n_segments * f.mesh.stage > 1 for f in chosen) <= max_pipelines:
                 yield from _family(chosen, blocks, block_sizes)
@@ -102,19 +92,17 @@ def shared_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
     """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
     the last module may be a loop of stages. Each module is balanced over its own data ranks."""
     *source_modules, last = limits.n_layers
-    parallelisms = [_parallelisms(limits, m, 1) for m in source_modules]
     loops = _parallelisms(limits, last, limits.config.max_stage)
-    parallelisms.append([f for f in loops if f.n_segments == 1])
-    for chosen in product(*parallelisms):
-        yield from _family(chosen, (0,) * len(parallelisms), np.array([[limits.n_devices]]))
+    parallelisms = [_parallelisms(limits, m, 1) for m in source_modules]
+    for chosen in product(*parallelisms, [f for f in loops if f.n_segments == 1]):
+        yield from _family(chosen, (0,) * len(chosen), np.array([[limits.n_devices]]))
 
 
 FAMILIES_BY_POLICY = {"dflop": separate_families, "orch": shared_families}
 
 
 def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
-    """Every way to put `n` modules into blocks, as the block of each; blocks count from 0 in the
-    order of their first modules."""
+    """Every way to put `n` modules into blocks, numbered by their first modules."""
     if n == 0:
         yield ()
         return
@@ -124,10 +112,9 @@ def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
-    """Devices of every block, [n_splits, n_blocks]. More blocks begin at multiples of a
-    power of two of which the devices hold `_MIN_GRAINS`."""
+    """Devices of every block, [n_splits, n_blocks]; coarse for more than two blocks."""
     step = 1
-    while n_blocks > _MAX_FINE_BLOCKS and 2 * step * _MIN_GRAINS <= n_devices:
+    while n_blocks > 2 and 2 * step * _MIN_GRAINS <= n_devices:
         step *= 2
     boundaries = combinations(range(step, n_devices, step), n_blocks - 1)
     ends = np.array([(0, *c, n_devices) for c in boundaries]).reshape(-1, n_blocks + 1)
@@ -139,22 +126,15 @@ def _parallelisms(limits: SpaceLimits, module: str, max_stage: int) -> list[Para
     segment with stage=s for each number of rounds in which they divide its patterns of layers; a
     module that is `unstaged` comes as segments only."""
     n_devices, n_layers = limits.n_devices, limits.n_layers[module]
-    pattern = limits.patterns[module]
-    requested_rounds = limits.config.rounds
-    rounds = (
-        () if module in limits.unstaged else (requested_rounds,) if requested_rounds else ROUNDS
-    )
+    rounds = (limits.config.rounds,) if limits.config.rounds else ROUNDS
     tensor_degrees = sorted(k for k in limits.degrees[module] if k <= limits.max_model)
     parallelisms = []
     for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
         for model in (m for m in tensor_degrees if depth * m <= n_devices):
-            mesh = MeshShape(stage=depth, model=model)
-            if depth == 1:
-                parallelisms.append(Parallelism(mesh))
-                continue
-            parallelisms += [
-                Parallelism(mesh, rounds=r) for r in rounds if n_layers % (depth * r * pattern) == 0
-            ]
+            for r in rounds if depth > 1 and module not in limits.unstaged else ():
+                if n_layers % (depth * r * limits.patterns[module]) == 0:
+                    mesh = MeshShape(stage=depth, model=model)
+                    parallelisms.append(Parallelism(mesh, rounds=r))
             parallelisms.append(Parallelism(MeshShape(model=model), depth))
     return parallelisms
 
@@ -162,8 +142,7 @@ def _parallelisms(limits: SpaceLimits, module: str, max_stage: int) -> list[Para
 def _family(
     parallelisms: Sequence[Parallelism], blocks: tuple[int, ...], block_sizes: np.ndarray
 ) -> Iterator[LayoutFamily]:
-    """The family of these parallelisms on the splits that they divide, unless it is empty or no
-    group of microbatches can be one of every segment's."""
+    """The family on the splits that the parallelisms divide, where one group size suits all."""
     max_stages = max(f.mesh.stage for f in parallelisms)
     if any(max_stages % f.mesh.stage for f in parallelisms):
         return
@@ -181,28 +160,20 @@ def _family(
 
 
 def tensor_groups_in_nodes(first_device: Array, n_devices: Array, model: int, node: int) -> Array:
-    """Whether tensor-parallel groups of `model` devices, one after the other on `n_devices` from
-    `first` on, all lie inside a node."""
-    devices_to_next_node = node - first_device % node  # devices up to the next node
-    fills_whole_nodes = (n_devices <= devices_to_next_node + node) | (node % model == 0)
-    return (n_devices <= devices_to_next_node) | (
-        (devices_to_next_node % model == 0) & fills_whole_nodes
-    )
+    """Whether consecutive groups of `model` devices all lie inside a node."""
+    to_next_node = node - first_device % node
+    fills_whole_nodes = (n_devices <= to_next_node + node) | (node % model == 0)
+    return (n_devices <= to_next_node) | ((to_next_node % model == 0) & fills_whole_nodes)
 
 
 def search_families(limits: SpaceLimits) -> dict[str, list[LayoutFamily]]:
-    """The families of each searched policy whose tensor-parallel groups stay inside a node; empty
-    for a baseline.
-
-    Raises:
-      ValueError: nothing is left.
-    """
-    configured = limits.config.policy
-    policies = ("dflop", "orch") if configured == "auto" else (configured,)
+    """Families by policy, with tensor parallelism inside a node; ValueError: none."""
     by_policy: dict[str, list[LayoutFamily]] = {}
-    for policy in (p for p in policies if p in FAMILIES_BY_POLICY):
+    for policy, make_families in FAMILIES_BY_POLICY.items():
+        if limits.config.policy not in ("auto", policy):
+            continue
         families = by_policy.setdefault(policy, [])
-        for family in FAMILIES_BY_POLICY[policy](limits):
+        for family in make_families(limits):
             columns = zip(family.parallelisms, family.data.T, family.first_device.T, strict=True)
             in_nodes = [
                 tensor_groups_in_nodes(first, data * f.n_devices, f.mesh.model, limits.node)
@@ -218,10 +189,9 @@ def search_families(limits: SpaceLimits) -> dict[str, list[LayoutFamily]]:
 def _stage_splits(policy: str, n_layers: Mapping[str, int], stages: int) -> Iterator[Stages]:
     """Splits of the layers into pipeline stages.
 
-    `pytorch`: the layers of the whole model, module by module, evenly by number. `megatron`: the
-    modules before the last on the first `n` stages, the last module's layers evenly on the rest;
-    with n = 0 all share the first stage with its part of the last module. `blind`: the same with
-    one stage for the modules before the last, where there are two stages.
+    `pytorch`: all layers, module by module, evenly by number. `megatron`: the modules before the
+    last on the first `n` stages (with n = 0 on the last module's first), the last module's layers
+    evenly on the rest. `blind`: the same with n = 1, where there are two stages.
     """
     *names, last = n_layers
     sources = {m: n_layers[m] for m in names}
@@ -254,9 +224,7 @@ def _split_evenly(n_layers: Mapping[str, int], stages: int) -> Stages:
 def baseline_layouts(
     policy: str, n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
 ) -> Iterator[Layout]:
-    """The layouts of a baseline: every split of the layers into stages on consecutive blocks of
-    devices."""
-    order = list(n_layers)
+    """Every split of the layers into stages on consecutive blocks of devices."""
     for n_stages in divisors(n_devices, max_stage):
         size = n_devices // n_stages
         for tp in divisors(size, max_model):
@@ -269,32 +237,24 @@ def baseline_layouts(
                         SegmentPlan(f"{m}{a}", m, a, b, name, a == 0, b == n_layers[m])
                         for m, a, b in runs
                     ]
-                segments.sort(key=lambda s: order.index(s.module))
+                segments.sort(key=lambda s: [*n_layers].index(s.module))
                 yield Layout(tuple(submeshes), tuple(segments))
 
 
 def allowed_baselines(limits: SpaceLimits) -> list[Layout]:
-    """Layouts of a baseline policy with known tensor-parallel degrees, whose groups stay inside a
-    node; none for other policies.
-
-    Raises:
-      ValueError: nothing is left.
-    """
-    config = limits.config
+    """Layouts of a baseline, with tensor parallelism inside a node; ValueError: none."""
+    config, layouts = limits.config, []
     if config.policy not in BASELINES:
         return []
-
-    def is_allowed(layout: Layout) -> bool:
-        meshes = ((s.module, layout.submesh(s.submesh)) for s in layout.segments)
-        return all(
-            m.model in limits.degrees[module]
-            and tensor_groups_in_nodes(m.first, m.n_devices, m.model, limits.node)
-            for module, m in meshes
-        )
-
     sizes = {"max_model": limits.max_model, "max_stage": config.max_stage}
-    every = baseline_layouts(config.policy, limits.n_devices, limits.n_layers, **sizes)
-    layouts = list(filter(is_allowed, every))
+    for layout in baseline_layouts(config.policy, limits.n_devices, limits.n_layers, **sizes):
+        meshes = [(limits.degrees[s.module], layout.submesh(s.submesh)) for s in layout.segments]
+        if all(
+            m.model in degrees
+            and tensor_groups_in_nodes(m.first, m.n_devices, m.model, limits.node)
+            for degrees, m in meshes
+        ):
+            layouts.append(layout)
     if not layouts:
         raise ValueError(_no_placement(limits))
     return layouts

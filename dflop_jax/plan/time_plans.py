@@ -15,7 +15,7 @@ import numpy as np
 
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.evaluate import TRIAL_WORK, PlanEvaluator
-from dflop_jax.records import Plan, Prices
+from dflop_jax.records import PLANNED_SHARE, Plan, Prices
 from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
 from dflop_jax.schedule.sampled_batches import LARGE_BATCH
 
@@ -31,14 +31,14 @@ _STANDARD_ERRORS, _MIN_TESTED_TRIALS, _EQUAL_SHARE = 2.0, 4, 0.001
 # Units of work: of a batch beside the scheduler's limit (larger batches take more); of all trials
 # beyond the first ones; and how many times that with effort "full".
 _BATCH_COST, _MAX_WORK, _FULL_EFFORT_RATIO = 500, 75_000, 4
-# Share of the memory that a message says to leave free where the missing bytes are not known.
-_GUESSED_SHORTAGE = 0.1
 _REMEDIES = "--plan.zero 3, --train.remat layers or a smaller --data.max_tokens"
 
 
-def screen(evaluator: PlanEvaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates after their first trials, fastest first."""
-    return _fastest_first([_run_trials(evaluator, c, _MIN_TRIALS) for c in candidates], _MIN_TRIALS)
+def screen(
+    evaluator: PlanEvaluator, candidates: Sequence[Candidate], n: int = _MIN_TRIALS
+) -> list[Candidate]:
+    """The candidates after their first `n` trials, fastest first."""
+    return _fastest_first([_run_trials(evaluator, c, n) for c in candidates], n)
 
 
 def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -61,7 +61,7 @@ def successive_halving(
             work -= sum(max(0, n - len(c.trial_seconds)) for c in running) * trial_work
         if n > _MAX_TRIALS or work < 0:
             break
-        fastest, *others = _fastest_first([_run_trials(evaluator, c, n) for c in running], n)
+        fastest, *others = screen(evaluator, running, n)
         half = max(1, len(others) // 2)
         stays = [c for c in others[:half] if not _is_decided(c, fastest, n)]
         left = [c for c in others if not any(c is one for one in stays)] + left
@@ -73,8 +73,7 @@ def successive_halving(
 def compare_new(
     evaluator: PlanEvaluator, compared: Sequence[Candidate], new: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The fastest of `new` candidates and the first of those that were `compared`, then all others
-    by their first trials."""
+    """The fastest of `new` and the first of `compared`, then all others by first trials."""
     if not new:
         return list(compared)
     fastest, *others = successive_halving(evaluator, [compared[0], *new])
@@ -112,73 +111,62 @@ def _is_decided(candidate: Candidate, fastest: Candidate, n: int) -> bool:
 
 
 class PlanTooLarge(ValueError):
-    """A plan whose programs ran out of memory.
-
-    short_bytes: missing bytes; 0: not known. reason: the message without its remedy.
-    """
+    """A plan whose programs ran out of memory, which lacks `short_bytes` (0: not known)."""
 
     def __init__(self, reason: str, short_bytes: float = 0.0):
         super().__init__(f"{reason}; give a smaller --plan.memory_bytes, {_REMEDIES}")
         self.reason, self.short_bytes = reason, short_bytes
 
 
-def choose_by_timing(
-    evaluator: PlanEvaluator,
-    plans: Sequence[Plan],
-    n: int,
-    time_plan: TimePlan,
-    try_step: TryStep,
-) -> tuple[Plan, int]:
-    """(the fastest plan by the times of its own programs, with the predictions that these give; how
-    many plans were timed).
-
-    About the first `n` plans are timed (0: none, the profile chooses the first), and the others one
-    by one where memory holds none of these. A plan that memory does not hold is dropped, and the
-    others leave free what it was short of.
-
-    Raises:
-      ValueError: memory holds none.
-    """
-    session = _TimingSession(evaluator, time_plan, try_step)
-    finalists = plans_to_time(plans, n)
-    for plan_set in (finalists, *([p] for p in plans if p not in finalists)):
-        alone = len(plan_set) == 1
-        timed = [
-            c for p in plan_set for c in session.time_candidate(p, is_timed=n > 0, alone=alone)
-        ]
-        while timed := [c for c in timed if session.evaluator.fits(c.plan)]:
-            fastest, *timed = successive_halving(evaluator, timed)
-            if chosen := session.run_step(fastest):
-                return chosen, session.n_timed
-    raise ValueError(session.explain_failure())
-
-
 def plans_to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
-    """The first `n` plans, and the first `n` of the first one's policy, so that slower policies
-    take no place of these."""
+    """The first `n` plans, and the first `n` of the first one's policy."""
     same_policy = [p for p in plans if p.policy == plans[0].policy][:n]
     return [p for i, p in enumerate(plans) if i < n or p in same_policy]
 
 
-class _TimingSession:
+class TimingSession:
     """Tries plans on the devices at hand, and learns from those that these do not hold."""
 
     def __init__(self, evaluator: PlanEvaluator, time_plan: TimePlan, try_step: TryStep):
-        self._evaluator, self._time_plan, self._try_step = evaluator, time_plan, try_step
+        self.evaluator = self._all_memory = evaluator
+        self._time_plan, self._try_step = time_plan, try_step
+        self._missing_bytes = 0.0  # that refused plans were short of, which others leave free
         self._refused: list[PlanTooLarge] = []
-        self.n_timed = 0
+        self.n_timed = 0  # plans
 
-    @property
-    def _missing_bytes(self) -> float:
-        """Bytes that all refused plans were short of, which others leave free."""
-        return sum(e.short_bytes for e in self._refused)
+    def choose(self, plans: Sequence[Plan], n: int) -> Plan:
+        """The fastest plan by the times of its own programs, with the predictions that these give.
 
-    @property
-    def evaluator(self) -> PlanEvaluator:
-        """The evaluator for devices with so much less memory."""
-        return self._evaluator.with_less_memory(self._missing_bytes)
+        About the first `n` plans are timed (0: none, the profile chooses the first), and the others
+        one by one where memory holds none of these. A plan that memory does not hold is dropped,
+        and the others leave free what it was short of; ValueError where memory holds none.
+        """
+        finalists = plans_to_time(plans, n)
+        for together in (finalists, *([p] for p in plans if p not in finalists)):
+            alone, timed = len(together) == 1, list[Candidate]()
+            for plan in together:
+                timed += self._time_candidate(plan, is_timed=n > 0, alone=alone)
+            while timed := [c for c in timed if self.evaluator.fits(c.plan)]:
+                fastest, *timed = successive_halving(self.evaluator, timed)
+                if chosen := self._run_step(fastest):
+                    return chosen
+        limit = self.evaluator.context.spec.memory_bytes
+        if not self._missing_bytes:  # not known
+            limit *= PLANNED_SHARE
+        remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
+        last = self._refused[-1].reason if self._refused else "none was tried"
+        raise ValueError(
+            f"no plan of the fastest fits into memory ({len(self._refused)} tried): {last}; plan "
+            f"for less: {remedy}, {_REMEDIES}"
+        )
 
-    def time_candidate(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
+    def _refuse(self, error: PlanTooLarge) -> None:
+        """Plan for devices with so much less memory."""
+        self._refused.append(error)
+        self._missing_bytes += error.short_bytes
+        self.evaluator = self._all_memory.with_less_memory(self._missing_bytes)
+
+    def _time_candidate(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
         """The plan evaluated by its own times, or by the profile's; none where the devices do not
         hold it. `alone`: no other plan is timed with it, so the profile chose it."""
         evaluator = self.evaluator
@@ -191,7 +179,7 @@ class _TimingSession:
         try:
             prices = self._time_plan(plan)
         except PlanTooLarge as e:
-            self._refused.append(e)
+            self._refuse(e)
             return []
         self.n_timed += 1
         plan = plan if plan.scheduling.residuals else plan.with_scheduling(lookahead=0)
@@ -200,27 +188,14 @@ class _TimingSession:
             plan = replace(plan, predicted=replace(plan.predicted, chosen_by_s=by_profile_s))
         return [Candidate(plan, prices=prices)]
 
-    def run_step(self, candidate: Candidate) -> Plan | None:
+    def _run_step(self, candidate: Candidate) -> Plan | None:
         """The plan after it has run a step; None where the devices do not hold that."""
-        free, missing = candidate.plan.scheduling.free_bytes, self._missing_bytes
-        plan = candidate.plan.with_scheduling(
-            free_bytes={m: max(0.0, n - missing) for m, n in free.items()}
-        )
+        free = candidate.plan.scheduling.free_bytes.items()
+        left = {m: max(0.0, n - self._missing_bytes) for m, n in free}
+        plan = candidate.plan.with_scheduling(free_bytes=left)
         try:
             self._try_step(plan, candidate.prices or self._time_plan(plan))
         except PlanTooLarge as e:
-            self._refused.append(e)
+            self._refuse(e)
             return None
         return plan
-
-    def explain_failure(self) -> str:
-        """One line: which plans were tried, and what to plan with."""
-        limit = self.evaluator.context.spec.memory_bytes
-        if limit and not self._missing_bytes:
-            limit *= 1 - _GUESSED_SHORTAGE
-        remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
-        last = self._refused[-1].reason if self._refused else "none was tried"
-        return (
-            f"no plan of the fastest fits into memory ({len(self._refused)} tried): {last}; plan "
-            f"for less: {remedy}, {_REMEDIES}"
-        )

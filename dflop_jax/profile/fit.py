@@ -1,6 +1,6 @@
 """From timings at a few shapes to seconds and bytes of a module's layers and ends at any shapes.
 
-A quantity is fitted as a sum of the features of a static shape (`records.features`): launch cost,
+A quantity is fitted as a sum of the features of a static shape (`records.data`): launch cost,
 the linear parts and attention over a row, or fewer of these terms where the timings cannot tell
 them apart. Coefficients are not negative and errors are relative, so small shapes count as much as
 large ones. A layer's seconds and the ends' are fitted together, to whole programs of the depths

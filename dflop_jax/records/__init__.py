@@ -1,35 +1,31 @@
 """The frozen records that flow from stage to stage.
 
 Every arrow of the data flow (profile -> plan -> schedule -> trace) is one of these. A record
-validates itself when made, so a wrong one cannot exist; `record_files` writes and reads it as
+validates itself when made, so a wrong one cannot exist; `files` writes and reads it as
 versioned JSON, so every stage can run alone from a file. No record knows a modality: modules are
 names, joined by the edges that the model declares.
 """
 
-from dflop_jax.records.as_json import from_json, from_msgpack, from_plain, to_json, to_msgpack
 from dflop_jax.records.data import (
+    PAIR,
+    TOKEN,
     Bucket,
     Content,
     DataProfile,
     Load,
     Shape,
-    first_piece_numbers,
-    piece_content,
-    piece_positions,
-    piece_tokens,
-)
-from dflop_jax.records.features import (
-    PAIR,
-    TOKEN,
     content_seconds,
+    first_piece_numbers,
     order_coefficients,
+    piece_content,
+    piece_tokens,
     scale_coefficients,
     shape_features,
     token_pairs,
 )
+from dflop_jax.records.files import from_json, from_msgpack, to_json, to_msgpack
 from dflop_jax.records.hardware import PLANNED_SHARE, USABLE_MEMORY, Collective, Hardware, Link
 from dflop_jax.records.mesh import AXES, MANUAL_AXES, MeshShape, SubmeshPlan, token_dim, tp_share
-from dflop_jax.records.packed_pieces import PackedPieces
 from dflop_jax.records.plan import (
     REMAT,
     ZERO,
@@ -67,6 +63,7 @@ from dflop_jax.records.schedule import (
     Direction,
     Event,
     Group,
+    PackedPieces,
     Schedule,
     ScheduleMaker,
     Status,

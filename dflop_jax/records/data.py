@@ -1,17 +1,60 @@
-"""The loads of samples on modules, and the static shapes that samples are packed into."""
+"""The loads of samples on modules, what their cost depends on, and the static shapes that samples
+are packed into.
+
+A program call takes the sum of its features times coefficients. What is computed for whole rows,
+padding included, goes by the static shape; what a kernel computes only for the pieces in the rows
+goes by their content, of which a module names the features (`content` in the contract). Loads,
+groups, prices and schedules hold vectors of these in the module's own order. A module that names
+none has one, the pairs of a piece's tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import mul
+from typing import Any
 
 import numpy as np
 
-from dflop_jax.records.check import require
-from dflop_jax.records.features import token_pairs
-
+Array = Any  # an array, or one number
 Content = tuple[tuple[int, ...], ...]
+PAIR = "pair"
+TOKEN = "token"  # every module's; the shape has it, padding included
+
+
+def require(condition: bool, message: str) -> None:
+    """ValueError with the message unless the condition, of a record's values, holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def token_pairs(tokens: Array) -> Array:
+    """Number of pairs of tokens of a piece."""
+    return tokens * tokens
+
+
+def order_coefficients(named: Mapping[str, float], names: Sequence[str]) -> tuple[float, ...]:
+    """Coefficients in the order of a module's features; 0 for features without one."""
+    return tuple(named.get(name, 0.0) for name in names)
+
+
+def scale_coefficients(factor: float, named: Mapping[str, float]) -> dict[str, float]:
+    return {name: factor * value for name, value in named.items()}
+
+
+def content_seconds(coefficients: Sequence[Array], content: Sequence[Array]) -> Array:
+    """Seconds of content from those of a unit of each feature; absent features are free."""
+    return sum(map(mul, coefficients, content))
+
+
+def shape_features(rows: Array, tokens: Array) -> np.ndarray:
+    """Features of a static shape, [..., 3]: a constant, the shape's tokens, and the pairs of tokens
+    of rows that are one piece each."""
+    rows, tokens = np.asarray(rows, float), np.asarray(tokens)
+    size = rows * tokens
+    return np.stack([np.ones_like(size), size, rows * token_pairs(tokens)], -1)
 
 
 @dataclass(frozen=True)
@@ -21,8 +64,8 @@ class Load:
     `pieces[module]` are the token counts of the pieces that the module cannot divide: a tile, a
     picture at native resolution, a window of sound, the sequence of text. A module that the sample
     does not use is absent or has none. `content[module]` is how much of each feature of its content
-    each of these pieces has, where the module names features (see `features`). `runs[module]` is
-    how many pieces each medium has, where these stand together in the text; absent: each is alone.
+    each of these pieces has, where the module names features. `runs[module]` is how many pieces
+    each medium has, where these stand together in the text; absent: each is alone.
     """
 
     pieces: dict[str, tuple[int, ...]]
@@ -42,11 +85,11 @@ class Load:
         raise ValueError(f"{problem}, got {self}")
 
     def lengths(self, module: str) -> tuple[int, ...]:
-        """Return the token counts of the module's pieces; () if the sample does not use it."""
+        """Token counts of the module's pieces; () if the sample does not use it."""
         return self.pieces.get(module, ())
 
     def content_of(self, module: str) -> Content:
-        """Return, for each of the module's pieces, the amount of each feature of its content."""
+        """For each of the module's pieces, the amount of each feature of its content."""
         named = self.content.get(module)
         return tuple((token_pairs(n),) for n in self.lengths(module)) if named is None else named
 
@@ -70,11 +113,8 @@ class DataProfile:
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Static shape of one microbatch of a module on one data rank: `rows` rows of `tokens`.
-
-    A row holds pieces of at most `tokens` tokens in all, kept apart by segment ids; a tile that a
-    module takes alone is a row of one piece.
-    """
+    """Static shape of one microbatch of a module on one data rank: rows of pieces of at most
+    `tokens` tokens in all, kept apart by segment ids; a tile alone is a row of one piece."""
 
     rows: int
     tokens: int
@@ -93,10 +133,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shapes of groups that belong together: one for every module that runs, in module order.
-
-    The one-to-one policies choose among a plan's buckets. An absent module has no group.
-    """
+    """The shapes of groups that belong together, in module order; absent modules have none."""
 
     shapes: tuple[tuple[str, Shape], ...]
 
@@ -106,15 +143,15 @@ class Bucket:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Shape | None]) -> Bucket:
-        """Return the bucket of these shapes, without modules whose shape is None."""
+        """The bucket of these shapes, without modules whose shape is None."""
         return cls(tuple((m, s) for m, s in shapes.items() if s is not None))
 
     def shape(self, module: str) -> Shape | None:
-        """Return the module's shape; None if the bucket has no group of it."""
+        """The module's shape; None if the bucket has no group of it."""
         return next((s for m, s in self.shapes if m == module), None)
 
     def tokens(self, module: str) -> int:
-        """Return the tokens of the module's microbatch on one data rank, with padding."""
+        """Tokens of the module's microbatch on one data rank, with padding."""
         shape = self.shape(module)
         return shape.size if shape else 0
 
@@ -123,24 +160,18 @@ class Bucket:
         return " ".join(f"{m}:{s.name}" for m, s in self.shapes)
 
 
-def piece_positions(loads: Sequence[Load], module: str) -> tuple[tuple[int, int], ...]:
-    """(sample, place among the sample's pieces) of every piece of a module, by its number."""
-    return tuple((s, k) for s, load in enumerate(loads) for k in range(len(load.lengths(module))))
-
-
 def first_piece_numbers(loads: Sequence[Load], module: str) -> tuple[int, ...]:
-    """Return the number of every sample's first piece of a module, and one past the last piece:
-    [samples + 1]."""
+    """The number of every sample's first piece, and one past the last: [samples + 1]."""
     return tuple(accumulate((len(load.lengths(module)) for load in loads), initial=0))
 
 
 def piece_tokens(loads: Iterable[Load], module: str) -> tuple[int, ...]:
-    """Return the token count of every piece of a module, by its number."""
+    """Token count of every piece of a module, by its number."""
     return tuple(n for load in loads for n in load.lengths(module))
 
 
 def piece_content(loads: Iterable[Load], module: str) -> np.ndarray:
-    """Return the content of every piece of a module, by its number, int64 [features, pieces]."""
+    """Content of every piece of a module, by its number, int64 [features, pieces]."""
     loads = list(loads)
     if not any(module in load.content for load in loads):
         return token_pairs(np.array(piece_tokens(loads, module), np.int64))[None]

@@ -17,39 +17,31 @@ _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": 
 
 @dataclass(frozen=True)
 class Link:
-    """The measured speed of a collective between devices of a node, or of several nodes (`across`):
-    bytes/s of each device in one direction, and seconds of one step of a ring."""
+    """The measured speed of a collective between devices."""
 
     collective: Collective
-    across: bool
-    bandwidth: float
-    latency_s: float
+    across: bool  # of several nodes; else of one node
+    bandwidth: float  # bytes/s of each device in one direction
+    latency_s: float  # of one step of a ring
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device in its usual node.
-
-    `chip` is what programs are compiled for, as `contract.chip_of` says of a device.
-    `bfloat16_flops` and `float32_flops` are FLOP/s of matrix products; a float32 product is
-    computed in TF32 where there is such a thing, as JAX does by default. `link_*` joins devices of
-    a node, `network_*` is a device's share of what joins nodes: bytes/s in one direction, and
-    seconds of one step of a ring; `measured` goes before them. `memory_bandwidth` is bytes/s.
-    """
+    """One kind of device in its usual node; bytes/s in one direction, seconds of a ring's step."""
 
     name: str
-    chip: str
-    bfloat16_flops: float
-    float32_flops: float
+    chip: str  # what programs are compiled for (`contract.chip_of`)
+    bfloat16_flops: float  # FLOP/s of matrix products
+    float32_flops: float  # in TF32 where there is such a thing, as JAX does by default
     memory_bytes: float
     memory_bandwidth: float
     devices_per_node: int
-    link_bandwidth: float
+    link_bandwidth: float  # between devices of a node
     link_latency_s: float
-    network_bandwidth: float
+    network_bandwidth: float  # a device's share of what joins nodes
     network_latency_s: float
     source: str = ""
-    measured: tuple[Link, ...] = ()
+    measured: tuple[Link, ...] = ()  # goes before these
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -58,12 +50,12 @@ class Hardware:
                 raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
 
     def link(self, collective: Collective, *, across: bool) -> Link | None:
-        """Return the measurement of a collective; None if there is none."""
+        """The measurement of a collective; None if there is none."""
         matching = (k for k in self.measured if (k.collective, k.across) == (collective, across))
         return next(matching, None)
 
     def with_links(self, factor: float) -> Hardware:
-        """Return the hardware with `factor` times the bandwidth of its links."""
+        """The hardware with `factor` times the bandwidth of its links."""
         faster = {k: factor * getattr(self, k) for k in ("link_bandwidth", "network_bandwidth")}
         measured = tuple(replace(k, bandwidth=factor * k.bandwidth) for k in self.measured)
         return replace(self, measured=measured, **faster)
@@ -79,7 +71,7 @@ class Hardware:
         return PLANNED_SHARE * self.usable_bytes
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the dense FLOP/s of matrix products of a dtype; ValueError names known dtypes."""
+        """Dense FLOP/s of matrix products of a dtype; ValueError names known dtypes."""
         if dtype not in _PEAKS:
             raise ValueError(f"no peak is known for dtype {dtype!r}; known: {', '.join(_PEAKS)}")
         return float(getattr(self, _PEAKS[dtype]))

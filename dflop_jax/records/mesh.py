@@ -14,23 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.records.check import require
+from dflop_jax.records.data import require
 
 
 @dataclass(frozen=True, order=True)
 class MeshShape:
-    """Devices along each axis of a mesh, the outermost axis first.
+    """Devices along each axis of a mesh, the outermost axis first."""
 
-    Attributes:
-      stage: parts of a segment's layers, which microbatches pass one after the other.
-      data: ranks that hold the same layers and take different rows; where many degrees are priced
-        at once, an array of them.
-      model: devices that split every tensor of a layer.
-    """
-
-    stage: int = 1
+    stage: int = 1  # parts of a segment's layers, which microbatches pass one after the other
+    # Ranks that hold the same layers and take different rows; where many degrees are priced at
+    # once, an array of them.
     data: int = 1
-    model: int = 1
+    model: int = 1  # devices that split every tensor of a layer
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -42,7 +37,7 @@ class MeshShape:
 
     @property
     def text(self) -> str:
-        """Its sizes in a word, as 1x2x4."""
+        """Its sizes, as 1x2x4."""
         return "x".join(map(str, self.sizes))
 
     def block(self, name: str, first: int) -> SubmeshPlan:
@@ -90,8 +85,7 @@ class SubmeshPlan(MeshShape, _Block):
 
 
 def token_dim(rows: int, tokens: int, tp: int) -> int | None:
-    """The dim of hidden states [rows, tokens, width] that is split over tensor ranks: rows, whose
-    pieces lie together in memory, else tokens, as one of them divides; None: neither."""
+    """The dim of hidden states [rows, tokens, width] split over tensor ranks; None: none."""
     if tp == 1:
         return None
     return next((dim for dim, size in enumerate((rows, tokens)) if size % tp == 0), None)

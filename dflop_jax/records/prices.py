@@ -9,61 +9,52 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.records.check import require
-from dflop_jax.records.data import Shape
-from dflop_jax.records.features import content_seconds
+from dflop_jax.records.data import Shape, content_seconds, require
 from dflop_jax.records.plan import Layout
 from dflop_jax.records.schedule import NO_GROUP, Direction, Group, Schedule, Task
 
 
 @dataclass(frozen=True)
 class ProgramId:
-    """A compiled program: a segment at a shape in a direction, under its own recompute policy or
-    under its second one."""
+    """A compiled program of a segment."""
 
     segment: str
     shape: Shape
     direction: Direction
-    remat_less: bool = False
+    remat_less: bool = False  # under the segment's second recompute policy
 
     @staticmethod
     def for_task(task: Task, group: Group) -> ProgramId:
-        """Return the program that a task of a group runs."""
+        """The program that a task of a group runs."""
         has_less_remat = task.segment in group.remat_less
         return ProgramId(task.segment, group.shape, task.direction, has_less_remat)
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a program call: `static_s` for its shape, padding included, and `content_s` for
-    every unit of each feature of `Group.content`; () where all goes by the shape."""
+    """Seconds of a program call."""
 
-    static_s: float
-    content_s: tuple[float, ...] = ()
+    static_s: float  # for its shape, padding included
+    content_s: tuple[float, ...] = ()  # for a unit of each feature of `Group.content`
 
     def seconds(self, content: Sequence[float]) -> float:
         return self.static_s + content_seconds(self.content_s, content)
 
     def scaled(self, factor: float, min_s: float = 0.0) -> Price:
-        """Return the price times `factor`, with `static_s` of at least `min_s`."""
+        """The price times `factor`, with `static_s` of at least `min_s`."""
         content = tuple(factor * s for s in self.content_s)
         return Price(max(self.static_s * factor, min_s), content)
 
 
 def add_host_work(seconds: Any, host_s: float, *, shares_cores: bool) -> Any:
-    """Return the seconds of tasks (a number or an array) with the work of the dispatching thread,
-    `host_s` for each task.
-
-    If the devices are cores of the host, the work adds to the devices' time. Otherwise it overlaps
-    with the devices, but no task takes less time than its dispatch.
-    """
+    """Seconds of tasks (or an array) with `host_s` of the dispatching thread for each: on cores of
+    the host it adds up, otherwise it overlaps, and no task takes less than its dispatch."""
     return seconds + host_s if shares_cores else np.maximum(seconds, host_s)
 
 
 @dataclass(frozen=True)
 class SendId:
-    """A transfer between segments on different devices: activations to a group of this shape of the
-    target (forward), or their gradient on the way back (backward)."""
+    """A send between segments on other devices: activations, or their gradient (backward)."""
 
     source: str
     target: str
@@ -74,35 +65,26 @@ class SendId:
 @dataclass(frozen=True)
 class Prices:
     """Seconds of everything in a step when it runs alone. Scheduler, planner, simulator and
-    correction use the same prices.
+    correction use the same prices. Absent step ends and sends take no time."""
 
-    Attributes:
-      programs: of groups' tasks.
-      step_end: of the tasks that run once a step (reduce, update); absent ones take no time.
-      sends: of what crosses from one submesh to another; absent ones take no time.
-      concurrency: devices that really compute at once.
-      host_s: work of a process's dispatching thread for each task on its devices, what it does for
-        tasks of other processes included. Prices of programs hold it (see `add_host_work`).
-      shares_cores: whether the devices are cores of the host, so that the work is a part of them.
-    """
-
-    programs: Mapping[ProgramId, Price]
-    step_end: Mapping[Task, float] = field(default_factory=dict)
-    sends: Mapping[SendId, float] = field(default_factory=dict)
-    concurrency: float = float("inf")
+    programs: Mapping[ProgramId, Price]  # of groups' tasks
+    step_end: Mapping[Task, float] = field(default_factory=dict)  # reduce, update: once a step
+    sends: Mapping[SendId, float] = field(default_factory=dict)  # from one submesh to another
+    concurrency: float = math.inf  # devices that really compute at once
+    # Work of a process's dispatching thread for each task on its devices, what it does for tasks of
+    # other processes included. Prices of programs hold it (see `add_host_work`).
     host_s: float = 0.0
-    shares_cores: bool = False
+    shares_cores: bool = False  # whether the devices are cores of the host
 
     def __post_init__(self) -> None:
-        all_seconds = [p.static_s for p in self.programs.values()]
-        all_seconds += [s for p in self.programs.values() for s in p.content_s]
+        all_seconds = [s for p in self.programs.values() for s in (p.static_s, *p.content_s)]
         all_seconds += [*self.step_end.values(), *self.sends.values(), self.host_s]
-        invalid = [s for s in all_seconds if not 0 <= s < float("inf")]
+        invalid = [s for s in all_seconds if not 0 <= s < math.inf]
         require(not invalid, f"prices must be finite and not negative, got {invalid[:3]}")
         require(self.concurrency > 0, "concurrency must be above 0")
 
     def task_s(self, layout: Layout, schedule: Schedule, task: Task) -> float:
-        """Return the seconds of a task that runs alone; 0 if it has no price."""
+        """Seconds of a task that runs alone; 0 if it has no price."""
         if task.group == NO_GROUP:
             return self.step_end.get(task, 0.0)
         group = schedule.groups[task.group]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dflop_jax.records.check import require
-from dflop_jax.records.data import Shape
-from dflop_jax.records.packed_pieces import EMPTY_PACKED_PIECES, PackedPieces
+from dflop_jax.records.data import Shape, require
 
 Direction = Literal["forward", "backward", "reduce", "update"]
 FORWARD: Direction = "forward"
@@ -19,30 +18,110 @@ BACKWARD: Direction = "backward"
 REDUCE: Direction = "reduce"
 UPDATE: Direction = "update"
 Status = Literal["optimal", "feasible", "greedy"]
-ScheduleMaker = Literal[
-    "arrival", "greedy", "local", "integer"
-]  # what found the groups of a schedule
+ScheduleMaker = Literal["arrival", "greedy", "local", "integer"]  # of a schedule's groups
 NO_GROUP = -1  # the group of a task that runs once a step
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPieces:
+    """The rows of n pieces of a module, from the scheduler to the packer: columns `piece_id`,
+    `microbatch`, `rank`, `row`, int64 [4, n].
+
+    `piece_id` is the piece's number among the module's pieces of the global batch. The piece is in
+    `row` of data `rank` of `microbatch`; pieces of one row are packed in the order of the entries.
+    """
+
+    columns: np.ndarray
+
+    def __post_init__(self) -> None:
+        shape = self.columns.shape
+        require(len(shape) == 2 and shape[0] == 4, f"packed pieces are four columns, got {shape}")
+
+    @classmethod
+    def from_columns(
+        cls, piece_id: np.ndarray, microbatch: np.ndarray, rank: np.ndarray, row: np.ndarray
+    ) -> PackedPieces:
+        return cls(np.stack((piece_id, microbatch, rank, row)))
+
+    @property
+    def piece_id(self) -> np.ndarray:
+        return self.columns[0]
+
+    @property
+    def microbatch(self) -> np.ndarray:
+        return self.columns[1]
+
+    @property
+    def rank(self) -> np.ndarray:
+        return self.columns[2]
+
+    @property
+    def row(self) -> np.ndarray:
+        return self.columns[3]
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    def __eq__(self, compared: object) -> bool:
+        return isinstance(compared, PackedPieces) and np.array_equal(self.columns, compared.columns)
+
+    def __hash__(self) -> int:
+        return hash(self.columns.tobytes())
+
+    @cached_property
+    def _row_by_row(self) -> tuple[np.ndarray, np.ndarray]:
+        """The order of the entries row by row, and for each the index where its row begins, [n]."""
+        order = np.lexsort((self.row, self.rank, self.microbatch))
+        row = self.columns[1:, order]
+        is_first = np.append(True, (row[:, 1:] != row[:, :-1]).any(axis=0))[: len(order)]
+        return order, np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+
+    @cached_property
+    def segment(self) -> np.ndarray:
+        """Segment ids, int64 [n]: in every row pieces count from 1."""
+        return self.row_offsets(np.ones(len(self), np.int64)) + 1
+
+    def row_offsets(self, amount: np.ndarray) -> np.ndarray:
+        """Sum of the amounts [n] of the pieces before each piece in its row."""
+        order, begins = self._row_by_row
+        total = np.cumsum(amount[order]) - amount[order]
+        result = np.empty_like(total)
+        result[order] = total - total[begins]
+        return result
+
+    def select(self, entries: np.ndarray) -> PackedPieces:
+        """The entries that a mask or an index array selects."""
+        return PackedPieces(self.columns[:, entries])
+
+    def reassigned(self, rank: np.ndarray, row: np.ndarray) -> PackedPieces:
+        """The same pieces on these ranks, in these rows."""
+        columns = self.columns.copy()
+        columns[2:] = rank, row
+        return PackedPieces(columns)
+
+    def sorted_by_row(self) -> PackedPieces:
+        """The same pieces ordered by microbatch, rank, row and piece id."""
+        return self.select(np.lexsort((self.piece_id, self.row, self.rank, self.microbatch)))
+
+
+EMPTY_PACKED_PIECES = PackedPieces(np.zeros((4, 0), np.int64))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Microbatches of one module and one shape, run by one program call.
-
-    `feeds` are the places in the schedule of the groups that read its output: of a module that
-    reads the module's one, or several that read no other group of it. `content` has of each feature
-    of the module's content the sum over the pieces of the data rank with most, which the others
-    wait for. `remat_less` names the segments that run it under their second recompute policy.
-    Groups that are only simulated need not say which `pieces` they hold.
-    """
+    """Microbatches of one module and one shape, run by one program call."""
 
     module: str
     shape: Shape
+    # Places in the schedule of the groups that read its output: of a module that reads the module's
+    # one, or several that read no other group of it.
     feeds: tuple[int, ...] = ()
+    # Of each feature of the module's content the sum over the pieces of the data rank with most,
+    # which the others wait for.
     content: tuple[int, ...] = ()
-    pieces: PackedPieces = EMPTY_PACKED_PIECES
+    pieces: PackedPieces = EMPTY_PACKED_PIECES  # not needed where it is only simulated
     microbatches: int = 1
-    remat_less: tuple[str, ...] = ()
+    remat_less: tuple[str, ...] = ()  # segments that run it under their second recompute policy
 
     def __post_init__(self) -> None:
         require(self.microbatches > 0, f"a group of {self.module!r} holds no microbatch")
@@ -57,58 +136,43 @@ class Group:
 
 
 class Task(NamedTuple):
-    """One program call: a segment, a group's place in the schedule (`NO_GROUP`: once a step), a
-    direction."""
+    """One program call."""
 
     segment: str
-    group: int
+    group: int  # its place in the schedule; `NO_GROUP`: once a step
     direction: Direction
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One global batch as groups of every module, their edges, and optionally the order of tasks.
-
-    Without an `order` the runtime makes one by list scheduling. Times are seconds; `makespan_s` is
-    the simulator's, and no schedule of this batch under the same plan can be faster than
-    `lower_bound_s`, a part of which an integer program may have proved (`integer_bound_s`; 0: it
-    was not asked). `made_by` is what found the groups, and `work` counts what the solvers did, in
-    the unit of `Plan.work_budget`.
-    """
+    """One global batch as groups of every module, their edges, and the order of tasks."""
 
     step: int
     groups: tuple[Group, ...]
-    order: tuple[Task, ...] = ()
-    makespan_s: float = 0.0
-    lower_bound_s: float = 0.0
+    order: tuple[Task, ...] = ()  # none: the runtime makes one by list scheduling
+    makespan_s: float = 0.0  # in the simulator
+    lower_bound_s: float = 0.0  # of all schedules of this batch under the same plan
     status: Status = "greedy"
-    work: int = 0
+    work: int = 0  # of the solvers, in the unit of `Scheduling.work_budget`
     elapsed_s: float = 0.0
     made_by: ScheduleMaker = "greedy"
-    integer_bound_s: float = 0.0
+    integer_bound_s: float = 0.0  # that the integer program proved; 0: it was not asked
 
     def __post_init__(self) -> None:
         for module in {g.module for g in self.groups}:
-            piece_numbers = np.concatenate(
-                [g.pieces.piece_id for g in self.groups if g.module == module]
-            )
-            is_unique = np.bincount(piece_numbers).max(initial=0) <= 1
+            pieces = np.concatenate([g.pieces.piece_id for g in self.groups if g.module == module])
+            is_unique = np.bincount(pieces).max(initial=0) <= 1
             require(is_unique, f"a piece of {module!r} is scheduled twice")
         feeders = Counter((f, g.module) for g in self.groups for f in g.feeds)
         for i, g in enumerate(self.groups):
-            target_modules = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
-            require(
-                len(target_modules) == len(g.feeds) == len(set(g.feeds))
-                and g.module not in target_modules,
-                f"group {i} feeds {g.feeds}; it may feed groups of other modules, each once",
-            )
-            shared_targets = [
-                f for f, m in zip(g.feeds, target_modules) if target_modules.count(m) > 1
-            ]
-            require(
-                all(feeders[f, g.module] == 1 for f in shared_targets),
-                f"group {i} feeds {g.feeds}, of which some read other groups of {g.module!r}, too",
-            )
+            targets = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
+            is_valid = len(targets) == len(g.feeds) == len(set(g.feeds)) and g.module not in targets
+            problem = "it may feed groups of other modules, each once"
+            require(is_valid, f"group {i} feeds {g.feeds}; {problem}")
+            shared = [f for f, m in zip(g.feeds, targets) if targets.count(m) > 1]
+            problem = f"of which some read other groups of {g.module!r}, too"
+            alone = all(feeders[f, g.module] == 1 for f in shared)
+            require(alone, f"group {i} feeds {g.feeds}, {problem}")
 
     @property
     def gap(self) -> float:
@@ -116,10 +180,9 @@ class Schedule:
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.nan
 
     def fed_by(self, group: int, module: str) -> tuple[int, ...]:
-        """Return the groups of `module` that feed a group."""
-        return tuple(
-            i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds
-        )
+        """The groups of `module` that feed a group."""
+        feeders = (i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds)
+        return tuple(feeders)
 
 
 # ---- what happened in a step, or would ----
@@ -153,7 +216,7 @@ class Trace:
         return max((e.end_s for e in self.events), default=0.0)
 
     def busy_fraction(self) -> dict[str, float]:
-        """Return the fraction of the makespan in which each submesh computes."""
+        """Fraction of the makespan in which each submesh computes."""
         total = self.makespan_s
         busy: dict[str, float] = {}
         for e in self.events:

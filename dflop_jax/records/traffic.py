@@ -26,7 +26,7 @@ def rank_traffic(
     rank_Q: Ints,
     n_ranks: tuple[int, int],
 ) -> Ints:
-    """Return [V, D]: the amount that each source rank has for each target rank; `n_ranks` = (V, D).
+    """[V, D]: the amount that each source rank has for each target rank; `n_ranks` = (V, D).
     All pieces of a sample in the target read all of its pieces in the source. A piece counts once
     for a rank that reads it."""
     n_source_ranks, n_target_ranks = n_ranks
@@ -39,23 +39,19 @@ def rank_traffic(
     offset = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
     target = reader_rank[np.repeat(first, count) + offset]
     pairs = rank_P[source] * n_target_ranks + target
-    return (
-        np.bincount(pairs, amount_P[source], n_source_ranks * n_target_ranks)
-        .astype(np.int64)
-        .reshape(n_source_ranks, n_target_ranks)
-    )
+    amounts = np.bincount(pairs, amount_P[source], n_source_ranks * n_target_ranks)
+    return amounts.astype(np.int64).reshape(n_ranks)
 
 
 @dataclass(frozen=True, eq=False)
 class CrossingTraffic:
-    """The amounts that target ranks read from source ranks other than their home, [V, D], and
-    whether the two ranks are in different nodes."""
+    """The amounts that target ranks read from source ranks other than their home."""
 
-    amount: np.ndarray
-    is_across_nodes: np.ndarray
+    amount: np.ndarray  # [V, D]
+    is_across_nodes: np.ndarray  # whether the two ranks are in different nodes, [V, D]
 
     def for_target_ranks(self, ranks: Sequence[int]) -> CrossingTraffic:
-        """Return the amounts that some of the target's ranks read."""
+        """The amounts that some of the target's ranks read."""
         return CrossingTraffic(self.amount[:, ranks], self.is_across_nodes[:, ranks])
 
     @property
@@ -73,7 +69,7 @@ class CrossingTraffic:
 
 
 def crossing_traffic(read_VD: np.ndarray, node_V: Ints) -> CrossingTraffic:
-    """Return the amounts that leave the rank that has them; `node_V` are the ranks' nodes."""
+    """The amounts that leave the rank that has them; `node_V` are the ranks' nodes."""
     home_D = home_ranks(*read_VD.shape)
     amount = read_VD.copy()
     amount[home_D, np.arange(len(home_D))] = 0
@@ -81,20 +77,18 @@ def crossing_traffic(read_VD: np.ndarray, node_V: Ints) -> CrossingTraffic:
 
 
 def home_rank(rank: int, n_source_ranks: int, n_target_ranks: int) -> int:
-    """Return the source rank that receives what target rank `rank` reads. It shares a device with
-    the target rank, as far as possible, if both modules are on the same devices."""
+    """The source rank that receives what a target rank reads, on the same device if possible."""
     common = gcd(n_source_ranks, n_target_ranks)
     return rank // (n_target_ranks // common) * (n_source_ranks // common)
 
 
 def home_ranks(n_source_ranks: int, n_target_ranks: int) -> Ints:
-    """Return [D]: the `home_rank` of each target rank."""
-    return np.array(
-        [home_rank(rank, n_source_ranks, n_target_ranks) for rank in range(n_target_ranks)]
-    )
+    """[D]: the `home_rank` of each target rank."""
+    ranks = range(n_target_ranks)
+    return np.array([home_rank(rank, n_source_ranks, n_target_ranks) for rank in ranks])
 
 
 def rank_nodes(plan: Plan, module: str) -> Ints:
-    """Return [V]: the node of the first device of each of a module's data ranks."""
+    """[V]: the node of the first device of each of a module's data ranks."""
     devices = np.array(plan.layout.devices(module))
     return devices // (plan.scheduling.node or plan.layout.n_devices)

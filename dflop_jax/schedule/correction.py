@@ -34,7 +34,7 @@ from dflop_jax.records import (
     Task,
     Trace,
 )
-from dflop_jax.records.check import require
+from dflop_jax.records.data import require
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.batch_scheduler import assign_groups
 from dflop_jax.simulate.steps import simulate_step

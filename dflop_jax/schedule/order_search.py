@@ -12,12 +12,15 @@ import numpy as np
 from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints
 from dflop_jax.schedule.bounds import earliest_starts, order_bound
-from dflop_jax.simulate.list_scheduling import (
+from dflop_jax.simulate.numbered_tasks import (
+    StepTasks,
     backward_list_schedule,
     list_schedule,
+    number_tasks,
+    peak_in_flight,
     serial_schedule,
+    start_ticks,
 )
-from dflop_jax.simulate.numbered_tasks import StepTasks, number_tasks, peak_in_flight, start_ticks
 from dflop_jax.simulate.steps import makespan_function, task_seconds, task_sends
 from dflop_jax.simulate.task_graph import StepGraph, step_graph
 

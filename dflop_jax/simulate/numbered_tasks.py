@@ -1,20 +1,21 @@
-"""A step's tasks as numbers, for list scheduling and order search, and the evaluation of orders.
+"""A step's tasks as numbers, list schedules of them, and the evaluation of orders.
 
-The number of a task is its index in the graph's canonical order. An order is a permutation of these
-numbers. A resource runs its part of it in that order, and a link carries sends in the order of the
-tasks that send. A segment holds a group from its forward, which opens it, to its backward, which
-closes it.
+The number of a task is its index in the graph's canonical order; an order is a permutation. A
+resource runs its part of it in that order, and a link carries sends in the order of the tasks that
+send. A segment holds a group from its forward, which opens it, to its backward, which closes it.
+Times are whole ticks, so that no choice depends on the last bit of a price.
 
-Times are whole ticks: sums are exact, equal times are equal, and no choice depends on the last bit
-of a price.
+A list schedule runs, on every free resource, the ready task with the lowest key. A serial schedule
+appends, of all tasks whose inputs have run, the one with the lowest key, though it may wait.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,30 +31,24 @@ NO_LINK = -1  # the link of what reaches a task without any
 # Ticks of all seconds of a step together: sums are exact, and each of 100,000 tasks is rounded by
 # less than a millionth.
 _TICKS_PER_STEP = 100_000_000_000
-Time = TypeVar("Time", int, float)
 Successor = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
 Sends = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> (link, seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class StepTasks:
-    """Tasks 0..n_tasks-1. `resource` runs each for `ticks` of `tick_s` seconds, then its
-    `successors` are sent.
+    """Tasks 0..n_tasks-1."""
 
-    `live_change` is +1 if a task opens a group in its `segment`, -1 if it closes one, else 0; a
-    segment holds at most `max_live` groups. `interchangeable` has tasks that may be swapped row by
-    row: arrays [units, tasks] with two rows or more.
-    """
-
-    resource: tuple[int, ...]
-    ticks: tuple[int, ...]
+    resource: tuple[int, ...]  # that runs a task
+    ticks: tuple[int, ...]  # for which it does, then its successors are sent
     successors: tuple[tuple[Successor, ...], ...]
     segment: tuple[int, ...]
-    live_change: tuple[int, ...]
-    max_live: tuple[int, ...]
+    live_change: tuple[int, ...]  # +1 if a task opens a group in its segment, -1 if it closes one
+    max_live: tuple[int, ...]  # groups that a segment holds
     n_resources: int
     n_links: int
     tick_s: float
+    # Tasks that may be swapped row by row: arrays [units, tasks] with two rows or more.
     interchangeable: tuple[np.ndarray, ...] = ()
 
     @property
@@ -71,17 +66,13 @@ class StepTasks:
 
     @cached_property
     def mirrored(self) -> StepTasks:
-        """The problem with time reversed. The reverse of an order of it is an order of this
-        problem, and segments hold as many groups."""
+        """The problem with time reversed: reversed orders of it are orders of this one."""
         inputs: list[list[Successor]] = [[] for _ in range(self.n_tasks)]
         for t, successors in enumerate(self.successors):
             for reader, link, send in successors:
                 inputs[reader].append((t, link, send))
-        return replace(
-            self,
-            successors=tuple(map(tuple, inputs)),
-            live_change=tuple(-k for k in self.live_change),
-        )
+        changes = tuple(-k for k in self.live_change)
+        return replace(self, successors=tuple(map(tuple, inputs)), live_change=changes)
 
     def is_within_limits(self, order: Sequence[int]) -> bool:
         """Whether no segment holds more groups than its limit."""
@@ -94,7 +85,6 @@ def number_tasks(
     groups: Sequence[Group],
     seconds: Callable[[Task], float],
     sends: Sends | None = None,
-    tick_s: float = 0.0,
 ) -> StepTasks:
     """The tasks of a step with these groups; the limits are those of 1F1B
     (`task_graph.in_flight_limit`).
@@ -102,14 +92,12 @@ def number_tasks(
     Args:
       seconds: of each task when nothing slows it down.
       sends: from each task to its readers over links.
-      tick_s: seconds of a tick; 0: a fixed fraction of all seconds together.
     """
     segments = {s.name: i for i, s in enumerate(plan.layout.segments)}
-    resource = segment_resources(plan.layout)
+    resource, sends = segment_resources(plan.layout), sends or {}
     task_s = [seconds(t) for t in graph.tasks]
-    sends = sends or {}
     total_s = sum(task_s) + sum(s for readers in sends.values() for _, s in readers.values())
-    tick_s = tick_s or (total_s or 1.0) / _TICKS_PER_STEP
+    tick_s = (total_s or 1.0) / _TICKS_PER_STEP
     with_sends, n_links = add_sends(graph, sends)
     limits = in_flight_limit(plan, groups)
     return StepTasks(
@@ -128,8 +116,7 @@ def number_tasks(
 def add_sends(
     graph: StepGraph, sends: Sends
 ) -> tuple[list[tuple[tuple[int, int, float], ...]], int]:
-    """For every task, (successor, link or NO_LINK, seconds) of all its successors; and the number
-    of links."""
+    """(successor, link or NO_LINK, seconds) of each task's successors; number of links."""
     links: dict[object, int] = {}
     successors = [tuple((f, NO_LINK, 0.0) for f in followers) for followers in graph.followers]
     for task, readers in sends.items():
@@ -154,25 +141,23 @@ def peak_in_flight(tasks: StepTasks, order: Sequence[int]) -> list[int]:
 
 
 def start_ticks(tasks: StepTasks, order: Sequence[int]) -> tuple[list[int], int]:
-    """(start of each task, makespan) of an order, in ticks: the result of the event simulator if no
-    task slows another down."""
-    free_ticks = [0] * tasks.n_resources
-    links = [0] * tasks.n_links
-    return run_in_order(order, tasks.resource, tasks.ticks, tasks.successors, free_ticks, links)
+    """(start of each task, makespan) of an order, if no task slows another down."""
+    sizes = tasks.n_resources, tasks.n_links
+    return run_in_order(order, tasks.resource, tasks.ticks, tasks.successors, *sizes)
 
 
 def run_in_order(
     order: Sequence[int],
     resource: Sequence[int],
-    seconds: Sequence[Time],
-    successors: Sequence[Sequence[tuple[int, int, Time]]],
-    free: list[Time],
-    link_free: list[Time],
-) -> tuple[list[Time], Time]:
-    """`start_ticks` in any unit of time. `free` and `link_free` are the times at which resources
-    and links become free; they are updated."""
-    makespan = min(free, default=0)
-    starts = [makespan] * len(seconds)  # until a task's turn comes: when its inputs are there
+    seconds: Sequence[Any],
+    successors: Sequence[Sequence[tuple[int, int, Any]]],
+    n_resources: int,
+    n_links: int,
+) -> tuple[list[Any], Any]:
+    """`start_ticks` in any unit of time."""
+    free, link_free = [0] * n_resources, [0] * n_links  # when each becomes free
+    makespan = 0
+    starts = [0] * len(seconds)  # until a task's turn comes: when its inputs are there
     for t in order:
         r = resource[t]
         if free[r] > starts[t]:
@@ -189,3 +174,129 @@ def run_in_order(
             if arrives > starts[reader]:
                 starts[reader] = arrives
     return starts, makespan
+
+
+def list_schedule(problem: StepTasks, keys: Sequence[int], *, alternate: bool = False) -> list[int]:
+    """The order in which tasks start. If nothing runs and every segment with a ready task is at its
+    limit, one limit is exceeded. `alternate`: forward and backward tasks queue separately, and a
+    resource with both takes the direction that it did not take last (dual-queue rule)."""
+    ticks, resource, successors = problem.ticks, problem.resource, problem.successors
+    queues = _Queues(problem, keys, alternate)
+    n_pending, ready_ticks = list(problem.n_inputs), [0] * problem.n_tasks
+    link_free = [0] * problem.n_links
+    idle = [True] * problem.n_resources
+    order: list[int] = []
+    # Events: a task's inputs have arrived, or a resource's task ends (-1 - resource).
+    events = [(0, t) for t in range(problem.n_tasks) if not n_pending[t]]
+    now_ticks = 0
+    while len(order) < problem.n_tasks:
+        full = not events
+        touched = set(range(problem.n_resources)) if full else set()
+        if events:
+            now_ticks = events[0][0]
+        while events and events[0][0] <= now_ticks:
+            code = heapq.heappop(events)[1]
+            if code < 0:
+                idle[-1 - code] = True
+                touched.add(-1 - code)
+            else:
+                queues.add(code)
+                touched.add(resource[code])
+        for r in sorted(touched):
+            if not idle[r] or (t := queues.pop_next(r, full)) is None:
+                continue
+            order.append(t)
+            idle[r], full = False, False
+            end = now_ticks + ticks[t]
+            heapq.heappush(events, (end, -1 - r))
+            for reader, link, send in successors[t]:
+                arrives = end
+                if link >= 0:
+                    if link_free[link] > end:
+                        arrives = link_free[link]
+                    link_free[link] = arrives = arrives + send
+                if arrives > ready_ticks[reader]:
+                    ready_ticks[reader] = arrives
+                n_pending[reader] -= 1
+                if not n_pending[reader]:
+                    heapq.heappush(events, (ready_ticks[reader], reader))
+    return order
+
+
+class _Queues:
+    """Ready tasks: per segment those that open a group, per resource all others."""
+
+    def __init__(self, problem: StepTasks, keys: Sequence[int], alternate: bool):
+        self._problem, self._keys, self._alternate = problem, keys, alternate
+        self._in_flight = [0] * len(problem.max_live)
+        self._opens: list[list[tuple[int, int]]] = [[] for _ in problem.max_live]
+        self._others: list[list[tuple[int, int]]] = [[] for _ in range(problem.n_resources)]
+        self._opened_last = [False] * problem.n_resources
+        pairs = zip(problem.live_change, problem.resource, problem.segment, strict=True)
+        used = dict.fromkeys((r, s) for change, r, s in pairs if change > 0)
+        self._segments = [[s for r, s in used if r == k] for k in range(problem.n_resources)]
+
+    def add(self, task: int) -> None:
+        if self._problem.live_change[task] > 0:
+            queue = self._opens[self._problem.segment[task]]
+        else:
+            queue = self._others[self._problem.resource[task]]
+        heapq.heappush(queue, (self._keys[task], task))
+
+    def pop_next(self, resource: int, full: bool) -> int | None:
+        """The task that a resource runs next; `full` ignores the limits of segments."""
+        max_live, in_flight = self._problem.max_live, self._in_flight
+        best_queue: list[tuple[int, int]] = []
+        for s in self._segments[resource]:
+            queue, has_room = self._opens[s], full or in_flight[s] < max_live[s]
+            if queue and has_room and (not best_queue or queue[0] < best_queue[0]):
+                best_queue = queue
+        other_queue = self._others[resource]
+        if other_queue and best_queue:
+            opened_last = self._opened_last[resource]
+            take_other = opened_last if self._alternate else other_queue[0] < best_queue[0]
+            best_queue = other_queue if take_other else best_queue
+        best_queue = best_queue or other_queue
+        if not best_queue:
+            return None
+        task = heapq.heappop(best_queue)[1]
+        live_change = self._problem.live_change[task]
+        self._opened_last[resource] = live_change > 0
+        in_flight[self._problem.segment[task]] += live_change
+        return task
+
+
+def backward_list_schedule(problem: StepTasks, order: Sequence[int]) -> list[int]:
+    """A list schedule backward in time: the task that ends last in `order` is first."""
+    starts, _ = start_ticks(problem.mirrored, order)
+    return list_schedule(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
+
+
+def serial_schedule(problem: StepTasks, keys: Sequence[int]) -> list[int]:
+    """The order that always appends the ready task with the lowest key, within limits."""
+    segment, max_live, live_change = problem.segment, problem.max_live, problem.live_change
+    n_pending, in_flight = list(problem.n_inputs), [0] * len(max_live)
+    ready_tasks = [(keys[t], t) for t in range(problem.n_tasks) if not n_pending[t]]
+    heapq.heapify(ready_tasks)
+    blocked: list[list[tuple[int, int]]] = [[] for _ in max_live]
+    order: list[int] = []
+    while len(order) < problem.n_tasks:
+        full = not ready_tasks
+        key, t = heapq.heappop(ready_tasks) if ready_tasks else min(min(b) for b in blocked if b)
+        s = segment[t]
+        if full:
+            blocked[s].remove((key, t))
+        elif live_change[t] > 0 and in_flight[s] >= max_live[s]:
+            blocked[s].append((key, t))
+            continue
+        order.append(t)
+        in_flight[s] += live_change[t]
+        if live_change[t] < 0:
+            for task in blocked[s]:
+                heapq.heappush(ready_tasks, task)
+            blocked[s].clear()
+        for reader, _, _ in problem.successors[t]:
+            n_pending[reader] -= 1
+            if not n_pending[reader]:
+                heapq.heappush(ready_tasks, (keys[reader], reader))
+    return order

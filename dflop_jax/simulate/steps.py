@@ -1,16 +1,23 @@
 """Simulates steps of a plan: the task lists of the runtime, with durations in place of programs.
 
 A resource runs its tasks in list order; a task starts when its inputs have arrived and its resource
-is free. If devices share cores (`concurrency` below the device count), overlapping tasks slow each
-other down in proportion to the devices they use. Sends overlap computation: each pair of submeshes
-has one link per direction, which carries one send at a time, in dispatch order.
+is free. Sends overlap computation: each pair of submeshes has one link per direction, which carries
+one send at a time, in dispatch order.
+
+If every device has cores of its own, the start of a job (a task or a send) follows from the ends of
+the jobs before it. If devices share cores (`concurrency` below the device count), computing jobs
+slow each other down in proportion to the devices they use. Time then advances from one end of a job
+to the next. Computing jobs run on a second clock, which measures work done; only the speed of that
+clock changes when a job starts or ends.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +39,6 @@ from dflop_jax.records import (
     Task,
     Trace,
 )
-from dflop_jax.simulate.engine import SimJob, run_jobs
 from dflop_jax.simulate.numbered_tasks import Sends, add_sends, run_in_order
 from dflop_jax.simulate.task_graph import StepGraph, segment_links, segment_resources, step_graph
 from dflop_jax.simulate.task_order import both_orders, schedule_order
@@ -43,12 +49,9 @@ _ROUNDING = 1e-9  # makespans that differ by less are the same
 
 @dataclass(frozen=True)
 class Noise:
-    """Random deviations of durations from their predictions.
-
-    Every task and send is multiplied by a log-normal factor of mean 1, whose logarithm has
-    deviation `sigma`, drawn from (seed, step). `stragglers` also multiplies the tasks of the named
-    submeshes.
-    """
+    """Random deviations of durations from their predictions: a log-normal factor of mean 1 for
+    every task and send, whose logarithm has deviation `sigma`, drawn from (seed, step).
+    `stragglers` also multiplies the tasks of the named submeshes."""
 
     seed: int = 0
     sigma: float = 0.0
@@ -72,19 +75,14 @@ def simulate_step(
     noise: Noise | None = None,
     synchronous: Collection[str] = (),
 ) -> Trace:
-    """The trace of one step.
+    """The trace of one step; ValueError if the schedule's order is no order of this step.
 
     Sends of a segment to another submesh are SEND events of that segment and group; gradients that
     come back to it are RETURN events. Their submesh is named "from → to".
 
     Args:
-      trainable: names of the trainable segments.
-      noise: factors on all durations; None: no noise.
       synchronous: submeshes that get a task only after the previous one on their devices has ended.
         One thread dispatches all tasks in order, so later tasks of every submesh wait, too.
-
-    Raises:
-      ValueError: the schedule's order is no order of this step, or a straggler is no submesh.
     """
     submeshes = [m.name for m in plan.layout.submeshes]
     if noise and (unknown := [m for m in noise.stragglers if m not in submeshes]):
@@ -106,26 +104,21 @@ def simulate_order(
     synchronous: Collection[str] = (),
 ) -> Trace:
     """`simulate_step` for an order that is known to be valid for the graph."""
-    submesh = {s.name: s.submesh for s in layout.segments}
-    resource = segment_resources(layout)
+    submesh, resource = {s.name: s.submesh for s in layout.segments}, segment_resources(layout)
     n_devices = {m.name: m.n_devices for m in layout.submeshes}
     slowdown = noise.stragglers if noise else {}
-    seconds = task_seconds(schedule, prices)
-    sends = task_sends(layout, schedule, graph, prices)
+    seconds, sends = task_seconds(schedule, prices), task_sends(layout, schedule, graph, prices)
     factors = _factors(len(order), noise, schedule.step, 0)
     send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
-
     jobs: list[SimJob] = []
     trace_rows: list[tuple[str, str, int, str] | None] = []  # a job in the trace, None: not there
     last_job: dict[int, int] = {}  # of each resource
     dispatch_wait: tuple[int, ...] = ()  # the last of dispatch's waits
-    sent: dict[Task, dict[Task, int]] = {}  # reader -> producer -> the send's job
+    sent: dict[tuple[Task, Task], int] = {}  # (producer, reader) -> the send's job
     job_of: dict[Task, int] = {}
     for task, factor in zip(order, factors):
-        mesh = submesh[task.segment]
-        resource_id = resource[task.segment]
-        sent_to_task = sent.get(task, {})
-        waits = [sent_to_task[t] if t in sent_to_task else job_of[t] for t in graph.waits_for[task]]
+        mesh, resource_id = submesh[task.segment], resource[task.segment]
+        waits = [sent[t, task] if (t, task) in sent else job_of[t] for t in graph.waits_for[task]]
         if mesh in synchronous and resource_id in last_job:
             dispatch_wait, ended = (len(jobs),), last_job[resource_id]
             jobs.append(SimJob(_DISPATCH, 0.0, (ended,)))
@@ -135,13 +128,11 @@ def simulate_order(
         jobs.append(SimJob(resource_id, alone_s, (*waits, *dispatch_wait), n_devices[mesh]))
         trace_rows.append((mesh, task.segment, task.group, task.direction))
         for reader, (link, send_s) in sends.get(task, {}).items():
-            sent.setdefault(reader, {})[task] = len(jobs)
+            sent[task, reader] = len(jobs)
             jobs.append(SimJob(link, send_s * next(send_factors), (job_of[task],)))
-            backward = task.direction == BACKWARD
-            source = reader if backward else task
+            source, kind = (reader, RETURN) if task.direction == BACKWARD else (task, SEND)
             link_name = f"{mesh} → {submesh[reader.segment]}"
-            direction = RETURN if backward else SEND
-            trace_rows.append((link_name, source.segment, source.group, direction))
+            trace_rows.append((link_name, source.segment, source.group, kind))
     events = tuple(
         Event(*row, start, end)
         for row, start, end in zip(trace_rows, *run_jobs(jobs, prices.concurrency))
@@ -151,8 +142,7 @@ def simulate_order(
 
 
 def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
-    """A function that returns the seconds of a task like `prices.task_s`, but looks every program
-    up only once."""
+    """A function like `prices.task_s` that looks every program up only once."""
     first_group: dict[tuple[Shape, tuple[str, ...]], int] = {}
     kinds = [(g.shape, g.remat_less) for g in schedule.groups]
     same_program = [first_group.setdefault(kind, i) for i, kind in enumerate(kinds)]
@@ -162,12 +152,11 @@ def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
         if task.group == NO_GROUP:
             return prices.step_end.get(task, 0.0)
         key = task.segment, same_program[task.group], task.direction
+        group = schedule.groups[task.group]
         if key not in programs:
-            programs[key] = prices.programs.get(
-                ProgramId.for_task(task, schedule.groups[task.group])
-            )
+            programs[key] = prices.programs.get(ProgramId.for_task(task, group))
         price = programs[key]
-        return price.seconds(schedule.groups[task.group].content) if price else 0.0
+        return price.seconds(group.content) if price else 0.0
 
     return seconds
 
@@ -202,8 +191,7 @@ def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Pri
 
 
 def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:
-    """Noise factors of a step's `n` tasks (kind 0) or sends (kind 1), with separate draws for each
-    kind."""
+    """Noise factors of a step's tasks (kind 0) or sends (kind 1), drawn separately."""
     if noise is None or noise.sigma == 0:
         return iter([1.0] * n)
     z = np.random.default_rng([noise.seed, step, kind]).standard_normal(n)
@@ -215,9 +203,8 @@ def with_list_order(
 ) -> Schedule:
     """The schedule with the faster of two list-scheduled orders in simulation, and its makespan.
 
-    One order uses textbook durations, the other the prices. The second does not always win, since
-    the first choice of a greedy rule may be wrong with exact durations; it is used if it is faster
-    by more than rounding.
+    One order uses textbook durations, the other the prices; the second does not always win, since
+    the first choice of a greedy rule may be wrong with exact durations.
     """
     graph = step_graph(plan.layout, schedule.groups, trainable)
     seconds = task_seconds(schedule, prices)
@@ -232,8 +219,7 @@ def with_list_order(
 def makespan_function(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices
 ) -> Callable[[Sequence[int]], float]:
-    """A function from an order, as numbers of the graph's tasks, to its simulated makespan in
-    seconds. Where no task slows another down, it needs no trace."""
+    """A function from an order, as numbers of tasks, to its simulated seconds."""
     layout, resource_of = plan.layout, segment_resources(plan.layout)
     devices = [0] * (max(resource_of.values()) + 1)
     for s in layout.segments:
@@ -247,8 +233,7 @@ def makespan_function(
         if sum(devices) > prices.concurrency:
             tasks = [graph.tasks[i] for i in order]
             return simulate_order(layout, schedule, graph, tasks, prices).makespan_s
-        free_s, link_free_s = [0.0] * len(devices), [0.0] * n_links
-        return run_in_order(order, resource, task_s, successors, free_s, link_free_s)[1]
+        return float(run_in_order(order, resource, task_s, successors, len(devices), n_links)[1])
 
     return simulated_s
 
@@ -258,24 +243,101 @@ def simulate_schedules(
     schedules: Sequence[Schedule],
     prices: Prices,
     trainable: Collection[str],
-    *,
-    noise: Noise | None = None,
-    synchronous: Collection[str] = (),
+    **options: Any,
 ) -> Trace:
-    """The trace of consecutive steps; group numbers continue from step to step."""
+    """The trace of consecutive steps, whose group numbers go on; `options` of `simulate_step`."""
     events: list[Event] = []
-    offset, first_group = 0.0, 0
+    offset_s, first_group = 0.0, 0
     for schedule in schedules:
-        one = simulate_step(plan, schedule, prices, trainable, noise=noise, synchronous=synchronous)
-        events += [
-            replace(
-                e,
-                group=e.group + first_group if e.group != NO_GROUP else e.group,
-                start_s=e.start_s + offset,
-                end_s=e.end_s + offset,
-            )
-            for e in one.events
-        ]
-        offset += one.makespan_s
+        one = simulate_step(plan, schedule, prices, trainable, **options)
+        for e in one.events:
+            group = e.group + first_group if e.group != NO_GROUP else NO_GROUP
+            start_s, end_s = e.start_s + offset_s, e.end_s + offset_s
+            events.append(replace(e, group=group, start_s=start_s, end_s=end_s))
+        offset_s += one.makespan_s
         first_group += len(schedule.groups)
     return Trace(schedules[0].step if schedules else 0, "simulated", tuple(events))
+
+
+@dataclass(frozen=True)
+class SimJob:
+    """A job that starts when all it waits for has ended and its resource's turn comes."""
+
+    resource: Hashable
+    seconds: float  # if nothing slows it down
+    waits_for: tuple[int, ...] = ()  # with lower numbers
+    devices: int = 0  # that compute meanwhile; 0 for a transfer, which these do not slow down
+
+
+Times = list[float]  # of each job
+
+
+def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Times, Times]:
+    """(start, end) of each job, in seconds; `concurrency` devices compute at the same time."""
+    devices: dict[Hashable, int] = {}
+    for job in jobs:
+        devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
+    if sum(devices.values()) > concurrency:
+        return _run_shared(jobs, concurrency)
+    start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
+    free_s: dict[Hashable, float] = {}  # when each resource's last job ends
+    for i, job in enumerate(jobs):
+        job_start_s = free_s.get(job.resource, 0.0)
+        for input_job in job.waits_for:
+            assert input_job < i, "a job waits for a later one"
+            if end_s[input_job] > job_start_s:
+                job_start_s = end_s[input_job]
+        start_s[i] = job_start_s
+        free_s[job.resource] = end_s[i] = job_start_s + job.seconds
+    return start_s, end_s
+
+
+def _run_shared(jobs: Sequence[SimJob], concurrency: float) -> tuple[Times, Times]:
+    """`run_jobs` for computing jobs that slow each other down."""
+    n_pending = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
+    followers: list[list[int]] = [[] for _ in jobs]
+    last: dict[Hashable, int] = {}
+    for i, job in enumerate(jobs):
+        input_jobs = {*job.waits_for, last.get(job.resource, i)} - {i}
+        assert all(0 <= d < i for d in input_jobs), "a job waits for a later one"
+        n_pending[i], last[job.resource] = len(input_jobs), i
+        for d in input_jobs:
+            followers[d].append(i)
+    start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
+    wall_ends: list[tuple[float, int]] = []  # (end, job) by the clock on the wall
+    work_ends: list[tuple[float, int]] = []  # (end, job) by the clock of work done
+    wall_s, work_s, computing = 0.0, 0.0, 0
+    ready_jobs = [i for i, n in enumerate(n_pending) if n == 0]
+    while ready_jobs or wall_ends or work_ends:
+        for i in ready_jobs:
+            job, start_s[i] = jobs[i], wall_s
+            if job.devices:
+                computing += job.devices
+                alone = min(1.0, concurrency / job.devices)
+                heapq.heappush(work_ends, (work_s + job.seconds * alone, i))
+            else:
+                heapq.heappush(wall_ends, (wall_s + job.seconds, i))
+        speed = min(1.0, concurrency / computing) if computing else 1.0
+        next_s = wall_s + max(0.0, work_ends[0][0] - work_s) / speed if work_ends else math.inf
+        shared_next = bool(work_ends) and (not wall_ends or next_s <= wall_ends[0][0])
+        if shared_next:
+            wall_s, work_s = next_s, work_ends[0][0]
+        else:
+            work_s += (wall_ends[0][0] - wall_s) * speed
+            wall_s = wall_ends[0][0]
+        ended: list[int] = []
+        while wall_ends and wall_ends[0][0] <= wall_s:
+            ended.append(heapq.heappop(wall_ends)[1])
+        while shared_next and work_ends and work_ends[0][0] <= work_s:
+            ended.append(heapq.heappop(work_ends)[1])
+            computing -= jobs[ended[-1]].devices
+        ready_jobs = []
+        for i in ended:
+            end_s[i] = wall_s
+            for f in followers[i]:
+                n_pending[f] -= 1
+                if n_pending[f] == 0:
+                    ready_jobs.append(f)
+        ready_jobs.sort()
+    assert not any(n_pending), "jobs wait for each other"
+    return start_s, end_s

@@ -7,6 +7,7 @@ loss and gradient in one call.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +29,11 @@ from dflop_jax.records import (
 
 @dataclass(frozen=True)
 class SegmentLink:
-    """What one segment sends another: the hidden states between two segments of a module (`edge` is
-    None), or the features of an edge of the model."""
+    """What one segment sends another."""
 
     source: str
     target: str
-    edge: Edge | None = None
+    edge: Edge | None = None  # of the model; None: hidden states between two segments of a module
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class StepGraph:
 
     @cached_property
     def task_index(self) -> dict[Task, int]:
-        """The index of each task in the canonical order."""
         return {t: i for i, t in enumerate(self.tasks)}
 
     @cached_property
@@ -90,19 +89,13 @@ def feeding_groups(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
 
 
 def tied_segments(layout: Layout) -> dict[str, str]:
-    """Segment that reads the embedding parameters of its module from another segment -> that
-    segment."""
-    owner_of = {}
-    for module in layout.tied:
-        segments_of_module = layout.segments_of(module)
-        if len(segments_of_module) > 1:
-            owner_of[segments_of_module[-1].name] = segments_of_module[0].name
-    return owner_of
+    """Segment that reads the embedding parameters of its module from another one -> that one."""
+    by_module = [layout.segments_of(module) for module in layout.tied]
+    return {segments[-1].name: segments[0].name for segments in by_module if len(segments) > 1}
 
 
 def segments_with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
-    """Segments that run backward: trainable ones, and those that read the output of such a
-    segment."""
+    """Segments that run backward: trainable ones, and those that read such a segment."""
     all_links, names = segment_links(layout), list[str]()
     for s in layout.segments:
         if s.name in trainable or any(k.target == s.name and k.source in names for k in all_links):
@@ -113,11 +106,9 @@ def segments_with_backward(layout: Layout, trainable: Collection[str]) -> tuple[
 def step_graph(
     layout: Layout, groups: Sequence[Group], trainable: Collection[str], *, evaluate: bool = False
 ) -> StepGraph:
-    """The graph of one step with these groups. `evaluate` gives forward tasks only, including those
-    of segments that end in a loss."""
+    """The graph of one step with these groups; `evaluate`: of forward tasks only."""
     backward = () if evaluate else segments_with_backward(layout, trainable)
-    links_in: dict[str, list[SegmentLink]] = {s.name: [] for s in layout.segments}
-    links_out: dict[str, list[SegmentLink]] = {s.name: [] for s in layout.segments}
+    links_in, links_out = (defaultdict[str, list[SegmentLink]](list) for _ in range(2))
     for link in segment_links(layout):
         links_in[link.target].append(link)
         links_out[link.source].append(link)
@@ -129,24 +120,18 @@ def step_graph(
             fused = not links_out[s.name] and not evaluate
             inputs: list[Task] = []
             for link in links_in[s.name]:
-                if link.edge is None:
-                    inputs.append(Task(link.source, i, FORWARD))
-                else:
-                    sources = sources_of.get((i, link.edge.source), [])
-                    inputs += [Task(link.source, k, FORWARD) for k in sources]
+                sources = sources_of.get((i, link.edge.source), []) if link.edge else [i]
+                inputs += [Task(link.source, k, FORWARD) for k in sources]
             task = Task(s.name, i, BACKWARD if fused else FORWARD)
             waits_for[task] = tuple(dict.fromkeys(inputs))
     for i, g in enumerate(groups):
-        feeds: dict[str, list[int]] = {}
-        for f in g.feeds:
-            feeds.setdefault(groups[f].module, []).append(f)
         for s in reversed(segments[g.module]):
             if s.name not in backward or not links_out[s.name]:
                 continue
             inputs = [Task(s.name, i, FORWARD)]
-            for link in links_out[s.name]:
-                fed = [i] if link.edge is None else feeds.get(link.edge.target, [])
-                inputs += [Task(link.target, f, BACKWARD) for f in fed]
+            for edge, target in ((link.edge, link.target) for link in links_out[s.name]):
+                fed = [f for f in g.feeds if groups[f].module == edge.target] if edge else [i]
+                inputs += [Task(target, f, BACKWARD) for f in fed]
             waits_for[Task(s.name, i, BACKWARD)] = tuple(dict.fromkeys(inputs))
     if not evaluate:
         waits_for |= _step_end(layout, waits_for, trainable)
@@ -165,21 +150,19 @@ def _step_end(
     for t in waits:
         if t.direction == BACKWARD and t.segment in by_segment:
             by_segment[t.segment].append(t)
+    reductions, updates = ({n: Task(n, NO_GROUP, d) for n in names} for d in (REDUCE, UPDATE))
     waits_for: dict[Task, tuple[Task, ...]] = {}
     for n in names:
-        tied_task = [Task(readers[n], NO_GROUP, REDUCE)] if n in readers else []
-        waits_for[Task(n, NO_GROUP, REDUCE)] = (*by_segment[n], *tied_task)
-    reductions = tuple(waits_for)
+        tied_task = [reductions[readers[n]]] if n in readers else []
+        waits_for[reductions[n]] = (*by_segment[n], *tied_task)
     for n in names:
-        owner = owner_of.get(n)
-        tied_task = [Task(owner, NO_GROUP, UPDATE)] if owner in by_segment else []
-        waits_for[Task(n, NO_GROUP, UPDATE)] = (*reductions, *tied_task)
+        tied_task = [updates[owner_of[n]]] if owner_of.get(n) in updates else []
+        waits_for[updates[n]] = (*reductions.values(), *tied_task)
     return waits_for
 
 
 def submesh_resources(layout: Layout) -> dict[str, int]:
-    """Submesh name -> its resource, counted from 0; submeshes that share a device share a
-    resource."""
+    """Submesh name -> its resource; submeshes that share a device share a resource."""
     group = {m.name: i for i, m in enumerate(layout.submeshes)}
     for a in layout.submeshes:
         for b in layout.submeshes:
@@ -197,8 +180,7 @@ def segment_resources(layout: Layout) -> dict[str, int]:
 
 
 def in_flight_changes(order: Sequence[Task]) -> list[int]:
-    """For each task of an order, +1 if it is the forward of a group that the segment holds until
-    its backward, -1 for that backward, else 0."""
+    """Of each task +1 for a forward whose backward is there, -1 for that backward, else 0."""
     sign = {FORWARD: 1, BACKWARD: -1}
     forwards, backwards = ({(t.segment, t.group) for t in order if t.direction == d} for d in sign)
     open_groups = forwards & backwards
@@ -215,14 +197,13 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     """
     layout, resource = plan.layout, segment_resources(plan.layout)
     module = {s.name: s.module for s in layout.segments}
-    fed = feeding_groups(groups)
+    fed, readers_of = feeding_groups(groups), defaultdict[str, list[str]](list)
+    for link in segment_links(layout):
+        readers_of[link.source].append(link.target)
     depth: dict[str, int] = {}
     n_fed: dict[str, int] = {}  # groups that one group at the end of the pipeline stands for
-    readers_of: dict[str, list[str]] = {}
-    for link in segment_links(layout):
-        readers_of.setdefault(link.source, []).append(link.target)
     for s in reversed(layout.segments):
-        n, readers = s.name, readers_of.get(s.name, [])
+        n, readers = s.name, readers_of[s.name]
         depth[n] = max((depth[t] + (resource[t] != resource[n]) for t in readers), default=1)
         feeds_one = s.module in layout.divided and layout.targets(s.module)
         fan_in = layout.fan_in if feeds_one and not groups else 1

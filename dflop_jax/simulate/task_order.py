@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Schedule, Task
-from dflop_jax.simulate.list_scheduling import list_schedule
-from dflop_jax.simulate.numbered_tasks import StepTasks, number_tasks
+from dflop_jax.simulate.numbered_tasks import StepTasks, list_schedule, number_tasks
 from dflop_jax.simulate.task_graph import StepGraph, in_flight_changes
 
-TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
+_TEXTBOOK_TICKS = {FORWARD: 1, BACKWARD: 2, REDUCE: 0, UPDATE: 0}
 
 
 def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[Task, ...]:
-    """One total order in which a step's tasks are dispatched; every resource runs its part of it in
-    order.
+    """One total order in which a step's tasks are dispatched; a resource runs its part in order.
 
     List scheduling with a backward as long as two forwards. A free resource takes the ready forward
     of the deepest segment that is below its limit of groups in flight ("1f1b"; "gpipe" has no
@@ -28,33 +26,45 @@ def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[
 
 def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
     """`order_tasks` as indices of the tasks."""
-    tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
-    return list_schedule(_limited(plan, groups, tasks), _urgency(plan, graph, groups))
+    tasks = _number_tasks(plan, graph, groups, lambda _: 0.0)
+    return list_schedule(_with_textbook_ticks(tasks, graph), _urgency(plan, graph, groups))
 
 
 def both_orders(
     plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
 ) -> tuple[list[int], list[int]]:
-    """`order_tasks`, and the same with `seconds` of each task, as indices of the tasks."""
-    priced_tasks = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
-    ticks = tuple(round(TEXTBOOK_S[t.direction]) for t in graph.tasks)
+    """`textbook_order`, and the same with `seconds` of each task."""
+    tasks = _number_tasks(plan, graph, groups, seconds)
     ranks = _urgency(plan, graph, groups)
-    return list_schedule(replace(priced_tasks, ticks=ticks, tick_s=1.0), ranks), list_schedule(
-        priced_tasks, ranks
-    )
+    textbook = list_schedule(_with_textbook_ticks(tasks, graph), ranks)
+    return textbook, list_schedule(tasks, ranks)
 
 
-def _limited(plan: Plan, groups: Sequence[Group], tasks: StepTasks) -> StepTasks:
+def _number_tasks(
+    plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
+) -> StepTasks:
     """The tasks, without limits of groups in flight under "gpipe"."""
-    if plan.scheduling.order != "gpipe":
-        return tasks
-    return replace(tasks, max_live=(len(groups) + 1,) * len(tasks.max_live))
+    tasks = number_tasks(plan, graph, groups, seconds)
+    if plan.scheduling.order == "gpipe":
+        tasks = replace(tasks, max_live=(len(groups) + 1,) * len(tasks.max_live))
+    return tasks
+
+
+def _with_textbook_ticks(tasks: StepTasks, graph: StepGraph) -> StepTasks:
+    return replace(tasks, ticks=tuple(_TEXTBOOK_TICKS[t.direction] for t in graph.tasks))
 
 
 def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
     """The rank of every task among all, most urgent first."""
     depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
-    turn_of_group = _pipeline_turns(groups)
+    turn_of_group: dict[int, int] = {}
+
+    def turn(i: int) -> int:
+        """The index of the first group at the end of the pipeline that a group feeds."""
+        if i not in turn_of_group:
+            turn_of_group[i] = min((turn(f) for f in groups[i].feeds), default=i)
+        return turn_of_group[i]
+
     runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
     # A forward without a backward has no limit, so it only fills gaps.
     kinds = {FORWARD: 0, BACKWARD: 1, REDUCE: 3, UPDATE: 4}
@@ -64,7 +74,7 @@ def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]
         kind, deeper = kinds[task.direction], -depth[task.segment]
         if task.direction == FORWARD and task.segment not in runs_back:
             kind = 2 * (plan.scheduling.order != "gpipe")
-        group_turn = turn_of_group[task.group] if task.group >= 0 else 0
+        group_turn = turn(task.group) if task.group >= 0 else 0
         if kind == 1:
             return kind, group_turn, task.group, deeper
         return kind, deeper, group_turn, task.group
@@ -75,21 +85,8 @@ def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]
     return ranks
 
 
-def _pipeline_turns(groups: Sequence[Group]) -> list[int]:
-    """For every group, the index of the first group at the end of the pipeline that it feeds."""
-    turn_of_group: dict[int, int] = {}
-
-    def turn(i: int) -> int:
-        if i not in turn_of_group:
-            turn_of_group[i] = min((turn(f) for f in groups[i].feeds), default=i)
-        return turn_of_group[i]
-
-    return [turn(i) for i in range(len(groups))]
-
-
 def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
-    """Raise ValueError unless `order` has every task of the graph once, after all that it waits
-    for."""
+    """ValueError unless `order` has every task of the graph once, after all that it waits for."""
     done: set[Task] = set()
     for t in order:
         if t not in graph.waits_for or t in done:
@@ -104,8 +101,7 @@ def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
 
 
 def schedule_order(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
-    """The schedule's own order, checked against the graph, or list scheduling by textbook durations
-    if it has none."""
+    """The schedule's own order, checked against the graph, or else `order_tasks`."""
     if schedule.order:
         check_order(graph, schedule.order)
         return schedule.order
@@ -113,8 +109,7 @@ def schedule_order(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Ta
 
 
 def peak_groups_in_flight(order: Sequence[Task]) -> dict[str, int]:
-    """Most groups that each segment holds at once from forward to backward in an order; a segment
-    that ends in a loss holds its group while it runs."""
+    """Maximum groups that each segment holds; one that ends in a loss holds its own."""
     live: Counter[str] = Counter()
     peak: Counter[str] = Counter()
     for t, change in zip(order, in_flight_changes(order), strict=True):

@@ -17,7 +17,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.plan.simulate_batches import loads_that_fit
+from dflop_jax.plan.evaluate import loads_that_fit
 from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, with_remat
 from dflop_jax.report.number_format import duration, number
 from dflop_jax.report.progress import Progress

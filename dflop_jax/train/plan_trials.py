@@ -19,7 +19,7 @@ import msgspec
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.hardware import GIB
-from dflop_jax.plan.simulate_batches import fullest_schedule
+from dflop_jax.plan.evaluate import fullest_schedule
 from dflop_jax.plan.time_plans import PlanTooLarge
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import (

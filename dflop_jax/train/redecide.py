@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.plan.simulate_batches import simulate
+from dflop_jax.plan.evaluate import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
 from dflop_jax.schedule.buckets.choose import dominating_loads
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples

@@ -20,7 +20,7 @@ from typing import TypeVar, cast, get_args
 import numpy as np
 
 from dflop_jax.config import PlanConfig, Policy
-from dflop_jax.plan.options import describe_savings
+from dflop_jax.plan.memory import describe_savings
 from dflop_jax.plan.search import search_plan
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Trace
 from dflop_jax.schedule import schedule_batch

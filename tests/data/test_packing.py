@@ -14,7 +14,7 @@ from dflop_jax.data import pack_groups
 from dflop_jax.data.gathers import count_features as counted
 from dflop_jax.data.packing import LocalRanks, derive_seeds, local_samples
 from dflop_jax.data.sample import EMPTY, FeatureGather, Sample
-from dflop_jax.records import Edge, Group, Load, Schedule, Shape, piece_positions
+from dflop_jax.records import Edge, Group, Load, Schedule, Shape
 from tests.rows import group_of_rows, rows_of
 
 
@@ -185,7 +185,8 @@ def features_of(module, tokens):
 
 def placed(case, group):
     """(row, first column, segment, sample, order, its own tokens) of every piece of a group."""
-    pieces = piece_positions(case.loads, group.module)
+    loads = enumerate(case.loads)
+    pieces = [(s, k) for s, load in loads for k in range(len(load.lengths(group.module)))]
     for m, ranks in enumerate(rows_of(group, case.layout.data_ranks(group.module))):
         for r, rank in enumerate(ranks):
             for k, row in enumerate(rank):

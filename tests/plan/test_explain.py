@@ -41,15 +41,9 @@ def test_explain_loss(makespan_s, busy_s, says):
 
 def plan(n_devices, memory_bytes, hardware=None):
     big = dataclasses.replace(model_profile(), layer_dims=params({"vision": GIB, "llm": 4 * GIB}))
-    return search_plan(
-        on(hardware, big),
-        data_profile(),
-        n_devices=n_devices,
-        global_batch=BATCH,
-        config=dataclasses.replace(CONFIG, policy="auto", effort="quick"),
-        memory_bytes=memory_bytes,
-        refine=False,
-    )
+    config = dataclasses.replace(CONFIG, policy="auto", effort="quick")
+    spec = SearchSpec(n_devices, BATCH, config, memory_bytes, refine=False)
+    return search_plan(on(hardware, big), data_profile(), spec)
 
 
 @pytest.mark.parametrize("gib", [10, 13, 20])
@@ -74,10 +68,8 @@ def test_proposed_hardware_fits():
 
 
 def test_no_number_of_devices_is_proposed_where_none_fits():
-    with pytest.raises(
-        ValueError,
-        match=r"more; a larger plan\.max_model \(2\), .*stage \(2\) or .*microbatches \(8\)",
-    ):
+    remedy = r"more; a larger plan\.max_model \(2\), .*stage \(2\) or .*microbatches \(8\)"
+    with pytest.raises(ValueError, match=remedy):
         plan(2, 1000.0)
 
 

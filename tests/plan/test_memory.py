@@ -1,7 +1,6 @@
 """Memory over time, by hand, by brute force over moments, and in closed form."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,34 +14,15 @@ from dflop_jax.plan.memory import (
 )
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, SEND, Event, LayerTiming, Trace
-from dflop_jax.simulate.steps import simulate_step, with_list_order
-from dflop_jax.simulate.task_graph import in_flight_limit, segment_links
-from dflop_jax.simulate.task_order import peak_groups_in_flight
+from dflop_jax.simulate.steps import simulate_step
+from dflop_jax.simulate.task_graph import segment_links
 from tests.plans import profile_of
-from tests.simulate.cases import (
-    ONE,
-    SHAPES,
-    TWO,
-    batch,
-    chain,
-    graph,
-    names,
-    random_case,
-    same_prices,
-)
+from tests.simulate.cases import ONE, SHAPES, TWO, chain, graph, names, random_case
 
 
 def value_at(points, time_s):
     """Value of a step function."""
     return [n_bytes for start, n_bytes in points if start <= time_s][-1]
-
-
-def shapes_of(schedule):
-    return {i: g.shape for i, g in enumerate(schedule.groups)}
-
-
-def peaks(curves):
-    return {name: max(n_bytes for _, n_bytes in points) for name, points in curves.items()}
 
 
 EVENTS = (
@@ -54,57 +34,7 @@ EVENTS = (
     Event("a0", "a0", 0, BACKWARD, 4.0, 5.0),
     Event("a0", "a0", 2, BACKWARD, 6.0, 7.0),
 )
-TABLE = ByteTable(
-    {"a0": 100.0, "b0": 1000.0},
-    {("a0", ONE): 1.0, ("a0", TWO): 2.0, ("b0", ONE): 10.0, ("b0", TWO): 20.0},
-)
 GROUPS = {0: ONE, 1: ONE, 2: TWO, 3: TWO}
-
-
-def test_memory_over_time_of_a_step_by_hand():
-    """What another module sends is there when it is read, as nothing says who feeds whom."""
-    trace = Trace(0, "x", EVENTS)
-    curves = memory_over_time(chain(2, sources=1).layout, trace, GROUPS, TABLE)
-    assert curves["a0"] == ((0.0, 101.0), (1.0, 103.0), (5.0, 102.0), (7.0, 100.0))
-    assert curves["b0"] == (
-        (0.0, 1000.0), (1.5, 1010.0), (4.0, 1020.0), (6.0, 1000.0), (7.0, 1000.0),
-    )  # fmt: skip
-    moves = {"a0": "b0", "a0 → b0": "b0 → b1", "b0": "b1"}
-    one = [replace(e, submesh=moves[e.submesh], segment=moves[e.segment],
-                   group=e.group - e.group % 2) for e in EVENTS]  # fmt: skip
-    table = ByteTable({}, {("b1", ONE): 10.0, ("b1", TWO): 20.0})
-    curves = memory_over_time(chain(2).layout, Trace(0, "x", tuple(one)), GROUPS, table)
-    # Group 0 from when its send ends, group 2, which has none, from when its forward ends.
-    assert curves["b1"] == (
-        (0.0, 0.0), (1.5, 10.0), (2.0, 30.0), (4.0, 20.0), (6.0, 0.0), (7.0, 0.0),
-    )  # fmt: skip
-
-
-def test_no_event_holds_the_constant_and_unknown_groups_nothing():
-    plan = chain(2, sources=1)
-    table = ByteTable({"a0": 5.0}, {("b0", ONE): 7.0})
-    assert memory_over_time(plan.layout, Trace(0, "x", ()), {}, table) == {
-        "a0": ((0.0, 5.0),),
-        "b0": ((0.0, 0.0),),
-    }
-    trace = simulate_step(plan, batch(plan, 1), same_prices(plan, 1.0, 1.0, 1.0), names(plan))
-    assert peaks(memory_over_time(plan.layout, trace, {}, table)) == {"a0": 5.0, "b0": 0.0}
-
-
-@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("m", [1, 2, 9])
-@pytest.mark.parametrize("stages", [2, 4])
-def test_first_stage_holds_the_groups_in_flight_of_its_order(order, m, stages):
-    """GPipe holds all groups at once; 1F1B the classical depth, with one more in flight."""
-    plan = chain(stages, sources=1, order=order)
-    schedule, priced = batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0)
-    schedule = with_list_order(plan, schedule, priced, names(plan))
-    trace = simulate_step(plan, schedule, priced, names(plan))
-    table = ByteTable({}, {(n, ONE): 1.0 for n in names(plan)})
-    peak = peaks(memory_over_time(plan.layout, trace, shapes_of(schedule), table))
-    limit = in_flight_limit(plan)["a0"]
-    assert peak["a0"] == (m if order == "gpipe" else min(m, limit))
-    assert peak["a0"] == peak_groups_in_flight(schedule.order)["a0"]
 
 
 def test_memory_at_every_moment_equals_brute_force():
@@ -114,7 +44,7 @@ def test_memory_at_every_moment_equals_brute_force():
         trace = simulate_step(plan, schedule, priced, trainable)
         kept = {(n, s): float(rng.integers(1, 9)) for n in names(plan) for s in SHAPES}
         constant = {m.name: float(rng.integers(0, 50)) for m in plan.layout.submeshes}
-        shapes = shapes_of(schedule)
+        shapes = {i: g.shape for i, g in enumerate(schedule.groups)}
         curves = memory_over_time(plan.layout, trace, shapes, ByteTable(constant, kept))
         spans = {
             (s.name, g): span
@@ -168,9 +98,6 @@ def test_byte_table_adds_up_to_peak_bytes():
     table = byte_table(plan.layout, model)
     in_flight = {"a0": 3, "b0": 2, "b1": 1}
     whole = peak_bytes(plan.layout, CostModel(model), in_flight)
-    assert peak_bytes(plan.layout, CostModel(model), dict.fromkeys(in_flight, 0)) == pytest.approx(
-        table.constant_bytes
-    )
     for name, n in in_flight.items():
         most = max(table.group_bytes[name, shape] for shape in SHAPES)
         assert table.constant_bytes[name] + n * most == pytest.approx(whole[name])

@@ -8,23 +8,13 @@ import pytest
 
 from dflop_jax.plan.placement import (
     LayerCosts,
-    Parallelism,
-    build_layout,
     layout_name,
     relative_layer_costs,
     shortest_pattern,
     split_layers,
 )
 from dflop_jax.plan.space import BASELINES, baseline_layouts, separate_families, shared_families
-from dflop_jax.records import (
-    Bucket,
-    LayerTiming,
-    Layout,
-    MeshShape,
-    ModelProfile,
-    Plan,
-    Shape,
-)
+from dflop_jax.records import Bucket, LayerTiming, ModelProfile, Shape
 from tests.plans import params
 
 from .cases import extent, layouts
@@ -74,16 +64,11 @@ def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
             if sum(sizes) != n:
                 continue
             forms = {}
-            for i, block in enumerate(blocks):
-                for m in block:
-                    alone = len(block) == 1
-                    forms[m] = [
-                        (sum(sizes[:i]), *form)
-                        for form in brute_parallelisms(
-                            sizes[i], layers[m], max_stage if alone else 1, max_model, alone,
-                            m not in unstaged,
-                        )
-                    ]  # fmt: skip
+            for i, m in ((i, m) for i, block in enumerate(blocks) for m in block):
+                alone = len(blocks[i]) == 1
+                depth, staged = max_stage if alone else 1, m not in unstaged
+                each = brute_parallelisms(sizes[i], layers[m], depth, max_model, alone, staged)
+                forms[m] = [(sum(sizes[:i]), *form) for form in each]
             for chosen in itertools.product(*(forms[m] for m in layers)):
                 stages = [mesh[0] for _, mesh, _, _ in chosen]
                 pipelines = sum(mesh[0] * k > 1 for _, mesh, k, _ in chosen)
@@ -97,91 +82,58 @@ def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
 
 def parallelisms_of(placement):
     """(first device, mesh, segments, rounds) of every module."""
-    mesh = {m.name: m for m in placement.submeshes}
     found = []
-    for module in dict.fromkeys(s.module for s in placement.segments):
-        segments = [s for s in placement.segments if s.module == module]
-        parts = [mesh[s.submesh] for s in segments]
+    for module in placement.modules:
+        segments = placement.segments_of(module)
+        parts = [placement.submesh(s.submesh) for s in segments]
         (alike,) = {(m.shape.sizes, s.rounds) for m, s in zip(parts, segments, strict=True)}
         found.append((parts[0].first, alike[0], len(parts), alike[1]))
     return tuple(found)
 
 
-def check_layout(placement, n_devices, layers, disjoint):
+def check_layout(placement, n_devices, layers, disjoint=True):
     """A placement is a valid plan that covers every device and layer."""
     bucket = Bucket.from_shapes({m: Shape(1, 8) for m in layers})
-    plan = Plan(
-        "t",
-        Layout(
-            placement.submeshes,
-            placement.segments,
-            (bucket,),
-            edges=(),
-            group_size=placement.group_size,
-        ),
-    )
-    used = [d for m in plan.layout.submeshes for d in m.devices]
+    layout = dataclasses.replace(placement, buckets=(bucket,))
+    used = [d for m in layout.submeshes for d in m.devices]
     assert set(used) == set(range(n_devices))
-    if disjoint:
-        assert len(used) == n_devices
+    assert not disjoint or len(used) == n_devices
     for module, n in layers.items():
-        assert sum(s.n_layers for s in plan.layout.segments_of(module)) == n
-        plan.layout.data_ranks(module)
-    stages = {plan.layout.submesh(s.submesh).stage for s in plan.layout.segments}
-    assert placement.group_size == max(stages)  # a segment's loop needs as many microbatches
+        assert sum(s.n_layers for s in layout.segments_of(module)) == n
+        layout.data_ranks(module)
+    assert layout.group_size == max(m.stage for m in layout.submeshes)
+
+
+def check_families(space, n, layers, want, disjoint, **limits):
+    found = layouts(space, n, layers, **limits)
+    assert {parallelisms_of(p) for p in found} == want
+    assert len(found) == len(want) == len({layout_name(p) for p in found})
+    for p in found:
+        check_layout(p, n, layers, disjoint)
 
 
 @pytest.mark.parametrize("llm_layers", [1, 4, 6])
 @pytest.mark.parametrize("n", range(1, 9))
 def test_separate_families_equal_brute_force(n, llm_layers):
     layers = {"vision": 3, "llm": llm_layers}
-    found = layouts(separate_families, n, layers, **SPACE)
     want = brute_separate(n, layers, **SPACE)
-    assert len(found) == len(want)
-    assert {parallelisms_of(p) for p in found} == want
-    assert len({layout_name(p) for p in found}) == len(found)
-    for p in found:
-        check_layout(p, n, layers, disjoint=True)
+    check_families(separate_families, n, layers, want, True, **SPACE)
 
 
 @pytest.mark.parametrize("unstaged", [(), ("audio", "llm")])
 @pytest.mark.parametrize("n", range(1, 6))
 def test_separate_families_of_three_modules_have_every_partition(n, unstaged):
     limits = {"max_model": 2, "max_stage": 2, "unstaged": unstaged}
-    found = layouts(separate_families, n, THREE, **limits)
-    assert (
-        len(found)
-        == len({parallelisms_of(p) for p in found})
-        == len({layout_name(p) for p in found})
-    )
-    assert {parallelisms_of(p) for p in found} == brute_separate(n, THREE, **limits)
-    blocks = {tuple(f for f, *_ in parallelisms_of(p)) for p in found}
-    for p in found:
-        check_layout(p, n, THREE, disjoint=False)
-        assert len({f for f, *_ in parallelisms_of(p)}) >= 2
-    if n >= 3:  # two share, in all ways, or none do
-        equal = {(a == b, a == c, b == c) for a, b, c in blocks}
-        assert equal == {
-            (True, False, False), (False, True, False), (False, False, True),
-            (False, False, False),
-        }  # fmt: skip
+    want = brute_separate(n, THREE, **limits)
+    check_families(separate_families, n, THREE, want, False, **limits)
 
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_shared_families_give_every_module_all_devices(n):
-    found = layouts(shared_families, n, LAYERS, **SPACE)
-    want = {
-        ((0, *vision), (0, *llm))
-        for vision in brute_parallelisms(n, LAYERS["vision"], 1, 4, False)
-        for llm in brute_parallelisms(n, LAYERS["llm"], 4, 4, False)
-    }
-    assert len(found) == len(want)
-    assert {parallelisms_of(p) for p in found} == want
-    for p in found:
-        check_layout(p, n, LAYERS, disjoint=False)
-    assert all(
-        p.group_size == 1 for p in layouts(shared_families, n, LAYERS, unstaged=("llm",), **SPACE)
-    )
+    vision = brute_parallelisms(n, LAYERS["vision"], 1, 4, False)
+    llm = [(0, *form) for form in brute_parallelisms(n, LAYERS["llm"], 4, 4, False)]
+    want = {((0, *form), other) for form in vision for other in llm}
+    check_families(shared_families, n, LAYERS, want, False, **SPACE)
 
 
 def test_more_than_two_blocks_split_devices_in_coarse_steps():
@@ -223,9 +175,8 @@ def brute_baseline(policy, n, layers):
                         before, rest[0] = [], np.concatenate([*before, rest[0]])
                     splits.append([*before, *rest])
         for split in splits:
-            yield {
-                every[i]: (k * data * tp, data, tp) for k, part in enumerate(split) for i in part
-            }
+            at = [(i, k * data * tp) for k, part in enumerate(split) for i in part]
+            yield {every[i]: (first, data, tp) for i, first in at}
 
 
 @pytest.mark.parametrize("layers", [LAYERS, {"llm": 4}], ids=len)
@@ -233,31 +184,12 @@ def brute_baseline(policy, n, layers):
 @pytest.mark.parametrize("n", range(1, 9))
 def test_baseline_layouts_equal_brute_force(policy, n, layers):
     found = list(baseline_layouts(policy, n, layers, max_model=4, max_stage=8))
-    want = list(brute_baseline(policy, n, layers))
-    assert sorted(map(repr, map(sorted, map(dict.items, map(stage_of, found))))) == sorted(
-        map(repr, map(sorted, map(dict.items, want)))
+    got, want = map(stage_of, found), brute_baseline(policy, n, layers)
+    assert sorted(repr(sorted(x.items())) for x in got) == sorted(
+        repr(sorted(x.items())) for x in want
     )
     for p in found:
-        check_layout(p, n, layers, disjoint=True)
-        assert {m.stage for m in p.submeshes} == {1}
-
-
-@pytest.mark.parametrize("space", [separate_families, shared_families])
-@pytest.mark.parametrize("n", [1, 2, 6])
-def test_a_model_of_one_module_gets_all_devices(space, n):
-    found = layouts(space, n, {"llm": 4}, **SPACE)
-    assert found
-    for p in found:
-        assert {s.module for s in p.segments} == {"llm"}
-        check_layout(p, n, {"llm": 4}, disjoint=True)
-    assert list(separate_families(extent(1, LAYERS, **SPACE))) == []
-
-
-def test_segments_with_entry_or_exit_have_fewer_layers():
-    where = (Parallelism(MeshShape()), Parallelism(MeshShape(), 2)), (0, 1)
-    ends = {("llm", 1): LayerCosts(0.0, 2.0)}
-    assert [s.n_layers for s in build_layout(*where, LAYERS, ends).segments] == [3, 3, 1]
-    assert [s.n_layers for s in build_layout(*where, LAYERS).segments] == [3, 2, 2]
+        check_layout(p, n, layers)
 
 
 def test_split_layers_has_the_lowest_maximum_cost():
@@ -310,10 +242,8 @@ def test_layer_costs_come_from_the_timings_of_their_kinds():
 ])  # fmt: skip
 def test_loops_hold_whole_patterns(kinds, want):
     assert shortest_pattern(kinds) == want
-    n = len(kinds)
-    families = separate_families(
-        extent(8, {"llm": n}, max_model=1, max_stage=4, patterns={"llm": want})
-    )
+    n, limits = len(kinds), {"max_model": 1, "max_stage": 4, "patterns": {"llm": want}}
+    families = separate_families(extent(8, {"llm": n}, **limits))
     loops = {(f.parallelisms[0].mesh.stage, f.parallelisms[0].rounds) for f in families}
     for stages, rounds in itertools.product((2, 3, 4), (1, 2)):
         size = n // (stages * rounds)

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.plan import time_plans
 from dflop_jax.plan.candidate import MIN_SECOND_REMAT_GAIN, Candidate
-from dflop_jax.plan.time_plans import PlanTooLarge, choose_by_timing, plans_to_time
+from dflop_jax.plan.time_plans import PlanTooLarge, TimingSession, plans_to_time
 from dflop_jax.records import Predicted, Prices
 
 from ..plans import chain
@@ -75,25 +75,15 @@ def test_trials_end_when_plans_are_certainly_different(seconds, apart, known, or
     assert len(seconds) < 2 or evaluator.looked == dict.fromkeys(asked, 1)
 
 
-@pytest.mark.parametrize("effort, times", [("quick", 1), ("full", 4)])
-@pytest.mark.parametrize("larger", [1, 4])
+@pytest.mark.parametrize("effort, times, larger", [("quick", 1, 1), ("full", 4, 4)])
 def test_equal_plans_use_at_most_the_budget_of_trials(effort, times, larger):
     names = [f"p{i}" for i in range(24 * times // larger)]
     samples = larger * time_plans.LARGE_BATCH
     evaluator = Evaluator(dict.fromkeys(names, 1.0), apart=0.02, effort=effort, samples=samples)
     halved(evaluator)
-    assert all(evaluator.asked[n] >= FIRST for n in names)
     beyond = sum(evaluator.asked.values()) - FIRST * len(names)
     cost = beyond * 2 * larger * (time_plans.TRIAL_WORK + time_plans._BATCH_COST)
     assert 0.4 * times * time_plans._MAX_WORK <= cost <= times * time_plans._MAX_WORK
-
-
-@pytest.mark.parametrize("faster", [1e-9, 1e-2])
-def test_of_equal_plans_that_with_fewer_buckets_is_first(faster):
-    for names in ("fm", "mf"):
-        evaluator = Evaluator({n: 1 - faster * (n == "m") for n in names})
-        order = halved(evaluator, f=candidate("f", 2), m=candidate("m", 3))
-        assert order[0] == ("f" if faster < 1e-6 else "m")
 
 
 @pytest.mark.parametrize("saved, worth", [(0.9, False), (1.1, True)])
@@ -101,25 +91,6 @@ def test_second_remat_must_save_more_than_its_programs_cost(saved, worth):
     evaluator = Evaluator({"plain": 1.0, "second": 1 - saved * MIN_SECOND_REMAT_GAIN})
     order = halved(evaluator, second=candidate("second", kept=("some",)))
     assert order[0] == ("second" if worth else "plain")
-
-
-def test_new_plans_are_compared_with_the_fastest_only():
-    evaluator = Evaluator({"a": 1.0, "b": 1.05, "new": 1.02, "best": 0.9})
-    before = time_plans.successive_halving(evaluator, [candidate("a"), candidate("b")])
-    assert time_plans.compare_new(evaluator, before, []) == before
-    asked = evaluator.asked["b"]
-    after = time_plans.compare_new(evaluator, before, [candidate("new"), candidate("best")])
-    assert [f.plan.name for f in after] == ["best", "a", "new", "b"]
-    assert evaluator.asked["b"] == asked
-
-
-def test_screen_sorts_by_the_first_trials():
-    evaluator = Evaluator({"a": 1.06, "b": 1.0, "c": 1.04})
-    seen = time_plans.screen(evaluator, [candidate(n) for n in "abc"])
-    assert [f.plan.name for f in seen] == ["b", "c", "a"]
-    assert {len(f.trial_seconds) for f in seen} == {FIRST}
-    assert time_plans.close_to_best(seen) == seen[:2]
-    assert time_plans.screen(evaluator, []) == []
 
 
 GIB = 2**30
@@ -178,31 +149,24 @@ def chosen(n, *, not_timed=None, no_step=None, needed=None):
         if plan.policy in (no_step or {}):
             raise PlanTooLarge(f"{plan.policy} is large", no_step[plan.policy] * GIB)
 
-    best, n_timed = choose_by_timing(Devices(needed or {}), PLANS, n, time_plan, try_step)
-    return best, n_timed, "".join(tried)
+    session = TimingSession(Devices(needed or {}), time_plan, try_step)
+    return session.choose(PLANS, n), session.n_timed, "".join(tried)
 
 
-@pytest.mark.parametrize(
-    "n, refused, expected, free_gib",
-    [
-        (3, {}, ("c", 3, "abcC"), 2.0),
-        # A plan that is too large to be timed is dropped.
-        (3, {"not_timed": {"c": 0}}, ("b", 2, "abcB"), 2.0),
-        # The others leave free what one was short of while it was timed or in a step.
-        (3, {"not_timed": {"a": 1.5}, "needed": {"b": 9.0, "c": 8.0}}, ("c", 1, "acC"), 0.5),
-        (
-            3,
-            {"not_timed": {"a": 0.5}, "no_step": {"c": 1.0}, "needed": {"b": 8.75}},
-            ("d", 3, "abcCdD"),
-            0.5,
-        ),
-        (3, {"no_step": {"c": 0, "b": 0}}, ("a", 3, "abcCBA"), 2.0),
-        # Beyond the finalists one after the other; without finalists by the profile.
-        (1, {"not_timed": {"a": 0, "b": 0}}, ("c", 1, "abcC"), 2.0),
-        (0, {}, ("a", 0, "aA"), 2.0),
-        (0, {"no_step": {"a": 1.0}, "needed": {"b": 9.5}}, ("c", 0, "aAcC"), 1.0),
-    ],
-)
+@pytest.mark.parametrize("n, refused, expected, free_gib", [
+    (3, {}, ("c", 3, "abcC"), 2.0),
+    # A plan that is too large to be timed is dropped.
+    (3, {"not_timed": {"c": 0}}, ("b", 2, "abcB"), 2.0),
+    # The others leave free what one was short of while it was timed or in a step.
+    (3, {"not_timed": {"a": 1.5}, "needed": {"b": 9.0, "c": 8.0}}, ("c", 1, "acC"), 0.5),
+    (3, {"not_timed": {"a": 0.5}, "no_step": {"c": 1.0}, "needed": {"b": 8.75}},
+     ("d", 3, "abcCdD"), 0.5),
+    (3, {"no_step": {"c": 0, "b": 0}}, ("a", 3, "abcCBA"), 2.0),
+    # Beyond the finalists one after the other; without finalists by the profile.
+    (1, {"not_timed": {"a": 0, "b": 0}}, ("c", 1, "abcC"), 2.0),
+    (0, {}, ("a", 0, "aA"), 2.0),
+    (0, {"no_step": {"a": 1.0}, "needed": {"b": 9.5}}, ("c", 0, "aAcC"), 1.0),
+])  # fmt: skip
 def test_the_fastest_plan_that_the_devices_hold_is_taken(n, refused, expected, free_gib):
     best, n_timed, tried = chosen(n, **refused)
     assert (best.policy, n_timed, tried) == expected
@@ -213,10 +177,10 @@ def test_the_fastest_plan_that_the_devices_hold_is_taken(n, refused, expected, f
 
 
 @pytest.mark.parametrize(
-    "short, remedy", [(1.0, "memory_bytes 6.442e+09, "), (0.0, "memory_bytes 9.664e+09, ")]
+    "short, remedy", [(1.0, "memory_bytes 6.442e+09, "), (0.0, "memory_bytes 1.02e+10, ")]
 )
 def test_error_names_a_remedy_where_no_plan_fits(short, remedy):
-    """10 GiB less 1 GiB for each of four; or, where nothing is known, less a tenth."""
+    """10 GiB less 1 GiB for each of four; or, where nothing is known, less what plans leave."""
     every = {p.policy: short for p in PLANS}
     with pytest.raises(ValueError, match=r"no plan of the fastest .* \(4 tried\): d is large") as e:
         chosen(3, no_step=every)
@@ -224,15 +188,9 @@ def test_error_names_a_remedy_where_no_plan_fits(short, remedy):
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "policies, n, expected",
-    [
-        (["orch"], 0, []),
-        (["orch", "dip", "orch", "dflop"], 1, [0]),
-        (["orch", "dip", "orch", "dflop", "orch", "orch"], 3, [0, 1, 2, 4]),
-        (["orch", "orch", "dip"], 3, [0, 1, 2]),
-    ],
-)
+@pytest.mark.parametrize("policies, n, expected", [
+    ("o", 0, []), ("oiod", 1, [0]), ("oiodoo", 3, [0, 1, 2, 4]), ("ooi", 3, [0, 1, 2]),
+])  # fmt: skip
 def test_other_policies_take_no_place_of_the_first(policies, n, expected):
     plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
     assert [p.at for p in plans_to_time(plans, n)] == expected

@@ -12,8 +12,12 @@ from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import lower_bound_s, order_bound
 from dflop_jax.schedule.order_search import order_problem, search_order, with_searched_order
-from dflop_jax.simulate.list_scheduling import backward_list_schedule, list_schedule
-from dflop_jax.simulate.numbered_tasks import peak_in_flight, start_ticks
+from dflop_jax.simulate.numbered_tasks import (
+    backward_list_schedule,
+    list_schedule,
+    peak_in_flight,
+    start_ticks,
+)
 from dflop_jax.simulate.steps import simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import in_flight_limit, step_graph
 from dflop_jax.simulate.task_order import check_order, peak_groups_in_flight

@@ -9,6 +9,8 @@ from dflop_jax.records import (
     FORWARD,
     NO_GROUP,
     REDUCE,
+    RETURN,
+    SEND,
     UPDATE,
     Bucket,
     Edge,
@@ -34,8 +36,8 @@ SHAPES = (ONE, TWO)
 
 
 def graph(*modules, edges=(), first=None, order="1f1b", **more):
-    """A plan of modules "name" of one segment or "name:n" of n, each segment on a device of its
-    own; `edges` are "ab" for an edge from a to b. `first` gives the devices by hand."""
+    """A plan of modules "name" or "name:n" of n segments, each on a device of its own or from
+    `first`; `edges` are "ab" for an edge from a to b."""
     sizes = [(m.partition(":")[0], int(m.partition(":")[2] or 1)) for m in modules]
     names = [(m, i, n) for m, n in sizes for i in range(n)]
     first = first or range(len(names))
@@ -59,11 +61,8 @@ def chain(n, *, sources=0, order="1f1b", first=None):
 
 
 def batch(plan, counts, *, shapes=(), step=0):
-    """A schedule of groups fed one to one: the k-th of a module feeds the k-th of its targets.
-
-    `counts` is how many groups there are of every module, or by module; `shapes` are those of the
-    k-th groups, ONE where they end.
-    """
+    """A schedule of groups (`counts` of every module, or by module) of which the k-th of a module
+    feeds the k-th of its targets; `shapes` are those of the k-th groups, else ONE."""
     counts = dict.fromkeys(plan.layout.modules, counts) if isinstance(counts, int) else counts
     turns = range(max(counts.values(), default=0))
     listed = [(m, k) for k in turns for m in plan.layout.modules if k < counts[m]]
@@ -76,7 +75,6 @@ def batch(plan, counts, *, shapes=(), step=0):
 
 
 def group(module, shape=ONE, feeds=(), pairs=0):
-    """A group of empty rows: the simulator asks for its shape and what it feeds only."""
     return Group(module, shape, tuple(feeds), (pairs,))
 
 
@@ -84,9 +82,15 @@ def names(plan):
     return [s.name for s in plan.layout.segments]
 
 
+def spans_of(trace):
+    """(start, end) of every task."""
+    events = (e for e in trace.events if e.direction not in (SEND, RETURN))
+    return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in events}
+
+
 def prices(plan, seconds, sends=None, concurrency=float("inf")):
-    """Prices by hand: `seconds` by (segment, direction) or (segment, direction, shape), REDUCE and
-    UPDATE among them; `sends` by (source, target, direction), at any shape."""
+    """Prices by hand: `seconds` by (segment, direction[, shape]), `sends` by (source, target,
+    direction), at any shape."""
     programs, step_end = {}, {}
     for (segment, direction, *shape), value in seconds.items():
         if direction in (REDUCE, UPDATE):

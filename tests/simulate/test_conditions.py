@@ -1,4 +1,4 @@
-"""Sends, collectives, noise and stragglers: longest paths, closed forms and distributions."""
+"""Sends, collectives, noise and stragglers: longest paths, a replay and distributions."""
 
 import itertools
 import math
@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, RETURN, SEND, SendId, Task
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, RETURN, SEND, SendId
 from dflop_jax.simulate.steps import Noise, simulate_step
-from dflop_jax.simulate.task_graph import step_graph, submesh_resources
+from dflop_jax.simulate.task_graph import segment_resources, step_graph
 from dflop_jax.simulate.task_order import order_tasks
 from tests.simulate.cases import (
     ONE,
@@ -21,15 +21,13 @@ from tests.simulate.cases import (
     prices,
     random_case,
     same_prices,
+    spans_of,
 )
 
 
-def crossing(plan, schedule, before, after):
+def crossing(submesh, schedule, before, after):
     """The send between a task and one that waits for it, None where nothing crosses devices."""
-    submesh = {s.name: s.submesh for s in plan.layout.segments}
-    if NO_GROUP in (before.group, after.group):
-        return None
-    if submesh[before.segment] == submesh[after.segment]:
+    if NO_GROUP in (before.group, after.group) or submesh[before.segment] == submesh[after.segment]:
         return None
     low, high = (before, after) if before.direction == FORWARD else (after, before)
     shape = schedule.groups[high.group].shape
@@ -42,22 +40,17 @@ def longest_paths(plan, schedule, priced, order, graph):
     Nodes are tasks and, for each edge between tasks of groups on different submeshes, the send
     upon it; edges are dependencies and, per resource and link, the dispatch order.
     """
-    resource, submesh = (
-        submesh_resources(plan.layout),
-        {s.name: s.submesh for s in plan.layout.segments},
-    )
+    resource = segment_resources(plan.layout)
+    submesh = {s.name: s.submesh for s in plan.layout.segments}
     long, edges, turns = {}, [], defaultdict(list)
     for task in order:
         long[task] = priced.task_s(plan.layout, schedule, task)
-        turns[resource[submesh[task.segment]]].append(task)
-        for other in order:  # who waits for this task, through a send or at once
-            if task not in graph.waits_for[other]:
-                continue
-            size = priced.sends.get(crossing(plan, schedule, task, other), 0.0)
+        turns[resource[task.segment]].append(task)
+        for other in (t for t in order if task in graph.waits_for[t]):
+            size = priced.sends.get(crossing(submesh, schedule, task, other), 0.0)
             if size:
-                send = (task, other)
-                long[send] = size
-                edges += [(task, send), (send, other)]
+                long[task, other] = size
+                edges += [(task, (task, other)), ((task, other), other)]
             else:
                 edges.append((task, other))
     for task in order:  # a task's sends leave in the canonical order of those that read them
@@ -75,14 +68,6 @@ def longest_paths(plan, schedule, priced, order, graph):
     return {t: (start[t], start[t] + long[t]) for t in order}
 
 
-def spans_of(trace):
-    return {
-        Task(e.segment, e.group, e.direction): (e.start_s, e.end_s)
-        for e in trace.events
-        if e.direction not in (SEND, RETURN)
-    }
-
-
 def random_order(rng, graph):
     """Any order that the graph allows."""
     waiting = {t: len(graph.waits_for[t]) for t in graph.tasks}
@@ -98,8 +83,7 @@ def random_order(rng, graph):
 
 def test_tasks_and_sends_follow_the_longest_path():
     """With cores for all; where the schedule has an order of its own, it is followed."""
-    rng = np.random.default_rng(0)
-    sent = 0
+    rng, sent = np.random.default_rng(0), 0
     for _ in range(120):
         plan, schedule, priced, trainable = random_case(rng, sends=True, concurrency=99.0)
         graph = step_graph(plan.layout, schedule.groups, trainable)
@@ -114,62 +98,39 @@ def test_tasks_and_sends_follow_the_longest_path():
     assert sent > 500
 
 
-@pytest.mark.parametrize("m", [1, 2, 8])
-def test_short_sends_cost_only_fill_and_drain(m):
+@pytest.mark.parametrize("m", [1, 8])
+def test_sends_are_events_of_links(m):
     """Between them they hide behind the reader, which is the slowest and never waits."""
     plan = chain(2, sources=1)
-    priced = prices(
-        plan,
-        {("a0", FORWARD): 1.0, ("a0", BACKWARD): 1.0, ("b0", BACKWARD): 4.0},
-        {("a0", "b0", FORWARD): 0.5, ("a0", "b0", BACKWARD): 0.25},
-    )
-    schedule = batch(plan, m)
-    trace = simulate_step(plan, schedule, priced, names(plan))
+    seconds = {("a0", FORWARD): 1.0, ("a0", BACKWARD): 1.0, ("b0", BACKWARD): 4.0}
+    sends = {("a0", "b0", FORWARD): 0.5, ("a0", "b0", BACKWARD): 0.25}
+    trace = simulate_step(plan, batch(plan, m), prices(plan, seconds, sends), names(plan))
     assert trace.makespan_s == pytest.approx(1.0 + 0.5 + 4.0 * m + 0.25 + 1.0)
-    there = [e for e in trace.events if e.direction == SEND]
-    back = [e for e in trace.events if e.direction == RETURN]
-    assert {(e.submesh, e.segment) for e in there} == {("a0 → b0", "a0")}
-    assert {(e.submesh, e.segment) for e in back} == {("b0 → a0", "a0")}
-    producers = [i for i, g in enumerate(schedule.groups) if g.module == "a"]
-    assert [e.group for e in there] == [e.group for e in back] == producers
-
-
-def test_segments_of_one_submesh_send_nothing():
-    plan = chain(3, sources=1)
-    together = plan.with_layout(
-        submeshes=plan.layout.submeshes[:1],
-        segments=tuple(replace(s, submesh="a0") for s in plan.layout.segments),
-    )
-    sends = {(u, n, d): 9.0 for u in names(plan) for n in names(plan) for d in (FORWARD, BACKWARD)}
-    priced = same_prices(together, 1.0, 2.0, 3.0, sends=sends)
-    trace = simulate_step(together, batch(plan, 1), priced, names(plan))
-    plain = replace(priced, sends={})
-    assert trace == simulate_step(together, batch(plan, 1), plain, names(plan))
+    for kind, link in ((SEND, "a0 → b0"), (RETURN, "b0 → a0")):
+        found = [e for e in trace.events if e.direction == kind]
+        assert {e.submesh for e in found} == {link}
+        assert [(e.segment, e.group) for e in found] == [("a0", 2 * i) for i in range(m)]
 
 
 def played(plan, schedule, priced, trainable, awaited):
     """(start, end) of every task: the thread walks the order, and before a task of an awaited
     submesh sleeps until its devices have done all they were given."""
     graph = step_graph(plan.layout, schedule.groups, trainable)
-    resource, submesh = (
-        submesh_resources(plan.layout),
-        {s.name: s.submesh for s in plan.layout.segments},
-    )
+    resource = segment_resources(plan.layout)
+    submesh = {s.name: s.submesh for s in plan.layout.segments}
     now, free, spans = 0.0, {}, {}
     for task in order_tasks(plan, graph, schedule.groups):
-        on = resource[submesh[task.segment]]
+        on = resource[task.segment]
         if submesh[task.segment] in awaited:
             now = max(now, free.get(on, 0.0))
-        inputs = [spans[d][1] for d in graph.waits_for[task]]
-        start = max([now, free.get(on, 0.0), *inputs])
+        start = max([now, free.get(on, 0.0), *(spans[d][1] for d in graph.waits_for[task])])
         spans[task] = start, start + priced.task_s(plan.layout, schedule, task)
         free[on] = spans[task][1]
     return spans
 
 
 def test_synchronous_dispatch_equals_a_simple_replay():
-    rng = np.random.default_rng(0)
-    later = 0
+    rng, later = np.random.default_rng(0), 0
     for _ in range(120):
         plan, schedule, priced, trainable = random_case(rng)
         awaited = {m.name for m in plan.layout.submeshes if rng.random() < 0.6}
@@ -187,57 +148,46 @@ def durations(trace):
 
 def test_noise_is_log_normal_with_mean_one_and_a_seed():
     plan = chain(2, sources=1)
-    priced = same_prices(plan, 1.0, 1.0, 1.0)
+    sends = {("a0", "b0", d): 1.0 for d in (FORWARD, BACKWARD)}
 
-    def draw(seed, sigma=0.3, step=0, priced=priced):
-        schedule = batch(plan, 300, step=step)
-        return simulate_step(plan, schedule, priced, names(plan), noise=Noise(seed, sigma))
+    def draw(seed, step=0, **more):
+        schedule, priced = batch(plan, 300, step=step), same_prices(plan, 1.0, 1.0, 1.0, **more)
+        return simulate_step(plan, schedule, priced, names(plan), noise=Noise(seed, 0.3))
 
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
+    assert draw(1) == draw(1) != draw(2)
     assert durations(draw(1)) != durations(draw(1, step=1))
     factors = np.array([v for t, v in durations(draw(1)).items() if t.group >= 0])
     assert len(factors) == 900
     assert np.log(factors).std() == pytest.approx(0.3, rel=0.1)  # 4 standard errors
-    assert np.log(factors).mean() == pytest.approx(-0.045, abs=0.04)
     assert factors.mean() == pytest.approx(1.0, abs=0.042)
     # Sends have draws of their own: the tasks keep theirs.
-    sends = {("a0", "b0", d): 1.0 for d in (FORWARD, BACKWARD)}
-    both, alone = draw(1, priced=same_prices(plan, 1.0, 1.0, 1.0, sends=sends)), durations(draw(1))
+    both, alone = draw(1, sends=sends), durations(draw(1))
     assert all(abs(v - alone[t]) < 1e-9 for t, v in durations(both).items())
     sent = [e.end_s - e.start_s for e in both.events if e.direction in (SEND, RETURN)]
     assert np.log(sent).std() == pytest.approx(0.3, rel=0.12)
 
 
 def test_stragglers_slow_only_their_tasks():
-    rng = np.random.default_rng(5)
-    plan = chain(3, sources=1)
+    rng, plan = np.random.default_rng(5), chain(3, sources=1)
     schedule = batch(plan, 3, shapes=(ONE, TWO, ONE))
-    priced = prices(
-        plan,
-        {
-            (n, d, shape): float(rng.exponential())
-            for n, d, shape in itertools.product(names(plan), (FORWARD, BACKWARD), (ONE, TWO))
-        },
+    keys = itertools.product(names(plan), (FORWARD, BACKWARD), (ONE, TWO))
+    priced = prices(plan, {key: float(rng.exponential()) for key in keys})
+    before, after = (
+        durations(simulate_step(plan, schedule, priced, names(plan), noise=noise))
+        for noise in (None, Noise(stragglers={"b0": 2.5}))
     )
-    before = durations(simulate_step(plan, schedule, priced, names(plan)))
-    noise = Noise(stragglers={"b0": 2.5})
-    after = durations(simulate_step(plan, schedule, priced, names(plan), noise=noise))
     for task, value in before.items():
         assert after[task] == pytest.approx(value * (2.5 if task.segment == "b0" else 1.0))
-    assert len(before) == 3 * 5 + 3 * 2
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_invalid_durations_and_factors_are_refused(bad):
     plan = chain(2, sources=1)
-    for table in (
-        {"seconds": {("b0", BACKWARD): bad}},
-        {"seconds": {("b0", REDUCE): bad}},
-        {"seconds": {}, "sends": {("a0", "b0", FORWARD): bad}},
-    ):
+    for key in (("b0", BACKWARD), ("b0", REDUCE)):
         with pytest.raises(ValueError, match="finite and not negative"):
-            prices(plan, **table)
+            prices(plan, {key: bad})
+    with pytest.raises(ValueError, match="finite and not negative"):
+        prices(plan, {}, {("a0", "b0", FORWARD): bad})
     for fields in ({"sigma": bad}, {"stragglers": {"b0": bad}}, {"seed": -1}):
         with pytest.raises(ValueError, match="noise needs"):
             Noise(**fields)

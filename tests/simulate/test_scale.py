@@ -4,43 +4,25 @@ import sys
 
 import pytest
 
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, Layout, Plan, SubmeshPlan
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, SubmeshPlan
 from dflop_jax.simulate.steps import Noise, simulate_step
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import order_tasks
 from tests.simulate.cases import batch, graph, names, prices
 
 
-def make_plan(target=16, devices=56, source=64):
-    """Two segments of a module that `target` segments of another read, each on devices of its
-    own."""
-    plan = graph("a:2", f"b:{target}", edges=["ab"])
-    submeshes: list[SubmeshPlan] = []
+def simulate(n_groups):
+    """Two segments of a module on 64 devices each, which 16 segments of 56 read."""
+    plan, submeshes, first = graph("a:2", "b:16", edges=["ab"]), [], 0
     for m in plan.layout.submeshes:
-        first = submeshes[-1].devices.stop if submeshes else 0
-        submeshes.append(SubmeshPlan(m.name, first, 1, source if m.name[0] == "a" else devices, 1))
-    return Plan(
-        "dflop",
-        Layout(
-            tuple(submeshes), plan.layout.segments, plan.layout.buckets, edges=plan.layout.edges
-        ),
-    )
-
-
-def make_prices(plan):
-    seconds = {
-        (n, d): 0.05 if d == FORWARD else 0.1 for n in names(plan) for d in (FORWARD, BACKWARD)
-    }
-    seconds |= {(n, REDUCE): 0.08 for n in names(plan)}
-    ends = [(u, s, d) for u in names(plan) for s in names(plan) for d in (FORWARD, BACKWARD)]
-    return prices(plan, seconds, dict.fromkeys(ends, 0.004))
-
-
-def simulate(n_groups, **sizes):
-    plan = make_plan(**sizes)
-    noise = Noise(sigma=0.05, stragglers={"b0": 1.2})
-    schedule = batch(plan, n_groups)
-    return plan, simulate_step(plan, schedule, make_prices(plan), names(plan), noise=noise)
+        submeshes.append(SubmeshPlan(m.name, first, 1, 64 if m.name[0] == "a" else 56, 1))
+        first = submeshes[-1].devices.stop
+    plan = plan.with_layout(submeshes=tuple(submeshes))
+    both, noise = (FORWARD, BACKWARD), Noise(sigma=0.05, stragglers={"b0": 1.2})
+    seconds = {(n, d): 0.05 if d == FORWARD else 0.1 for n in names(plan) for d in (*both, REDUCE)}
+    sends = {(u, s, d): 0.004 for u in names(plan) for s in names(plan) for d in both}
+    priced = prices(plan, seconds, sends)
+    return plan, simulate_step(plan, batch(plan, n_groups), priced, names(plan), noise=noise)
 
 
 @pytest.mark.parametrize("n_groups", [0, 1, 64])
@@ -70,15 +52,11 @@ def calls(run):
     return count
 
 
-def test_simulation_work_is_linear_in_events():
+def test_work_is_linear_in_events_and_ready_groups():
     fixed = calls(lambda: simulate(0))
     once, twice = (calls(lambda n=n: simulate(n)) - fixed for n in (16, 32))
     assert twice < 2.3 * once
     assert once < 600 * 16 * 18  # calls per group and segment
-
-
-def test_list_scheduling_work_is_linear_in_ready_groups():
-    """Groups of two modules that nothing feeds, all ready when the step begins."""
     plan = graph("a:2", "b:2", edges=["ab"], order="gpipe")
 
     def ordered(n):

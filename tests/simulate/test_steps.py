@@ -8,12 +8,24 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Schedule, Task
-from dflop_jax.simulate.engine import SimJob, run_jobs
-from dflop_jax.simulate.steps import simulate_schedules, simulate_step, with_list_order
+from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Schedule, Task
+from dflop_jax.simulate.steps import (
+    SimJob,
+    run_jobs,
+    simulate_schedules,
+    simulate_step,
+    with_list_order,
+)
 from dflop_jax.simulate.task_graph import step_graph
-from dflop_jax.simulate.task_order import both_orders, check_order, order_tasks
-from tests.simulate.cases import batch, chain, graph, names, prices, random_case, same_prices
+from dflop_jax.simulate.task_order import both_orders, order_tasks
+from tests.simulate.cases import (
+    batch,
+    chain,
+    names,
+    prices,
+    random_case,
+    same_prices,
+)
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
@@ -26,21 +38,6 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(order, stages, m):
     assert trace.makespan_s == pytest.approx((m + stages - 1) * 3.0)
     for fraction in trace.busy_fraction().values():
         assert fraction == pytest.approx(m / (m + stages - 1))
-
-
-def test_a_module_waits_for_the_gradients_of_both_readers():
-    plan = graph("a", "b", "c", edges=["ab", "ac"])
-    seconds = {("a0", FORWARD): 1.0, ("a0", BACKWARD): 1.0, ("b0", BACKWARD): 3.0}
-    priced = prices(plan, seconds | {("c0", BACKWARD): 7.0})
-    spans = spans_of(simulate_step(plan, batch(plan, 1), priced, names(plan)))
-    assert spans[Task("a0", 0, BACKWARD)] == (8.0, 9.0)
-    # Where neither trains nor sends anything back, nothing of `a` runs backward.
-    frozen = simulate_step(plan, batch(plan, 1), priced, ["b0", "c0"])
-    assert frozen.makespan_s == 8.0
-
-
-def spans_of(trace):
-    return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in trace.events}
 
 
 def test_shared_cores_conserve_work():
@@ -99,43 +96,20 @@ def test_list_order_is_the_better_of_two():
     for _ in range(60):
         plan, schedule, priced, trainable = random_case(rng, sends=True)
         graph = step_graph(plan.layout, schedule.groups, trainable)
-        seconds = partial(priced.task_s, plan, schedule)
-        numbers = both_orders(plan, graph, schedule.groups, seconds)
+        numbers = both_orders(plan, graph, schedule.groups, partial(priced.task_s, plan, schedule))
         orders = [tuple(graph.tasks[t] for t in order) for order in numbers]
         assert orders[0] == order_tasks(plan, graph, schedule.groups)
-        took_s = [
+        textbook_s, priced_s = (
             simulate_step(plan, replace(schedule, order=o), priced, trainable).makespan_s
             for o in orders
-        ]
+        )
         ordered = with_list_order(plan, schedule, priced, trainable)
         assert ordered.order in orders
-        assert ordered.makespan_s == pytest.approx(min(took_s), rel=1e-8, abs=1e-12)
+        least_s = min(textbook_s, priced_s)
+        assert ordered.makespan_s == pytest.approx(least_s, rel=1e-8, abs=1e-12)
         assert ordered.makespan_s == simulate_step(plan, ordered, priced, trainable).makespan_s
-        check_order(graph, ordered.order)
-        assert replace(ordered, order=(), makespan_s=0.0) == schedule
-        better += took_s[1] < took_s[0] * (1 - 1e-6)
+        better += priced_s < textbook_s * (1 - 1e-6)
     assert better > 3  # prices do change the order
-
-
-def test_rounding_does_not_change_the_order():
-    """Orders that take the same time but for the last bits: the textbook's, always."""
-    plan = graph("a", "b", edges=["ab"])
-    schedule = batch(plan, 6)
-    seconds = {("a0", FORWARD): 0.1, ("a0", BACKWARD): 0.3, ("b0", BACKWARD): 0.7}
-    first = with_list_order(plan, schedule, prices(plan, seconds), names(plan)).order
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        moved = {k: v * (1 + rng.choice([-1, 0, 1]) * 2.0**-52) for k, v in seconds.items()}
-        assert with_list_order(plan, schedule, prices(plan, moved), names(plan)).order == first
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_equal_jobs_share_cores_equally(n):
-    jobs = [SimJob(i, 3.0, devices=2) for i in range(n)]
-    for cores in (1.0, 2.0, 3.0, 100.0):
-        # Alone a job has min(2, cores) of them, together cores / n.
-        want = 3.0 * max(1.0, min(2.0, cores) * n / cores)
-        assert run_jobs(jobs, cores)[1] == pytest.approx([want] * n)
 
 
 def test_transfers_and_computation_do_not_slow_each_other():
@@ -144,8 +118,3 @@ def test_transfers_and_computation_do_not_slow_each_other():
     # A job that the transfer brings joins in the middle: from 3 s on three share a core.
     jobs.append(SimJob("c", 2.0, (2,), devices=1))
     assert run_jobs(jobs, concurrency=1.0)[1] == pytest.approx([4.5, 4.5, 3.0, 6.0])
-
-
-def test_a_cycle_of_jobs_fails():
-    with pytest.raises(AssertionError, match="later"):
-        run_jobs([SimJob("a", 1.0, (1,)), SimJob("b", 1.0)])

@@ -14,7 +14,7 @@ import pytest
 from dflop_jax import PlanConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.plan.simulate_batches import simulate
+from dflop_jax.plan.evaluate import simulate
 from dflop_jax.records import DataProfile, Plan, Profile
 from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics

@@ -99,8 +99,8 @@ def _compare_picture(folder: Path, source: Any, decoded: DecodedMedium) -> str:
     colours = np.asarray(prepared["pixel_values"])
     if "image_position_ids" in prepared:  # padded to one length
         colours = colours[np.asarray(prepared["image_position_ids"])[..., 0] >= 0]
-    own = next(decoded.fields[name] for name in ("pixels", "patches") if name in decoded.fields)
-    if colours.size != own.size:
-        return f"its picture has {own.size} colours here, {colours.size} in transformers"
-    is_equal = np.array_equal(np.sort(colours, axis=None), np.sort(own, axis=None))
+    pixels = next(decoded.fields[name] for name in ("pixels", "patches") if name in decoded.fields)
+    if colours.size != pixels.size:
+        return f"its picture has {pixels.size} colours here, {colours.size} in transformers"
+    is_equal = np.array_equal(np.sort(colours, axis=None), np.sort(pixels, axis=None))
     return "" if is_equal else "its picture has other pixels than in transformers"

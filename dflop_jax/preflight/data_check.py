@@ -156,11 +156,11 @@ def _read_rows(
         return {key: row} if time.monotonic() - start_s < longest_s else {}
 
     order = np.random.default_rng(0).permutation(len(keys)).tolist()
-    found: Rows = {}
+    rows_by_key: Rows = {}
     with closing(reader), ThreadPoolExecutor(workers) as pool:
         for row in pool.map(read_row, [keys[i] for i in order]):
-            found |= row
-    return {key: found[key] for key in keys if key in found}
+            rows_by_key |= row
+    return {key: rows_by_key[key] for key in keys if key in rows_by_key}
 
 
 def _usable_figures(dataset: RecordDataset, good: dict[RecordKey, IndexRow]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _render_sample(dataset: RecordDataset, record: Record, table: RecordTable, r
     media = [kind.described(header) for kind, header in table.headers(row)]
     text = ""
     for p in dataset.encode_turns(record.turns, record.fields):
-        words = dataset.tokenizer.decode_with_special(p.ids)
-        shown = f"[{media[p.medium]}]" if p.medium >= 0 else words
-        text += f"[[{shown}]]" if p.supervised else shown
+        decoded_text = dataset.tokenizer.decode_with_special(p.ids)
+        shown_text = f"[{media[p.medium]}]" if p.medium >= 0 else decoded_text
+        text += f"[[{shown_text}]]" if p.supervised else shown_text
     return text

@@ -58,10 +58,10 @@ def environment_facts(config: Config) -> list[Fact]:
     ]
 
 
-def _try_fact(name: str, find: Callable[..., str], *args: Any) -> list[Fact]:
+def _try_fact(name: str, read_fact: Callable[..., str], *args: Any) -> list[Fact]:
     """Return the fact, nothing where there is none, or the error as a wrong fact."""
     try:
-        text = find(*args)
+        text = read_fact(*args)
     except (ValueError, RuntimeError, OSError) as e:
         return [Fact(name, " ".join(str(e).split()), wrong=True)]
     return [Fact(name, text)] if text else []
@@ -93,8 +93,8 @@ def _links() -> str:
 
 
 def _versions() -> str:
-    found = [f"{name} {metadata.version(name)}" for name in PACKAGES]
-    return ", ".join([f"python {platform.python_version()}", *found])
+    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    return ", ".join([f"python {platform.python_version()}", *versions])
 
 
 def _memory() -> str:
@@ -113,11 +113,11 @@ def _folder(folder: str, remedy: str) -> str:
 
 
 def _launcher(config: Config) -> str:
-    found = find_processes(config.distributed)
-    if found.n_processes == 1:
+    processes = find_processes(config.distributed)
+    if processes.n_processes == 1:
         return "none: one process"
-    process = f"process {found.index} of {found.n_processes}"
-    return f"{found.source}: {process}, meets at {found.coordinator}"
+    process = f"process {processes.index} of {processes.n_processes}"
+    return f"{processes.source}: {process}, meets at {processes.coordinator}"
 
 
 def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:

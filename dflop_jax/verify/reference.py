@@ -80,7 +80,7 @@ def run_reference(
         if family.fixed and name.endswith(family.fixed):
             parameter.requires_grad_(False)
     code = sys.modules[type(model).__module__]
-    exact = {name: getattr(code, other) for name, other in family.replacements.items()}
+    exact = {name: getattr(code, replacement) for name, replacement in family.replacements.items()}
     precision = _use_float64(model) if double else nullcontext()
     with patch.multiple(code, **exact) if exact else nullcontext(), precision:
         logits = [_run_sample(model, family, mixed) for mixed in samples]

@@ -71,10 +71,8 @@ def round_trip(
 ) -> list[TensorGroup]:
     """Read every segment of a plan, and compare what would be written of it with the folder. Return
     the groups of the model's tensors, then the folder's copies of a tied tensor, if it has any:
-    they are not read, but must equal what they are copies of.
-
-    ValueError: the plan is another model's, or does not fit the devices.
-    """
+    they are not read, but must equal what they are copies of. ValueError: the plan is another
+    model's, or does not fit the devices."""
     group_by_name = {t.name: f"{t.module}.{t.part}" for t in folder.map.tensors}
     identical: dict[str, bool] = {}
     segments = make_segments(model, layout, devices)

@@ -111,11 +111,11 @@ def _header(kind: str, preparation: Preparation, rng: np.random.Generator) -> He
         low, high = medium.spec.window_samples // 3, medium.spec.max_samples
         return {"samples": int(rng.integers(low, high + 1))}
     px = medium.unit_px
-    width, height = (int(n) for n in rng.integers(px // 2 + 1, 2 * px + 1, 2))
+    width, height = rng.integers(px // 2 + 1, 2 * px + 1, 2).tolist()
     frames = {"frames": FRAMES, "total": FRAMES, "rate_num": 2, "rate_den": 1}
     columns = next(k.columns for k in medium.kinds if k.name == kind)
-    header = {"width": width, "height": height, **(frames if kind == "video" else {})}
-    return dict.fromkeys(columns, 0) | header
+    size = {"width": width, "height": height}
+    return dict.fromkeys(columns, 0) | size | (frames if kind == "video" else {})
 
 
 def _noise(kind: str, rng: np.random.Generator) -> Any:

@@ -72,11 +72,7 @@ def verify(
     """Read a folder into the shards of a plan (none: `split_layout`) and write it again; where
     transformers is installed and the memory suffices, compare its logits and gradients on samples,
     with float64 where float32 differs too much. `tick` is told how many of how many segments are
-    done.
-
-    ValueError: no such folder, of a model that is not known, or one that does not hold it; a plan
-    of another model.
-    """
+    done. ValueError: no such folder, of an unknown model, or one that lacks it; another's plan."""
     config = read_config(path)
     kind, factory = config.get("model_type"), factory_of(config, path)
     assert isinstance(kind, str), "the factory goes by it"

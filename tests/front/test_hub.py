@@ -19,7 +19,6 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.build import hub_datasets
-from dflop_jax.preflight.huggingface import model_folder
 from tests.data.media_cases import talk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,13 +177,6 @@ def test_what_cannot_be_fetched(start, tmp_path):
         code, _, err = over(start(name, **variables))
         assert (code, says in err) == (expected, True), err
         assert "locate the files" not in err  # advice to who calls huggingface_hub
-
-
-def test_a_folder_is_itself(tmp_path):
-    assert model_folder(str(tmp_path), print) == tmp_path
-    for name in ("gone", str(tmp_path / "gone"), "a b/c", "no/such/model"):
-        with pytest.raises(ValueError, match="no such folder, nor OWNER/NAME"):
-            model_folder(name, print)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from dflop_jax.verify.verify import verify
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import gemma, gemma4, gemma4_hf, gemma_hf, qwen3_5, qwen3_5_hf
 from tests.verify import gemma_folders, qwen3_5_folders
-from tests.verify.folders import check_equal
 
 CAPPED = {"tie_word_embeddings": False, "final_logit_softcapping": 10.0}
 
@@ -31,30 +30,30 @@ CAPPED = {"tie_word_embeddings": False, "final_logit_softcapping": 10.0}
 def test_parity(tmp_path, write, more):
     folder = write(tmp_path / "it", **more)
     assert len(list(folder.glob("*.safetensors"))) > 1
-    check_equal(verify(folder))
+    result = verify(folder)
+    assert (result.not_compared, result.bit_identical, result.exit_code) == ("", True, 0)
+    assert result.max_logit_error < 1e-4
+    assert result.max_grad_error < 1e-3
 
 
 @pytest.mark.slow
-def test_a_folder_comes_back_from_segments(tmp_path):
-    """What is not read, too; decays stay float32 where all else is not."""
+def test_decays_and_what_is_not_read_stay_as_they_are(tmp_path):
+    """Where all else becomes bfloat16."""
     folder = qwen3_5_folders.qwen3_5(tmp_path / "it")
     model = qwen3_5.build(str(folder), dtype="bfloat16")
     source = Folder(folder, model.weights)
-    source.check()
     segments = make_segments(model, split_layout(model, 4, model.weights.tensors), jax.devices())
-    held = [ModuleParams(s.plan.module, read_segment(source, s), s.layer_rows)
-            for s in segments.values()]  # fmt: skip
-    write_folder(tmp_path / "same", model.weights, held, source=source)
-    before = {n: a for f in folder.glob("*.safetensors") for n, a in load_file(f).items()}
-    after = load_file(tmp_path / "same" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert {"mtp.fc", "mtp.norm"} < after.keys()
-    assert all(before[n].tobytes() == after[n].tobytes() for n in before)
+    held = [
+        ModuleParams(s.plan.module, read_segment(source, s), s.layer_rows)
+        for s in segments.values()
+    ]
     write_folder(tmp_path / "half", model.weights, held, source=source, dtype="bfloat16")
-    half = load_file(tmp_path / "half" / "model.safetensors")
-    whole = {n for n, a in half.items() if a.dtype == "float32"}
-    assert whole == {n for n in before if n.endswith(("A_log", "dt_bias"))}
-    assert whole
+    before = {n: a for f in folder.glob("*.safetensors") for n, a in load_file(f).items()}
+    after = load_file(tmp_path / "half" / "model.safetensors")
+    assert {"mtp.fc", "mtp.norm"} < after.keys() == before.keys()
+    whole = {n for n in before if n.endswith(("A_log", "dt_bias"))}
+    assert whole == {n for n, a in after.items() if a.dtype == "float32"} != set()
+    assert all(before[n].tobytes() == after[n].tobytes() for n in whole)
 
 
 OLD = {"rope_theta": 5e5, "rope_local_base_freq": 2e3, "sliding_window_pattern": 3}
@@ -94,13 +93,8 @@ def test_both_forms_of_gemma_4s_configuration():
     """As published, and as transformers writes it again."""
     published = gemma_folders.text4()
     written = gemma_folders.transformers_().Gemma4TextConfig(**published).to_dict()
-    assert "per_layer_config" in written
-    assert "global_head_dim" not in written
-    sizes = [gemma4_hf.read_gemma4_text(config) for config in (published, written)]
-    assert sizes[0] == sizes[1]
-    whole = sizes[0].decoder.global_heads
-    assert (whole.head_dim, whole.n_kv_heads, whole.rotated_pairs, whole.window) == (32, 1, 4, 0)
-    assert whole.values_are_keys
+    assert ("per_layer_config" in written, "global_head_dim" in written) == (True, False)
+    assert gemma4_hf.read_gemma4_text(written) == gemma4_hf.read_gemma4_text(published)
 
 
 def test_what_a_configuration_may_leave_out():

@@ -73,17 +73,17 @@ class AnyRes(VisionLayout):
         """Layouts of lone pictures of upright widths x heights pixels, int [n]: in the pinpoint
         that keeps most pixels, then wastes least."""
         sides = np.stack([heights, widths], -1).astype(np.int64)
-        best = np.full_like(sides, 0)
-        most_kept, least_wasted = np.full((2, len(sides)), -1)
+        grid_px = np.full_like(sides, 0)
+        max_kept, min_wasted = np.full((2, len(sides)), -1)
         for point in self.pinpoints:
             scale = (np.array(point) / sides).min(-1, keepdims=True)
-            kept = np.minimum((sides * scale).astype(np.int64).prod(-1), sides.prod(-1))
-            wasted = point[0] * point[1] - kept
-            is_better = (kept > most_kept) | ((kept == most_kept) & (wasted < least_wasted))
-            best = np.where(is_better[:, None], point, best)
-            most_kept = np.where(is_better, kept, most_kept)
-            least_wasted = np.where(is_better, wasted, least_wasted)
-        tiles = best // self.tile_px
+            kept_px = np.minimum((sides * scale).astype(np.int64).prod(-1), sides.prod(-1))
+            wasted_px = point[0] * point[1] - kept_px
+            improves = (kept_px > max_kept) | ((kept_px == max_kept) & (wasted_px < min_wasted))
+            grid_px = np.where(improves[:, None], point, grid_px)
+            max_kept = np.where(improves, kept_px, max_kept)
+            min_wasted = np.where(improves, wasted_px, min_wasted)
+        tiles = grid_px // self.tile_px
         full = tiles * self.patches
         inner = np.round(sides * (full[:, ::-1] / sides[:, ::-1]), 7).astype(np.int64)
         is_wider = sides[:, 1] / sides[:, 0] > full[:, 1] / full[:, 0]
@@ -92,7 +92,7 @@ class AnyRes(VisionLayout):
         ratio = np.sqrt(unpadded.prod(-1) / (self.max_tiles * self.tokens_per_tile))
         ratio = np.where(ratio > DOWNSCALE_ABOVE, ratio, 1.0)
         tokens = (unpadded // ratio[:, None]).astype(np.int64)
-        return Grids(most_kept > 0, tiles, unpadded, tokens)
+        return Grids(max_kept > 0, tiles, unpadded, tokens)
 
     def cut_tiles(self, image: Image.Image, alone: bool, size: Size) -> np.ndarray:
         px, (width, height) = self.tile_px, size

@@ -26,8 +26,8 @@ logger = logging.getLogger("dflop_jax.data")
 
 
 def count_samples(path: MediaFile, rate_hz: int) -> int:
-    """Samples of a sound once resampled to `rate_hz`, by the header (or, where that is silent, by
-    its packets, undecoded). ValueError when the file is no sound, or holds none."""
+    """Samples of a sound once resampled to `rate_hz`, by its header or its packets, undecoded.
+    ValueError when the file is no sound, or holds none."""
     with open_container(path, "sound") as container:
         stream = _stream(container, rate_hz)
         n_samples = ceil(_length_s(container, stream) * rate_hz)
@@ -63,10 +63,10 @@ def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
         return sound.astype(np.float32)
     from scipy import signal  # takes seconds to load, which most runs do not need
 
-    up, down = to_hz // gcd(from_hz, to_hz), from_hz // gcd(from_hz, to_hz)
-    n_taps, cutoff = 2 * ZERO_CROSSINGS * max(up, down) + 1, PASSBAND_FRACTION / max(up, down)
-    taps = signal.firwin(n_taps, cutoff, window=("kaiser", KAISER_BETA))
-    resampled = signal.resample_poly(sound.astype(np.float64), up, down, window=taps)
+    numerator, denominator = to_hz // gcd(from_hz, to_hz), from_hz // gcd(from_hz, to_hz)
+    factor, window = max(numerator, denominator), ("kaiser", KAISER_BETA)
+    taps = signal.firwin(2 * ZERO_CROSSINGS * factor + 1, PASSBAND_FRACTION / factor, window=window)
+    resampled = signal.resample_poly(sound.astype(np.float64), numerator, denominator, window=taps)
     return resampled.astype(np.float32)
 
 

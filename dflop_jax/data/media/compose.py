@@ -84,23 +84,23 @@ def compose(
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
     gathers, lengths, run_lengths = {}, {}, {}
     for module, medium in preparation.items():
-        own = {k: decoded for k, (m, decoded) in media.items() if m == module}
+        selected = {k: decoded for k, (m, decoded) in media.items() if m == module}
         sources, n_features = np.zeros(n, SOURCES), 0
-        for k, decoded in own.items():
+        for k, decoded in selected.items():
             stop = starts[k] + len(decoded.tokens)
             sources[starts[k] : stop] = shift_sources(decoded.tokens, n_features)
             n_features += decoded.features
         is_visual = is_from_patches(sources)
         text["is_visual"] |= is_visual
         text["is_newline"] |= sources["newline"]
-        text |= medium.text_fields(is_visual, [own[k] for k in starts if k in own])
-        lengths[module] = tuple(length for decoded in own.values() for length in decoded.lengths)
+        text |= medium.text_fields(is_visual, [selected[k] for k in starts if k in selected])
+        lengths[module] = tuple(length for d in selected.values() for length in d.lengths)
         if medium.is_joined:
-            run_lengths[module] = [len(decoded.lengths) for decoded in own.values()]
+            run_lengths[module] = [len(decoded.lengths) for decoded in selected.values()]
         if lengths[module]:
             fields[module] = {
-                name: np.concatenate([decoded.fields[name] for decoded in own.values()])
-                for name in next(iter(own.values())).fields
+                name: np.concatenate([decoded.fields[name] for decoded in selected.values()])
+                for name in next(iter(selected.values())).fields
             }
             weight = np.ascontiguousarray(sources["weight"])
             index = np.where(weight > 0, sources["index"], -1)

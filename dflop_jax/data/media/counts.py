@@ -47,10 +47,8 @@ def fit_samples(
     table: RecordTable, preparation: Preparation, limits: DataConfig
 ) -> tuple[SampleCounts, np.ndarray]:
     """Return the counts of the records that the model can take, and which of them fit: bool [n].
-
     With oversize=truncate a sample is the first `max_tokens` tokens of its record, up to the first
-    medium that is not whole among them; it fits if it keeps `needed_tokens` of text.
-    """
+    medium that is not whole among them; it fits if it keeps `needed_tokens` of text."""
     truncate = limits.oversize == "truncate"
     counts, usable = sample_counts(table, preparation, limits.max_tokens if truncate else None)
     if truncate:
@@ -62,11 +60,8 @@ def sample_counts(
     table: RecordTable, preparation: Preparation, max_tokens: int | None = None
 ) -> tuple[SampleCounts, np.ndarray]:
     """Return the counts of the records that the model can take, and which those are: bool
-    [len(table)]. Records are left out if no module takes one of their media, or if it cannot.
-
-    A record ends before the first medium that ends behind `max_tokens`, and has no more text; None:
-    it is whole.
-    """
+    [len(table)]. Records are left out if no module takes one of their media, or if it cannot. One
+    ends before the first medium that ends behind `max_tokens`, and has no more text."""
     owner = np.repeat(np.arange(len(table)), table.records["n_media"])
     is_usable = np.zeros(len(owner), bool)
     counts = np.zeros((4, len(owner) + 1, len(preparation)), np.int64)  # of each medium, from 1 on
@@ -139,9 +134,9 @@ def sample_load(
         if medium.piece_tokens and not medium.is_joined:
             lengths[module] = (medium.piece_tokens,) * n
         elif n:
-            own = [medium.lengths(k.name, header) for k, header in headers if k in medium.kinds]
-            lengths[module] = tuple(length for one in own for length in one)
-            runs[module] = [len(one) for one in own] if medium.is_joined else []
+            selected = [medium.lengths(k.name, h) for k, h in headers if k in medium.kinds]
+            lengths[module] = tuple(length for one in selected for length in one)
+            runs[module] = [len(one) for one in selected] if medium.is_joined else []
     return build_load(lengths, int(counts.all_tokens[0]), runs)
 
 

@@ -53,10 +53,7 @@ class DecodedMedium:
 
 class Medium(Protocol):
     """Media of some kinds under a run's limits: a frozen dataclass, derived from this for what a
-    simple one need not say.
-
-    `alone` says whether a medium is the only one of its kind in its sample.
-    """
+    simple one need not say. `alone`: it is the only one of its kind in its sample."""
 
     kinds: ClassVar[Kinds]
     piece_tokens: int  # of every piece in the module; 0: they differ, and `lengths` says them
@@ -92,11 +89,10 @@ class Medium(Protocol):
 
 @dataclass(frozen=True)
 class Form:
-    """A way of taking media, which a model names: the kinds that it takes, and what builds it of a
-    model's facts (but its name) under a run's limits, with its tokenizer or to see what the facts
-    are worth. ValueError: facts that cannot be."""
+    """A way of taking media, which a model names."""
 
     kinds: Kinds
+    # of a model's facts, under a run's limits, with its tokenizer; ValueError: facts that cannot be
     build: Callable[[Facts, DataConfig, AnyTokenizer | None], Medium]
 
 

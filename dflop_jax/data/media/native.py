@@ -196,13 +196,13 @@ class Native:
 def patch_places(grids: Sequence[Grid], merge: int) -> np.ndarray:
     """int32 [patches, 4]: row and column of each patch in its piece, in the order of
     `Native.patches`, and the rows and columns of the piece."""
-    pieces = [np.zeros((0, 4), np.int32)]
+    pieces_of_grid = [np.zeros((0, 4), np.int32)]
     for rows, cols in grids:
         positions = np.moveaxis(np.indices((rows, cols)), 0, -1)
         blocks = positions.reshape(rows // merge, merge, cols // merge, merge, 2).swapaxes(1, 2)
         whole = np.broadcast_to((rows, cols), (rows * cols, 2))
-        pieces.append(np.concatenate([blocks.reshape(-1, 2), whole], 1).astype(np.int32))
-    return np.concatenate(pieces)
+        pieces_of_grid.append(np.concatenate([blocks.reshape(-1, 2), whole], 1).astype(np.int32))
+    return np.concatenate(pieces_of_grid)
 
 
 def token_positions(stand: np.ndarray, blocks: Sequence[Grid]) -> np.ndarray:
@@ -243,8 +243,9 @@ class NativeMedium(Medium):
 
     def stamps(self, seconds: Sequence[float]) -> list[tuple[Ids, Ids]]:
         """Ids of the text before and after each piece of a clip."""
-        begin, end = self.frame_ends
-        return [((*self.encode(self.time_text(i, s)), *begin), end) for i, s in enumerate(seconds)]
+        begin_ids, end_ids = self.frame_ends
+        times = [self.encode(self.time_text(i, second)) for i, second in enumerate(seconds)]
+        return [((*ids, *begin_ids), end_ids) for ids in times]
 
     def time_text(self, index: int, second: float) -> str:
         """The text before the piece that is seen at this second."""
@@ -291,8 +292,8 @@ class NativeMedium(Medium):
         else:
             numbers, seconds, grid = self._layout(header)
             frames, n = opened.numbered(numbers, partial(native.resized, grid=grid)), len(seconds)
-            piece = [-1] * native.tokens(grid)
-            runs = ([*before, *piece, *after] for before, after in self.stamps(seconds))
+            media_ids = [-1] * native.tokens(grid)
+            runs = ([*head, *media_ids, *tail] for head, tail in self.stamps(seconds))
             ids = np.array([i for run in runs for i in run], np.int64)
         stand = ids < 0
         return DecodedMedium(
@@ -320,13 +321,12 @@ def cached_encode(tokenizer: AnyTokenizer | None) -> Callable[[str], Ids]:
 def _build(facts: Facts, limits: DataConfig, tokenizer: AnyTokenizer | None) -> NativeMedium:
     clip_facts = {name: facts[name] for name in CLIP_FACTS if name in facts}
     patch_px, merge, frames = integer_facts(facts, *CLIP_FACTS, patch_px=None, merge=1, frames=1)
-    native = Native(
-        patch_px, merge, frames, limits.min_pixels, limits.max_pixels, limits.max_clip_pixels,
-        max(frames, limits.max_frames), limits.frames_per_s, **clip_facts,
-    )  # fmt: skip
-    begin, end = (tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
+    pixels = limits.min_pixels, limits.max_pixels, limits.max_clip_pixels
+    n = max(frames, limits.max_frames)
+    native = Native(patch_px, merge, frames, *pixels, n, limits.frames_per_s, **clip_facts)
+    begin_ids, end_ids = (tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
                   for token in VISION_MARKERS)  # fmt: skip
-    return NativeMedium(native, cached_encode(tokenizer), (begin, end))
+    return NativeMedium(native, cached_encode(tokenizer), (begin_ids, end_ids))
 
 
 FORM = Form(NativeMedium.kinds, _build)

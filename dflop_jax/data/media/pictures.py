@@ -27,10 +27,8 @@ def picture_size(path: MediaFile) -> Size:
 def read_picture(
     path: MediaFile, size: Size | None = None, min_size: Size | None = None
 ) -> Image.Image:
-    """The picture, upright, in RGB. ValueError: it is broken, or no longer of `size`.
-
-    With `min_size` a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so many pixels.
-    """
+    """The picture, upright, in RGB. ValueError: it is broken, or no longer of `size`. With
+    `min_size` a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so many pixels."""
     with (
         errors_as(f"{path}: cannot be decoded"),
         open_media(path) as file,

@@ -41,9 +41,8 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
     for packet in container.demux(stream):
         if not packet.size:
             continue  # the end
-        if packet.pts is None or packet.pts in order or packet.is_corrupt:
-            return None
-        if is_hidden(packet, stream):
+        is_odd = packet.is_corrupt or is_hidden(packet, stream)
+        if packet.pts is None or packet.pts in order or is_odd:
             return None
         if packet.is_keyframe and _is_closed(stream, packet):
             keys.append(packet.pts)
@@ -54,8 +53,7 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
         return None
     tick_num, tick_den = stream.time_base.numerator, stream.time_base.denominator
     seconds = [float(t) * float(tick_num) / float(tick_den) for t in times]  # as PyAV's frame.time
-    chosen = choose(seconds)
-    if chosen is None:
+    if (chosen := choose(seconds)) is None:
         return None
     pts_by_moment = [times[k] for k in chosen]
     runs: list[tuple[int, list[int]]] = []

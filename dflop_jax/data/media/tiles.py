@@ -254,8 +254,7 @@ class TileMedium(medium.Medium):
 
 def tile_form(make_layout: Callable[..., VisionLayout], *fact_names: str) -> medium.Form:
     """Return the form of a layout, which `make_layout` makes of tile_px, tokens_per_tile, max_tiles
-    and those of the `fact_names` that a model states; the tokenizer's text stands between frames.
-    """
+    and those of the `fact_names` that a model states."""
 
     def build(
         facts: medium.Facts, limits: DataConfig, tokenizer: AnyTokenizer | None

@@ -40,10 +40,8 @@ def newlines(n: int) -> TokenSources:
 
 
 def resampled_sources(grid: np.ndarray, height: int, width: int) -> TokenSources:
-    """A grid of patch indices int [h, w] resized bilinearly to height x width tokens, by row.
-
-    Without antialiasing and with half-pixel centres, as `interpolate(mode="bilinear")` does.
-    """
+    """A grid of patch indices int [h, w] resized bilinearly to height x width tokens, by row,
+    without antialiasing and with half-pixel centres, as `interpolate(mode="bilinear")` does."""
     y0, y1, fy = _taps(grid.shape[0], height)
     x0, x1, fx = _taps(grid.shape[1], width)
     sources = np.zeros((height, width), SOURCES)

@@ -27,6 +27,8 @@ from dflop_jax.data.media.seek import Choose, is_hidden, seek_frames, seek_plan
 FRAMES_PER_S = 2.0  # that are taken of a clip
 DEFAULT_RATE = Fraction(25)  # frames a second of a clip that does not say
 Convert = Callable[[Image.Image], np.ndarray]
+CountedFrames = Iterator[tuple[VideoFrame, int]]  # each with how many times it is wanted
+ChooseFrames = Callable[[Iterator[VideoFrame]], CountedFrames]
 MIRRORED = Transpose.TRANSPOSE, Transpose.FLIP_LEFT_RIGHT, Transpose.FLIP_TOP_BOTTOM
 MAX_RATE_DEN = 10_000  # of a counted rate, whose parts then fit int32
 logger = logging.getLogger("dflop_jax.data")
@@ -80,9 +82,10 @@ def read_numbered(path: MediaFile, numbers: Sequence[int], convert: Convert) -> 
     def choose(seconds: Sequence[float]) -> Sequence[int] | None:
         return numbers if numbers[-1] < len(seconds) else None
 
-    def choose_frames(frames: Iterator[VideoFrame]) -> Iterator[tuple[VideoFrame, int]]:
+    def choose_frames(frames: Iterator[VideoFrame]) -> CountedFrames:
         for number, frame in enumerate(islice(frames, numbers[-1] + 1)):
-            yield frame, numbers.count(number)
+            if n_times := numbers.count(number):
+                yield frame, n_times
 
     return _read(path, choose, choose_frames, len(numbers), convert)
 
@@ -108,32 +111,24 @@ def read_frames(
 
 
 def _read(
-    path: MediaFile,
-    choose: Choose,
-    choose_frames: Callable[[Iterator[VideoFrame]], Iterator[tuple[VideoFrame, int]]],
-    n: int,
-    convert: Convert,
+    path: MediaFile, choose: Choose, choose_frames: ChooseFrames, n: int, convert: Convert
 ) -> np.ndarray:
     """`convert` of n frames: those that `choose` says, by seeking, where that gains something and
-    surely gives the same, else those of `choose_frames` of all, each so many times."""
-
-    def converted(frames: Iterator[tuple[VideoFrame, int]]) -> Iterator[np.ndarray]:
-        for frame, n_times in frames:
-            if n_times:
-                yield from [convert(_upright(frame))] * n_times
-
+    surely gives the same, else those that `choose_frames` yields."""
+    decoded: list[np.ndarray] = []
     with open_container(path, "video") as container, suppress(av.FFmpegError, LookupError):
         stream = container.streams.video[0]
         if plan := seek_plan(container, stream, choose):
-            return np.stack([*converted(seek_frames(container, stream, plan))])
-    decoded: list[np.ndarray] = []
-    reason = "it has fewer frames than it states"
+            for frame, n_times in seek_frames(container, stream, plan):
+                decoded += [convert(_upright(frame))] * n_times
+            return np.stack(decoded)
+    decoded, reason = [], "it has fewer frames than it states"
     with open_container(path, "video") as container:  # anew: its packets were read
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         try:
-            for one in converted(choose_frames(container.decode(stream))):
-                decoded.append(one)
+            for frame, n_times in choose_frames(container.decode(stream)):
+                decoded += [convert(_upright(frame))] * n_times
         except av.FFmpegError as e:
             reason = one_line(e)
     missing = n - len(decoded)
@@ -146,7 +141,7 @@ def _read(
 
 def _frames_at(
     moments: Sequence[float], start_s: float, frame_s: float, frames: Iterator[VideoFrame]
-) -> Iterator[tuple[VideoFrame, int]]:
+) -> CountedFrames:
     """Yield the frames on show at ascending moments, each with how many of the moments show it, as
     far as the clip goes. An error while decoding is raised after the last good frame."""
     n_done, previous, previous_s = 0, None, start_s
@@ -225,7 +220,7 @@ def _plausible_rate(rate: Fraction) -> Fraction:
 def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[int, int]:
     """(the first one's begin, duration of all). A last one that does not say how long it lasts does
     so as the others on average, `usual_ticks` at most."""
-    timed = [(begin, duration) for begin, duration in packets if begin is not None]
+    timed = [(ticks, duration) for ticks, duration in packets if ticks is not None]
     first, (last, last_ticks) = min(timed, default=(0, 0))[0], max(timed, default=(0, 0))
     last_ticks = max(last_ticks, min((last - first) // max(len(timed) - 1, 1), usual_ticks))
     return first, last + last_ticks - first

@@ -66,8 +66,8 @@ class ChatTokenizer(FileEncoding):
         self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
         ids = {name: self.ids_of(token) for name, token in named.items()}
         # ids that begin and end a picture, where the configuration names such (InternVL)
-        begin, end = ids.get("start_image_token", ()), ids.get("end_image_token", ())
-        self.picture_ends = (begin, end) if begin else None
+        begin_ids, end_ids = ids.get("start_image_token", ()), ids.get("end_image_token", ())
+        self.picture_ends = (begin_ids, end_ids) if begin_ids else None
         # those of a frame of a clip (Gemma 4)
         self.frame_ends = ids.get("boi_token", ()), ids.get("eoi_token", ())
         (self.pad_id,) = ids.get("pad_token") or ids.get("eos_token") or (0,)
@@ -162,18 +162,18 @@ class ChatTokenizer(FileEncoding):
     def _message(self, role: str, text: str) -> Message:
         if MARKS.search(text):
             raise ValueError("text holds U+FDD0 or U+FDD1, which are no characters")
-        parts: list[dict[str, str]] = []
+        content_parts: list[dict[str, str]] = []
         for k, text_or_kind in enumerate(self._tag.split(text)):
             if k % 2:
                 if self.picture_ends and (preface := self._kinds[text_or_kind].preface):
-                    parts.append({"type": "text", "text": preface})
-                parts.append({"type": text_or_kind})
+                    content_parts.append({"type": "text", "text": preface})
+                content_parts.append({"type": text_or_kind})
             elif text_or_kind:
-                parts.append({"type": "text", "text": self._escape_special(text_or_kind)})
-        has_media = any(p["type"] != "text" for p in parts)
+                content_parts.append({"type": "text", "text": self._escape_special(text_or_kind)})
+        has_media = any(p["type"] != "text" for p in content_parts)
         if self._template.takes_parts and (has_media or not self._template.takes_texts):
-            return {"role": ROLES[role], "content": parts}
-        texts = [p.get("text") or self._tokens[p["type"]] or "" for p in parts]
+            return {"role": ROLES[role], "content": content_parts}
+        texts = [p.get("text") or self._tokens[p["type"]] or "" for p in content_parts]
         return {"role": ROLES[role], "content": "".join(texts)}
 
     def encode_chat(
@@ -216,11 +216,11 @@ class ChatTokenizer(FileEncoding):
                     "lacks; take both files from one model"
                 )
             encoding = self.encoding(segment.replace(BREAK, ""))
-            # places of the characters that stay
-            places = [k for k, character in enumerate(segment, start) if character != BREAK]
+            # of the characters that stay
+            index = [k for k, character in enumerate(segment, start) if character != BREAK]
             ids += encoding.ids
             characters += [
-                (places[b], places[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets
+                (index[b], index[e - 1] + 1) if e > b else (0, 0) for b, e in encoding.offsets
             ]
             if match and match.lastindex:
                 ids.append(self._special_ids[match.lastindex - 1])
@@ -308,8 +308,8 @@ class ChatTokenizer(FileEncoding):
                 raise ValueError(f"{self.folder}: chat template repeats a medium")
             medium_run = TokenRun(medium=media.pop(0))
             if self.picture_ends and self._kinds[kinds[medium_run.medium]].wrapped:
-                begin, end = self.picture_ends
-                runs += [TokenRun(begin), medium_run, TokenRun(end)]
+                begin_ids, end_ids = self.picture_ends
+                runs += [TokenRun(begin_ids), medium_run, TokenRun(end_ids)]
             else:
                 runs.append(medium_run)
         if any(media_by_token.values()):

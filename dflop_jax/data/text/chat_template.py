@@ -64,9 +64,9 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
             )
-        parts = MARKS.split(marked)
-        marks = [*accumulate(map(len, parts))]  # where they stood: begin, end, begin, ...
-        text, spans = "".join(parts), [*zip(marks[0::2], marks[1::2])]
+        texts = MARKS.split(marked)
+        marks = [*accumulate(map(len, texts))]  # where they stood: begin, end, begin, ...
+        text, spans = "".join(texts), [*zip(marks[0::2], marks[1::2])]
         if not (self._written and frames_pictures):
             return text, spans
         starts = [match.start() for match in re.finditer(re.escape(self._written), text)]

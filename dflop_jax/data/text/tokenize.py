@@ -246,12 +246,9 @@ def escape_tags(text: str, kinds: Iterable[str]) -> str:
 
 
 def count_text_tokens(runs: Sequence[TokenRun]) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """Return what an index holds of a conversation and of the place of each medium, in their order.
-
-    `text_tokens` are all of the text; `needed_tokens` those up to ANSWER_TOKENS of the first answer
-    or its end, which a cut conversation keeps; `tokens_before` a medium those of the text and the
-    media, each of them one.
-    """
+    """Return what an index holds of a conversation and of the place of each medium, in their order:
+    `needed_tokens` are those up to ANSWER_TOKENS of the first answer or its end, which a cut
+    conversation keeps; `tokens_before` a medium those of text and media, each of them one."""
     first = next((k for k, p in enumerate(runs) if p.supervised), len(runs))
     answer = takewhile(lambda p: p.supervised or p.medium >= 0, runs[first:])
     needed = sum(len(p.ids) for p in runs[:first])
@@ -277,9 +274,7 @@ def answer_weights(
 ) -> tuple[float, ...]:
     """The weight of every answer of a record: its turn's times the record's own, 1 where none is
     given, 0 where `loss` or `train` of the turn is false, 0 or "false"; () where all are 1.
-
-    ValueError: a weight or switch that is none, or a weight of a turn that is no answer.
-    """
+    ValueError: a weight or switch that is none, or a weight of a turn that is no answer."""
     common_weight = _weight(record_weight, "the record")
     weights = []
     for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):

@@ -3,9 +3,7 @@ search: counts, pixels, packed features, and pictures of every kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -178,23 +176,8 @@ def test_dynamic_counts_are_the_processor_s(internvl, limits):
     np.testing.assert_array_equal(tiles, expected)
 
 
-def telling(paths: Iterable[Path]) -> Iterator[Path]:
-    """The smallest picture of each format, mode and orientation, and of each number of tiles by
-    either rule, wide and high: others differ from these in what they show, and take minutes."""
-    smallest: dict[tuple, tuple[int, Path]] = {}
-    for path in paths:
-        with Image.open(path) as image:
-            width, height = image.size
-            orientation = image.getexif().get(0x0112)
-            kind = image.format, image.mode, orientation, getattr(image, "n_frames", 1) > 1
-        any_res, tiling = (rule.n_tiles(width, height, True) for rule in (SPEC, DynamicTiling()))
-        for key in (kind, ("any_res", any_res, width > height), ("tiling", tiling, width > height)):
-            smallest[key] = min(smallest.get(key, (width * height, path)), (width * height, path))
-    yield from sorted({path for _, path in smallest.values()})
-
-
 def test_every_kind_of_picture_is_cut_as_published(reference, internvl, tmp_path):
-    for k, path in enumerate([*telling(shared_files("images")), *made_pictures(tmp_path)]):
+    for k, path in enumerate([*shared_files("images")[::5], *made_pictures(tmp_path)]):
         given, image = upright(path), read_upright(path)
         assert image.size == given.size
         sides = np.array([image.size]).T

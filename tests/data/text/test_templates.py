@@ -15,7 +15,7 @@ from dflop_jax.data.datasets.record_parser import parse_record
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import weight_runs
 from tests.data.text.test_chat import published as theirs  # noqa: F401 (a fixture)
-from tests.data.text.test_chat import write
+from tests.data.text.test_chat import said, write
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]
 BODY = """{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
@@ -122,10 +122,10 @@ def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
     )
     runs = chat.encode_turns(record.turns, record.fields)
     pieces = weight_runs(runs, record.weights, prompts=False)
-    said = "".join("#" if p.medium >= 0 else chat.decode_with_special(p.ids) for p in pieces)
+    shown = "".join("#" if p.medium >= 0 else chat.decode_with_special(p.ids) for p in pieces)
     if shape != "html":
         expected = re.sub("<image>|<video>", "#", expected)
-    assert said == expected
+    assert shown == expected
     supervised = "".join(
         chat.decode_with_special(p.ids) for p in pieces if p.supervised and p.weight
     )
@@ -135,6 +135,18 @@ def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
     assert last in supervised
     assert "bad" not in supervised
     assert not any(t["content"] in supervised for t in raw["messages"] if t["role"] == "tool")
+
+
+def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
+    chat = ChatTokenizer(write(tmp_path, TEMPLATES["thinking"], special=SPECIAL))
+    record = parse_record("d[0]", SHAPES["thoughts"], lambda name: tmp_path / name)
+    for _ in range(2):
+        pieces = chat.encode_turns(record.turns, record.fields)
+        assert said(chat, pieces) == ["<think>\nSecond.\n</think>\n6<|im_end|>"]
+        (weighted,) = (p for p in weight_runs(pieces, (0.5, 0.25), prompts=False) if p.supervised)
+        assert weighted.weight == 0.25  # of the second answer
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "only the last answer" in caplog.text
 
 
 def test_processes_that_read_records_do_not_import_transformers(tmp_path, caplog):

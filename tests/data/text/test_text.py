@@ -1,31 +1,19 @@
 """Tokenizers give the text back; the template supervises answers only."""
 
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers
 
 from dflop_jax.data.build import open_tokenizer
 from dflop_jax.data.text.tokenize import FileTokenizer, encode_chatml
+from tests.data.text.test_chat import write
 
 TEXTS = ["", "a", "What colour?", "héé 漢字 🙂", "<|im_start|>user", "<|im_end|>", "a\nb"]
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>")
 
 
-def write_tokenizer(path, specials):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(specials))
-    tokenizer.save(str(path))
-    return path
-
-
 @pytest.fixture(params=["byte", "file"])
 def tokenizer(request, tmp_path):
-    path = write_tokenizer(tmp_path / "tokenizer.json", SPECIALS)
-    return open_tokenizer("" if request.param == "byte" else str(path), 512)
+    file = write(tmp_path, special=SPECIALS) / "tokenizer.json"
+    return open_tokenizer("" if request.param == "byte" else str(file), 512)
 
 
 def test_round_trip_and_no_special_token_from_plain_text(tokenizer):
@@ -59,8 +47,8 @@ def test_unusable_tokenizers(tmp_path):
         with pytest.raises(ValueError, match=why):
             open_tokenizer(str(tmp_path / name), None)
     for missing in SPECIALS:
-        path = write_tokenizer(tmp_path / "t.json", [s for s in SPECIALS if s != missing])
+        folder = write(tmp_path, special=[s for s in SPECIALS if s != missing])
         with pytest.raises(ValueError, match=r"lacks .*added_tokens"):
-            FileTokenizer(path)
+            FileTokenizer(folder / "tokenizer.json")
     with pytest.raises(ValueError, match="vocabulary 100"):
         open_tokenizer("", 100)

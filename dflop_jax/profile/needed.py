@@ -71,40 +71,31 @@ def needed_flops(
     has_gradient: dict[tuple[str, str], bool] = {}  # (module, tap): its outputs need a gradient
     by_module = {}
     for name, module in model.modules.items():
-        if name in row_tokens:
-            entering = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
-            edges = {e.name: e.enters for e in entering if has_gradient[e.source, e.tap]}
-            trains = frozenset(p for p, g in module.freeze_groups.items() if g not in frozen)
-            shape = Shape(1, row_tokens[name])
-            by_module[name], outputs = _piece_flops(module, shape, trains, edges)
-            has_gradient |= {(name, tap): needs for tap, needs in outputs.items()}
+        if name not in row_tokens:
+            continue
+        entering = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
+        edges = {e.name: e.enters for e in entering if has_gradient[e.source, e.tap]}
+        trains = frozenset(p for p, g in module.freeze_groups.items() if g not in frozen)
+        taps, kinds, shape = taps_of(module), layer_kinds_of(module), Shape(1, row_tokens[name])
+        edge_fields = tuple(sorted(edge for edge, depth in edges.items() if depth < 0))
+        needed = _needed_products(
+            module, kinds, shape, trains, edge_fields, edges.values(), taps.items()
+        )
+        content_flops: Counter[str] = Counter()
+        for kind_module, n, n_gradient in needed.attention:  # once forward and twice backward
+            attention = kind_module.attention_flops.items()
+            content_flops.update({key: (n + 2 * n_gradient) * f for key, f in attention})
+        with_parameters, of_activations = needed.products.sum(axis=1).tolist()
+        by_module[name] = PieceFlops(
+            with_parameters / shape.tokens + content_flops[TOKEN],
+            of_activations / token_pairs(shape.tokens),
+            tuple(content_flops[key] for key in content_of(module, 1)),
+        )
+        exit_trains = _has_trainable(trains, "exit") or (module.tied and "entry" in trains)
+        has_gradient[name, ""] = needed.gradient[-1] or exit_trains
+        for tap, n in taps.items():
+            has_gradient[name, tap] = needed.gradient[n] or _has_trainable(trains, tap)
     return by_module
-
-
-def _piece_flops(
-    module: Module, shape: Shape, trains: frozenset[str], edges: Mapping[str, int]
-) -> tuple[PieceFlops, dict[str, bool]]:
-    """FLOPs of a piece, and whether the outputs of the exit ("") and of each tap need a gradient.
-    `edges`: for each edge with a gradient the number of layers before it enters."""
-    taps = taps_of(module)
-    edge_fields = tuple(sorted(name for name, depth in edges.items() if depth < 0))
-    needed = _needed_products(
-        module, layer_kinds_of(module), shape, trains, edge_fields, edges.values(), taps.items()
-    )
-    content_flops: Counter[str] = Counter()
-    for kind_module, n, n_gradient in needed.attention:  # once forward and twice backward
-        attention = kind_module.attention_flops.items()
-        content_flops.update({name: (n + 2 * n_gradient) * f for name, f in attention})
-    with_parameters, of_activations = needed.products.sum(axis=1).tolist()
-    flops = PieceFlops(
-        with_parameters / shape.tokens + content_flops[TOKEN],
-        of_activations / token_pairs(shape.tokens),
-        tuple(content_flops[name] for name in content_of(module, 1)),
-    )
-    gradient = needed.gradient
-    exit_trains = _has_trainable(trains, "exit") or (module.tied and "entry" in trains)
-    outputs = {tap: gradient[n] or _has_trainable(trains, tap) for tap, n in taps.items()}
-    return flops, {"": gradient[-1] or exit_trains, **outputs}
 
 
 def segment_flops(

@@ -166,9 +166,14 @@ class Predictor:
         n = {k.removeprefix("packed_attention_"): v for k, v in ATTENTION_PRODUCTS.items()}
         products_ratio = (n["kv_gradient"] + n["q_gradient"]) / n["forward"]
         backward_ratio = products_ratio * e.attention / e.attention_back
-        timings = []
+        attention_flops, timings = contract.content_flops_of(self.module), []
         for shape in shapes:
-            unit_s, full_s = self._content_s(shape), 0.0
+            kernels = trace_kernels(self._spec("layers", shape), records.FORWARD)
+            dtype = next((k.dtype for k in kernels if k.kind == Kind.MATMUL), "float32")
+            reached = self.hardware.peak_flops(dtype) * e.attention
+            # Seconds of forward attention for a unit of each feature of content.
+            unit_s = {name: f / self.tp / reached for name, f in attention_flops.items()}
+            full_s = 0.0
             if one_piece_rows:
                 content = contract.content_of(self.module, shape.tokens)
                 full_s = shape.rows * sum(s * content[name] for name, s in unit_s.items())
@@ -198,14 +203,6 @@ class Predictor:
                 )
             )
         return timings
-
-    def _content_s(self, shape: records.Shape) -> dict[str, float]:
-        """Seconds of forward attention for a unit of each feature of content."""
-        kernels = trace_kernels(self._spec("layers", shape), records.FORWARD)
-        dtype = next((k.dtype for k in kernels if k.kind == Kind.MATMUL), "float32")
-        reached = self.hardware.peak_flops(dtype) * Efficiency().attention
-        flops = contract.content_flops_of(self.module)
-        return {name: f / self.tp / reached for name, f in flops.items()}
 
     def _spec(self, part: str, shape: records.Shape, remat: records.Remat = "none") -> TraceSpec:
         return TraceSpec(self.module, part, shape, self.tp, self.edge_fields, remat)

@@ -17,14 +17,7 @@ import msgspec
 
 from dflop_jax.aot.chips import compiler_environment, find_chip
 from dflop_jax.aot.reports import CompileReport, describe_fit, device_memory
-from dflop_jax.aot.worker import (
-    PlanPrograms,
-    Probe,
-    ProbeResult,
-    ProgramReport,
-    Request,
-    compile_probe,
-)
+from dflop_jax.aot.worker import PlanPrograms, Probe, ProbeResult, ProgramReport, Request
 from dflop_jax.child_processes import Child
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, edges_of
@@ -33,7 +26,6 @@ from dflop_jax.records import Plan
 from dflop_jax.records.files import load, save
 
 OnProgress = Callable[[int, int], None]
-_WORKER_MODULE = compile_probe.__module__
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What programs are made of, beside the model: files of this package.
 _SOURCES = ("runtime/*.py", "aot/*.py", "contract.py", "profile/shallow.py")
@@ -54,7 +46,7 @@ class Compiler:
         """The encoded response to a request; CompilerDied if the process ended without one."""
         if self._child is None:
             self._child = Child(
-                _WORKER_MODULE,
+                Request.__module__,
                 # The experiment's folder comes first, as it does in this process.
                 paths=[str(Path.cwd())],
                 environment=self._environment,

@@ -11,15 +11,7 @@ from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, send_s
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.kernels import Efficiency, Kernel, Kind, program_s
 from dflop_jax.profile.roofline import POLICIES, Predictor, roofline_profile
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    Edge,
-    LayerTiming,
-    ModelProfile,
-    Recompute,
-    Shape,
-)
+from dflop_jax.records import BACKWARD, FORWARD, Edge, LayerTiming, ModelProfile, Recompute, Shape
 from dflop_jax.records.files import load, save
 from models.decoder import DecoderModule
 from models.llava import build
@@ -47,10 +39,7 @@ def test_each_kind_of_kernel_by_hand():
         (product, reached_s / e.matmul),
         (dataclasses.replace(product, dtype="float32"), 2 * reached_s / e.matmul),
         (dataclasses.replace(product, kind=Kind.ATTENTION), reached_s / e.attention),
-        (
-            dataclasses.replace(product, kind=Kind.ATTENTION_BACKWARD),
-            reached_s / e.attention_back,
-        ),
+        (dataclasses.replace(product, kind=Kind.ATTENTION_BACKWARD), reached_s / e.attention_back),
         (skipping, peak_s / e.attention),
         (pieces, peak_s / e.attention * (1 + e.attention_pairs / n)),
         (Kernel(Kind.ELEMENTWISE, 0, 1e9), 1e9 / 2039e9 / e.bandwidth),

@@ -6,11 +6,13 @@ published weights; a tower's map leaves the connector out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from models import hf_config, hf_names, hf_sizes
 from models.decoder import DecoderModule
-from models.hf_tensors import HfTensor, HfUnused, HfWeightMap, tensors_of
+from models.hf_tensors import HfTensor, HfUnused, HfWeightMap, Rule, tensors_of
 from models.vit import VisionModule
 
 ALIASES = (
@@ -38,105 +40,87 @@ def _tied_copies(module: DecoderModule, prefix: str) -> dict[str, str]:
     return names if module.tied else {}
 
 
+def _composed_weights(
+    model: Any,
+    encoder: str,
+    encoder_rules: Sequence[Rule],
+    connector_rules: Sequence[Rule],
+    config: Mapping[str, Any],
+) -> HfWeightMap:
+    """The map of an encoder, a connector and a decoder."""
+    module, llm, key = model.modules[encoder], model.modules["llm"], f"{encoder}_config"
+    inner_kinds = {k: config[k]["model_type"] for k in (key, "text_config")}
+    return HfWeightMap(
+        tensors=(
+            *tensors_of(module, encoder, encoder_rules, f"{encoder}_tower."),
+            *tensors_of(module, encoder, connector_rules, "multi_modal_projector."),
+            *_llm_tensors(llm, "language_model."),
+        ),
+        config=config,
+        config_rules=hf_config.rules_for(config["model_type"], **inner_kinds),
+        aliases=ALIASES,
+        loaded_names=LOADED_NAMES,
+        ignored=(INV_FREQ,),
+        copies=_tied_copies(llm, "language_model."),
+    )
+
+
 def llava_onevision_weights(model: Any) -> HfWeightMap:
-    """LlavaOnevisionForConditionalGeneration."""
-    vision, llm = model.modules["vision"], model.modules["llm"]
-    size = model.size
+    size, norm = model.size, "vision_tower.post_layernorm"
     if size.layout != "anyres" or size.vision.post_norm:
         raise ValueError(
             "LLaVA-OneVision has no merged patches and no final norm of the tower; weights can be "
             "read and written for sizes such as llava-ov-7b"
         )
-    norm, width = "vision_tower.post_layernorm", (size.vision.width,)
-    text = hf_sizes.decoder_config(size.decoder)
-    kind = text["model_type"]
-    return HfWeightMap(
-        tensors=(
-            *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
-            *tensors_of(vision, "vision", hf_names.MLP_CONNECTOR, "multi_modal_projector."),
-            *_llm_tensors(llm, "language_model."),
-            *tensors_of(llm, "llm", hf_names.NEWLINE, ""),
-        ),
-        config={
-            "model_type": "llava_onevision",
-            "architectures": ["LlavaOnevisionForConditionalGeneration"],
-            "vision_config": hf_sizes.vision_config(size.vision),
-            "text_config": text,
-            "tie_word_embeddings": size.decoder.tied,
-        },
-        config_rules=hf_config.rules_for(
-            "llava_onevision", vision_config="siglip_vision_model", text_config=kind
-        ),
+    config = {
+        "model_type": "llava_onevision",
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        "vision_config": hf_sizes.vision_config(size.vision),
+        "text_config": hf_sizes.decoder_config(size.decoder),
+        "tie_word_embeddings": size.decoder.tied,
+    }
+    rules = hf_names.SIGLIP, hf_names.MLP_CONNECTOR
+    weights = _composed_weights(model, "vision", *rules, config)
+    newline = tensors_of(model.modules["llm"], "llm", hf_names.NEWLINE, "")
+    return replace(
+        weights,
+        tensors=(*weights.tensors, *newline),
         aliases=(*ALIASES, (r"^vision_tower\.vision_model\.", "vision_tower.")),
-        loaded_names=LOADED_NAMES,
-        ignored=(
-            INV_FREQ,
-            r"vision_tower\.post_layernorm\..*",
-        ),
-        copies=_tied_copies(llm, "language_model."),
+        ignored=(INV_FREQ, r"vision_tower\.post_layernorm\..*"),
         unused=(
-            HfUnused(f"{norm}.weight", width, 1.0),
-            HfUnused(f"{norm}.bias", width, 0.0),
+            HfUnused(f"{norm}.weight", (size.vision.width,), 1.0),
+            HfUnused(f"{norm}.bias", (size.vision.width,), 0.0),
         ),
     )
 
 
 def internvl_weights(model: Any) -> HfWeightMap:
     """InternVLForConditionalGeneration (the "-hf" folders)."""
-    vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
-    text = hf_sizes.decoder_config(size.decoder, tie=False)
-    kind = text["model_type"]
-    return HfWeightMap(
-        tensors=(
-            *tensors_of(vision, "vision", hf_names.INTERNVIT, "vision_tower."),
-            *tensors_of(vision, "vision", hf_names.NORMED_MLP_CONNECTOR, "multi_modal_projector."),
-            *_llm_tensors(llm, "language_model."),
-        ),
-        config={
-            "model_type": "internvl",
-            "architectures": ["InternVLForConditionalGeneration"],
-            "vision_config": hf_sizes.vision_config(size.vision),
-            "text_config": text,
-            "downsample_ratio": 1 / size.vision.merge,
-            "image_seq_length": size.vision.tokens_per_tile,
-            "tie_word_embeddings": size.decoder.tied,
-        },
-        config_rules=hf_config.rules_for(
-            "internvl", vision_config="internvl_vision", text_config=kind
-        ),
-        aliases=ALIASES,
-        loaded_names=LOADED_NAMES,
-        ignored=(INV_FREQ,),
-        copies=_tied_copies(llm, "language_model."),
-    )
+    config = {
+        "model_type": "internvl",
+        "architectures": ["InternVLForConditionalGeneration"],
+        "vision_config": hf_sizes.vision_config(size.vision),
+        "text_config": hf_sizes.decoder_config(size.decoder, tie=False),
+        "downsample_ratio": 1 / size.vision.merge,
+        "image_seq_length": size.vision.tokens_per_tile,
+        "tie_word_embeddings": size.decoder.tied,
+    }
+    rules = hf_names.INTERNVIT, hf_names.NORMED_MLP_CONNECTOR
+    return _composed_weights(model, "vision", *rules, config)
 
 
 def qwen2_audio_weights(model: Any) -> HfWeightMap:
-    """Qwen2AudioForConditionalGeneration."""
-    audio, llm = model.modules["audio"], model.modules["llm"]
-    if llm.tied:
+    if model.modules["llm"].tied:
         raise ValueError("Qwen2-Audio has a head of its own; choose a decoder that is not tied")
-    text = hf_sizes.decoder_config(model.size.decoder)
-    return HfWeightMap(
-        tensors=(
-            *tensors_of(audio, "audio", hf_names.WHISPER, "audio_tower."),
-            *tensors_of(audio, "audio", hf_names.LINEAR_CONNECTOR, "multi_modal_projector."),
-            *_llm_tensors(llm, "language_model."),
-        ),
-        config={
-            "model_type": "qwen2_audio",
-            "architectures": ["Qwen2AudioForConditionalGeneration"],
-            "audio_config": hf_sizes.audio_config(model.size.audio),
-            "text_config": text,
-        },
-        config_rules=hf_config.rules_for(
-            "qwen2_audio", audio_config="qwen2_audio_encoder", text_config=text["model_type"]
-        ),
-        aliases=ALIASES,
-        loaded_names=LOADED_NAMES,
-        ignored=(INV_FREQ,),
-    )
+    config = {
+        "model_type": "qwen2_audio",
+        "architectures": ["Qwen2AudioForConditionalGeneration"],
+        "audio_config": hf_sizes.audio_config(model.size.audio),
+        "text_config": hf_sizes.decoder_config(model.size.decoder),
+    }
+    rules = hf_names.WHISPER, hf_names.LINEAR_CONNECTOR
+    return _composed_weights(model, "audio", *rules, config)
 
 
 def qwen3_vl_weights(model: Any) -> HfWeightMap:

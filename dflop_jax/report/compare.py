@@ -40,7 +40,6 @@ def compare(runs: Sequence[RunRecord], picture_path: Path, only: Sequence[str] =
 
 
 def figures_table(runs: Sequence[RunRecord], only: Sequence[str] = ()) -> Table:
-    """The table of `compare`."""
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("figure")
     for run in runs:

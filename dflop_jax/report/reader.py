@@ -40,7 +40,6 @@ class Columns:
     values: dict[ColumnKey, np.ndarray] = field(default_factory=dict)
 
     def column(self, name: ColumnKey) -> np.ndarray:
-        """Return a field over all steps."""
         return self.values.get(name, np.full(self.n_steps, math.nan))
 
     def keys(self, name: str) -> list[str]:
@@ -66,7 +65,7 @@ class Columns:
         return self.column("step")[indices].tolist(), losses[indices].tolist()
 
     def chart_points(self, name: ColumnKey) -> list[float | None]:
-        """Return the mean of a field over each stretch of a page's curve; None without a value."""
+        """Return the mean of a field over each stretch of a page's curve."""
         return stretch_means(self.column(name))
 
 

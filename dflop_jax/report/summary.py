@@ -37,7 +37,6 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The values as people read them."""
         return self.between.join(map(self._text, self.values))
 
     def _text(self, value: float | str) -> str:
@@ -134,7 +133,6 @@ def shape_text(module: str, shape: Shape) -> str:
 
 
 def bucket_text(bucket: Bucket) -> str:
-    """Return rows and tokens of every module of a bucket as text."""
     return ", ".join(shape_text(m, s) for m, s in bucket.shapes) + " tokens"
 
 

@@ -1,14 +1,10 @@
 """A source whose samples hurt who decodes them: opened by name in the decoding processes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +18,7 @@ from dflop_jax.data.text.tokenize import encode_chatml
 from dflop_jax.records import Load
 
 
-def hurt(index: int, harm: str, argument: str) -> None:
+def hurt(index, harm, argument):
     if harm == "hang":
         time.sleep(1000)
     elif harm == "die":
@@ -46,22 +42,21 @@ class Hostile:
 
     name = "hostile"
 
-    def __init__(self, n: int, harm: Mapping[str, str], size: int = 3) -> None:
+    def __init__(self, n, harm, size=3):
         self._n, self._harm, self._size = n, harm, size
-        self.factory = SourceFactory(
-            f"{__name__}:open_hostile", {"n": n, "harm": harm, "size": size}
-        )
+        arguments = {"n": n, "harm": harm, "size": size}
+        self.factory = SourceFactory(f"{__name__}:open_hostile", arguments)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self._n
 
-    def label(self, index: int) -> str:
+    def label(self, index):
         return f"number {index}"
 
-    def load(self, index: int) -> Load:
+    def load(self, index):
         return Load({"a": (self._size,), "b": (2,)})
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, index):
         harm, _, argument = self._harm.get(str(index), "").partition(":")
         hurt(index, harm, argument)
         if harm == "keep":
@@ -81,16 +76,16 @@ class Hostile:
         return Sample(fields, places, self.load(index))
 
 
-def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
+def open_hostile(arguments):
     return Hostile(**arguments)
 
 
-def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
+def open_hostile_rows(arguments):
     """As `build.open_row_reader`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
     here = LocalRowReader({"a": reader}, lambda turns, _: encode_chatml(turns, ByteTokenizer()))
 
-    def answer(request: bytes) -> DecoderReply:
+    def answer(request):
         rows = list(here.answer(request).rows)
         for k, at in enumerate(msgspec.json.decode(request)[1]):
             harm, _, argument = arguments["harm"].get(str(at["number"]), "").partition(":")

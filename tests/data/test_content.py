@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.contract import content_flops_of, content_of
+from dflop_jax.contract import content_of
 from dflop_jax.data.content import content_counter
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.records import Load
 from dflop_jax.verify.samples import mixed_samples
 from models import gemma, gemma4, llava
@@ -81,11 +80,3 @@ def test_modules_that_name_no_features_have_pairs():
     assert content_counter(llava.build("nano"))(load) == load
     assert load.content_of("vision") == ((256,), (256,))
     assert load.content_of("absent") == ()
-
-
-def test_kernels_that_skip_the_rest_are_priced_by_what_is_seen():
-    for kernel in ("xla", "pallas"):
-        module = gemma.build("gemma3-nano", attention_kernel=kernel).modules["llm"]
-        for kind, apart in single_kind_modules(module).items():
-            want = module.attention_flops[kind] if kernel == "pallas" else {}
-            assert content_flops_of(apart) == want

@@ -113,8 +113,8 @@ def test_memory_is_what_the_caller_knows(make_run):
 BAD = "</script><script>window.bad=1</script><!--"
 
 
-def hostile_run(folder: Path) -> Path:
-    folder = folder / "x\"'><img src=x onerror=bad()>&amp;{{ 7*7 }}"
+def test_no_name_breaks_out_of_the_page(tmp_path):
+    folder = tmp_path / "x\"'><img src=x onerror=bad()>&amp;{{ 7*7 }}"
     events = (
         Event(BAD, BAD, 0, BAD, 0.0, 1.0),
         Event(f"{BAD} → b", BAD, 0, SEND, 1.0, 1.5),
@@ -127,17 +127,11 @@ def hostile_run(folder: Path) -> Path:
         run.write_plan(replace(plan, policy=BAD).with_layout(submeshes=meshes, segments=segments))
         run.append(make_row(0, padding_fraction={BAD: 0.5}))
         run.write_trace([Trace(0, BAD, events)], {0: BAD})
-    return folder
-
-
-def test_no_name_breaks_out_of_the_page(tmp_path):
-    run = hostile_run(tmp_path)
-    text = page_of([run], lambda *_: {BAD: ((0.0, 1.0),)})
-    parsed = Parsed(text)
+    parsed = Parsed(page_of([folder], lambda *_: {BAD: ((0.0, 1.0),)}))
     assert (parsed.count("script"), parsed.count("img")) == (2, 0)
-    assert run.name in parsed.texts  # the heading, to the letter
+    assert folder.name in parsed.texts  # the heading, to the letter
     panel = parsed.data["panels"][0]
-    assert panel["title"] == f"{run.name}, step 0, {BAD}"
+    assert panel["title"] == f"{folder.name}, step 0, {BAD}"
     assert [r["name"] for r in panel["rows"]][:2] == [BAD, f"{BAD} → b"]
     assert panel["tasks"][0][4:] == [BAD, BAD, 0, BAD]
     assert panel["tasks"][2][4] == "b\u2028\\"

@@ -11,7 +11,6 @@ from unittest.mock import Mock, call
 import pytest
 
 from dflop_jax.report import row_file, run_folder
-from dflop_jax.report.row_file import complete_lines
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.report.trackers import step_scalars
 from dflop_jax.train.callbacks import Evaluation
@@ -105,20 +104,6 @@ def test_a_tracker_on_a_full_disk_is_given_up(tmp_path, caplog):
     assert full.log.call_count == 1
     assert other.log.mock_calls == [call(step, step_scalars(make_row(step))) for step in range(3)]
     assert sum("cannot write" in r.getMessage() for r in caplog.records) == 1
-
-
-@pytest.mark.parametrize("content, rows", [
-    (b"", []),
-    (b'{"step": 1}\n', [1]),
-    (b'{"step": 1}\n{"step": 2}', [1, 2]),
-    (b'{"step": 1}\n{"ste', [1]),
-    (b'{"ste', []),
-])  # fmt: skip
-def test_a_last_line_that_a_kill_cut_short_is_not_read(tmp_path, content, rows):
-    file = tmp_path / "rows"
-    assert [*complete_lines(file)] == []
-    file.write_bytes(content)
-    assert [json.loads(line)["step"] for line in complete_lines(file)] == rows
 
 
 @pytest.mark.parametrize("end", ["", "\n", '\n{"step": 4, "l'])

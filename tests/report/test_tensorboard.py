@@ -129,7 +129,8 @@ def wandb(monkeypatch):
 
 
 def test_wandb_gets_the_same_scalars_and_continues_its_run(wandb, tmp_path):
-    config = Config(train=TrainConfig(wandb_project="mine"), run_dir=str(tmp_path))
+    own = {"wandb_entity": "us", "wandb_name": "a", "wandb_tags": ("b",)}
+    config = Config(train=TrainConfig(wandb_project="mine", **own), run_dir=str(tmp_path))
     tracked(tmp_path, range(4), evaluations=(4,), config=config)
     tracked(tmp_path, range(2, 6), 2, existing="resume", evaluations=(6,), config=config)
     (run,) = wandb.runs.values()
@@ -141,20 +142,6 @@ def test_wandb_gets_the_same_scalars_and_continues_its_run(wandb, tmp_path):
     for call in wandb.calls:
         assert (call["project"], call["resume"], call["dir"]) == ("mine", "allow", str(tmp_path))
         assert call["config"]["train"]["wandb_project"] == "mine"
+        assert (call["entity"], call["name"], call["tags"]) == ("us", "a", ("b",))
     tracked(tmp_path, range(1), existing="overwrite", config=config)
     assert len(wandb.runs) == 2
-
-
-def test_wandb_is_told_whose_run_it_is(wandb, tmp_path):
-    train = TrainConfig(wandb_project="mine", wandb_entity="us", wandb_name="a", wandb_tags=("b",))
-    for config in (Config(train=train), Config(train=TrainConfig(wandb_project="mine"))):
-        open_trackers(config, tmp_path, 0)
-    said = [{k: c[k] for k in ("entity", "name", "tags")} for c in wandb.calls]
-    assert said == [
-        {"entity": "us", "name": "a", "tags": ("b",)},
-        {"entity": None, "name": tmp_path.name, "tags": None},
-    ]
-
-    wandb.init = Mock(side_effect=RuntimeError("no API key configured"))
-    with pytest.raises(ValueError, match=r"\(no API key configured\); run wandb login, or set"):
-        open_trackers(Config(train=TrainConfig(wandb_project="mine")), tmp_path, 0)

@@ -143,14 +143,11 @@ def test_a_record_that_cannot_be_used_is_named_in_one_line(tmp_path, latents, re
     assert "\n" not in str(error.value)
 
 
-def test_long_captions_are_cut_or_refused(tmp_path, latents):
+def test_long_captions_are_cut_or_refused_and_a_changed_file_is_bad(tmp_path, latents):
     record = {"caption": "x" * 50, "latents": "a.npy"}
     assert listed(tmp_path, [record], max_tokens=16).load(0).tokens("llm") == 16
     with pytest.raises(ValueError, match="51 tokens exceed"):
         listed(tmp_path, [record], max_tokens=16, oversize="error")
-
-
-def test_a_file_that_changed_is_a_bad_sample(tmp_path, latents):
     source = listed(tmp_path, [{"caption": "x", "latents": "a.npy"}])
     for values, why in [(latents[:, :1], "shape"), (latents * np.float32(np.nan), "not finite")]:
         np.save(tmp_path / "a.npy", values)

@@ -118,12 +118,9 @@ def test_a_record_of_text_alone_needs_no_column_of_pictures(tmp_path):
 
 @pytest.mark.parametrize(
     "question, answer, media",
-    [
-        ("In HTML?", "Write <video>.", {}),
-        ([text("The <audio> element?")], [text("It plays.")], {}),
-        ("<image>\nWhich?", "An <image> of SVG.", {"image": "a.png"}),
-    ],
-)
+    [("In HTML?", "Write <video>.", {}), ([text("The <audio> tag?")], [text("It plays.")], {}),
+     ("<image>\nWhich?", "An <image> of SVG.", {"image": "a.png"})],
+)  # fmt: skip
 def test_tags_for_which_no_medium_is_left_are_text(folder, question, answer, media):
     n_media = len(media)
     found = record({"messages": answered(question, answer), **media}, folder)

@@ -155,11 +155,6 @@ def test_what_is_held_out_is_as_asked_for(tmp_path):
             source(parts, tmp_path, split=split, n_held_out=n)
 
 
-CHANGES = [
-    {"conversations": talk("<image>\nWhat?", "Ten.")}, {"image": "two.png"}, {"weight": 0.5}
-]  # fmt: skip
-
-
 def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path):
     file, other = made_dataset(tmp_path, 5), tmp_path / "other.jsonl"
     records = json.loads(file.read_text())
@@ -172,7 +167,8 @@ def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path):
     same = source((MixtureEntry(str(file)),), tmp_path).digest
     assert digest([{**record, "id": 7} for record in records]) == same
     others = [digest(records[::-1]), digest(records, subset="first:4"), digest(records, weight=2)]
-    others += [digest([records[0], {**records[1], **change}, *records[2:]]) for change in CHANGES]
+    changes = {"conversations": talk("<image>\nWhat?", "Ten.")}, {"image": "two.png"}, {"weight": 2}
+    others += [digest([records[0], {**records[1], **change}, *records[2:]]) for change in changes]
     shutil.copy(tmp_path / "thin.png", tmp_path / "exact.png")
     others.append(digest(records))
     assert len({same, *others}) == 8
@@ -184,9 +180,6 @@ def test_a_picture_that_changed_since(tmp_path):
     (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
     with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*start the run again"):
         found.sample(1)
-    (tmp_path / "a" / "exact.png").unlink()
-    with pytest.raises(ValueError, match="missing file"):
-        found.sample(1)
 
 
 # ---- what is held out ----
@@ -197,23 +190,15 @@ def lots(rng, sizes):
 
 
 @pytest.mark.parametrize(
-    "sizes, n, counts",
-    [
-        ([2], 1, [1]),
-        ([10], 9, [9]),
-        ([60, 15, 2], 20, [16, 3, 1]),
-        ([100, 1, 1], 10, [10, 0, 0]),  # these two are trained on
-        ([5000, 5000], 64, [32, 32]),
-        ([50, 50, 2], 2, [1, 1, 0]),
-        ([0, 7], 3, [0, 3]),
-    ],
-)
+    "sizes, n, counts",  # of one record both are trained on
+    [([2], 1, [1]), ([10], 9, [9]), ([60, 15, 2], 20, [16, 3, 1]), ([100, 1, 1], 10, [10, 0, 0]),
+     ([5000, 5000], 64, [32, 32]), ([50, 50, 2], 2, [1, 1, 0]), ([0, 7], 3, [0, 3])],
+)  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_part_gives_its_share(sizes, n, counts, seed):
     numbers = lots(np.random.default_rng(seed), sizes)
     masks = select_held_out(numbers, n, seed)
     assert [int(m.sum()) for m in masks] == counts
-    assert [len(m) for m in masks] == sizes
     # Whatever the order: each process and each run draws the same ids.
     again = select_held_out([part[::-1] for part in numbers], n, seed)
     assert all((m == a[::-1]).all() for m, a in zip(masks, again, strict=True))

@@ -31,13 +31,8 @@ def child_command(module: str, paths: Sequence[str] = ()) -> list[str]:
 
 
 class Child:
-    """A child process that answers lines with lines.
-
-    Args:
-      module: whose `main` it runs; `paths`: see `child_command`.
-      environment: its variables; None: this process's.
-      captures_stderr: keep its stderr for `describe_exit`, instead of sharing this process's.
-    """
+    """A child process that answers lines with lines. `captures_stderr` keeps its stderr for
+    `describe_exit`, instead of sharing this process's."""
 
     def __init__(
         self,
@@ -54,21 +49,18 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr_file,
-            env=None if environment is None else dict(environment),
+            env=environment,
         )
 
     @property
     def pid(self) -> int | None:
-        """Process id; None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code; None while it runs, negative for the signal that ended it."""
         return self._process.poll()
 
     def send(self, line: bytes) -> None:
-        """Send a line to it, if it runs."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `receive` then returns b""
             self._process.stdin.write(line + b"\n")
@@ -84,7 +76,6 @@ class Child:
         self._process.kill()
 
     def close(self) -> int:
-        """Close its pipes, wait until it has ended, and return its exit code."""
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             with suppress(BrokenPipeError):
@@ -93,10 +84,8 @@ class Child:
         if self._stderr_file is not None:
             with self._stderr_file as stderr_file:
                 stderr_file.seek(0)
-                self._stderr_text, self._stderr_file = (
-                    stderr_file.read().decode(errors="replace"),
-                    None,
-                )
+                self._stderr_text = stderr_file.read().decode(errors="replace")
+            self._stderr_file = None
         return code
 
     def describe_exit(self) -> str:

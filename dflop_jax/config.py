@@ -1,16 +1,14 @@
 """The configuration of a run: nested frozen dataclasses, dotted overrides, JSON.
 
-The annotation of a field has its type (or a `Literal` of names), bounds, and its help line. Checks,
-conversions and the command line are derived from the annotations.
-
-Long because it has every flag of a run with its help line.
+The annotation of a field has its type (or a `Literal` of names) and bounds. Checks, conversions and
+the command line are derived from the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -30,313 +28,235 @@ from dflop_jax.config_fields import (
 # Every number with a bound is finite, too.
 _ABOVE_0 = Meta(gt=0, description="a finite number above 0")
 _FROM_0 = Meta(ge=0, description="a finite number, 0 or above")
-PositiveInt = Annotated[int, Meta(ge=1, description="at least 1")]
-NonNegativeInt = Annotated[int, _FROM_0]
-PositiveFloat = Annotated[float, _ABOVE_0]
-NonNegativeFloat = Annotated[float, _FROM_0]
+PosInt = Annotated[int, Meta(ge=1, description="at least 1")]
+UInt = Annotated[int, _FROM_0]
+PosFloat = Annotated[float, _ABOVE_0]
+UFloat = Annotated[float, _FROM_0]
 Fraction = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
 Decay = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
 
+Names = tuple[str, ...]
 Dtype = Literal["float32", "bfloat16"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
+
+
+def option(default: Any, description: str) -> Any:
+    """A field with its default and its help line."""
+    return field(default=default, metadata={"help": description})
+
+
 # Above it, a step without a gradient shrinks a second moment by less than bfloat16 can tell.
 BFLOAT16_BETA2 = 0.99
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    factory: Annotated[str, "import path MODULE:FUNCTION that builds the model"] = (
-        "models.llava:build"
-    )
-    size: Annotated[str, "size name from the model's table, or a folder with a config.json"] = (
-        "tiny"
-    )
-    weights: Annotated[
-        tuple[str, ...],
+    factory: str = option("models.llava:build", "import path MODULE:FUNCTION that builds the model")
+    size: str = option("tiny", "size name from the model's table, or a folder with a config.json")
+    weights: Names = option(
+        (),
         "to begin with: a folder of published weights, or a run (RUN, RUN@STEP); or MODULE=FOLDER",
-    ] = ()
-    dtype: Annotated[Dtype, "compute dtype: float32 or bfloat16"] = "float32"
-    attention_kernel: Annotated[
-        Literal["auto", "cudnn", "pallas", "xla"],
+    )
+    dtype: Dtype = option("float32", "compute dtype: float32 or bfloat16")
+    attention_kernel: Literal["auto", "cudnn", "pallas", "xla"] = option(
+        "auto",
         "auto (the fastest with equal bits), cudnn (the fastest), pallas (both GPUs only), xla",
-    ] = "auto"
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: Annotated[
-        str,
+    path: str = option(
+        "",
         "LLaVA-format JSON/JSONL file or folder, .tar shards, Parquet or Arrow files, OWNER/NAME "
         "in the hub's cache, a .yaml mixture; empty: scenes",
-    ] = ""
-    eval_path: Annotated[
-        str,
-        "records to evaluate on, in the forms of data.path, of which train.eval_samples are used; "
-        "empty: records of data.path that training leaves out",
-    ] = ""
-    factory: Annotated[
-        str, "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
-    ] = ""
-    root: Annotated[
-        tuple[str, ...],
-        "folders of the media, searched in turn; no file outside them is opened; empty: the "
-        "folder of the JSON file",
-    ] = ()
-    n_samples: Annotated[PositiveInt, "size of the embedded dataset"] = 4096
-    seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
-    changed: Annotated[
-        Literal["refuse", "ok"],
-        "if a run resumes with other data than its checkpoint's: refuse, or ok (continue)",
-    ] = "refuse"
-    max_tiles: Annotated[
-        PositiveInt, "maximum AnyRes grid tiles of an image, without the base tile"
-    ] = 9
-    max_frames: Annotated[PositiveInt, "maximum frames sampled from a video"] = 32
-    min_pixels: Annotated[
-        PositiveInt, "minimum pixels of an image, for models at native resolution"
-    ] = 65_536
-    max_pixels: Annotated[
-        PositiveInt, "maximum pixels of an image, for models at native resolution"
-    ] = 16_777_216
-    max_clip_pixels: Annotated[
-        PositiveInt, "maximum pixels of all frames of a clip, for models at native resolution"
-    ] = 25_165_824
-    frames_per_s: Annotated[
-        PositiveFloat, "frames sampled per second of a clip, for models at native resolution"
-    ] = 2.0
-    max_tokens: Annotated[
-        PositiveInt, "longest sample in LLM tokens; data.oversize decides about longer ones"
-    ] = 1024
-    oversize: Annotated[
-        Literal["drop", "truncate", "error"],
+    )
+    eval_path: str = option(
+        "",
+        "records to evaluate on, as data.path; empty: what training leaves out of it",
+    )
+    factory: str = option(
+        "", "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
+    )
+    root: Names = option(
+        (),
+        "folders of the media, searched in turn; nothing outside them is opened; empty: the file's",
+    )
+    n_samples: PosInt = option(4096, "size of the embedded dataset")
+    seed: int = option(0, "seed of the embedded dataset and of the epoch order")
+    changed: Literal["refuse", "ok"] = option(
+        "refuse", "if a run resumes with other data than its checkpoint's: refuse, or ok (continue)"
+    )
+    max_tiles: PosInt = option(9, "maximum AnyRes grid tiles of an image, without the base tile")
+    max_frames: PosInt = option(32, "maximum frames sampled from a video")
+    min_pixels: PosInt = option(65_536, "minimum pixels of an image at native resolution")
+    max_pixels: PosInt = option(16_777_216, "maximum pixels of an image at native resolution")
+    max_clip_pixels: PosInt = option(
+        25_165_824, "maximum pixels of a whole clip at native resolution"
+    )
+    frames_per_s: PosFloat = option(2.0, "frames sampled per second of a clip at native resolution")
+    max_tokens: PosInt = option(1024, "longest sample in LLM tokens; see data.oversize")
+    oversize: Literal["drop", "truncate", "error"] = option(
+        "truncate",
         "sample above max_tokens: drop, truncate (its first max_tokens, media whole or not at all) "
         "or error; one that no compiled shape holds is dropped, or an error",
-    ] = "truncate"
-    tokenizer: Annotated[
-        str, "a tokenizer.json, or a model's folder with its chat template; empty or bytes: bytes"
-    ] = ""
-    columns: Annotated[
-        tuple[str, ...],
-        "names of columns that differ from the usual ones: messages=chat,image=pictures",
-    ] = ()
-    loss_on_prompts: Annotated[
-        bool, "train on all text of a record, not on answers alone; held-out losses stay on answers"
-    ] = False
-    blank_images: Annotated[bool, "replace every picture by grey (a control experiment)"] = False
-    max_bad_fraction: Annotated[
-        NonNegativeFloat, "share of undecodable samples that stops the run"
-    ] = 0.1
-    sample_timeout_s: Annotated[
-        PositiveFloat, "seconds after which a sample that is not decoded counts as bad"
-    ] = 60.0
-    sample_memory_bytes: Annotated[
-        PositiveFloat, "memory that decoding one sample may take, above which it counts as bad"
-    ] = 4e9
-    workers: Annotated[PositiveInt, "samples of files decoded at once, in a process each"] = 2
-    prefetch: Annotated[PositiveInt, "batches kept ready ahead of training"] = 2
+    )
+    tokenizer: str = option("", "a tokenizer.json, or a model's folder; empty or bytes: bytes")
+    columns: Names = option((), "names of columns that are not usual: messages=chat,image=pictures")
+    loss_on_prompts: bool = option(
+        False, "train on all text of a record, not on answers alone; held-out losses stay so"
+    )
+    blank_images: bool = option(False, "replace every picture by grey (a control experiment)")
+    max_bad_fraction: UFloat = option(0.1, "share of undecodable samples that stops the run")
+    sample_timeout_s: PosFloat = option(60.0, "seconds of decoding after which a sample is bad")
+    sample_memory_bytes: PosFloat = option(4e9, "memory of decoding above which a sample is bad")
+    workers: PosInt = option(2, "samples of files decoded at once, in a process each")
+    prefetch: PosInt = option(2, "batches kept ready ahead of training")
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    policy: Annotated[
-        Policy, "dflop, orch, dip, auto (the fastest of them), or a baseline; see the README"
-    ] = "auto"
-    devices: Annotated[NonNegativeInt, "devices to use; 0: all"] = 0
-    hardware: Annotated[
-        str, "plan for plan.devices of these, without having them: a100-80, h100, ...; empty: here"
-    ] = ""
-    node: Annotated[
-        NonNegativeInt, "devices that share a node; 0: those of a host, or of its data sheet"
-    ] = 0
-    buckets: Annotated[PositiveInt, "maximum compiled shapes (buckets) per module"] = 4
-    max_model: Annotated[
-        NonNegativeInt, "largest tensor-parallel degree tried; 0: by the model's size and the node"
-    ] = 0
-    max_stage: Annotated[
-        NonNegativeInt, "largest pipeline degree tried (of dip: ranks); 0: by the model's size"
-    ] = 0
-    max_microbatches: Annotated[
-        NonNegativeInt, "maximum microbatches of a global batch; 0: by the batch and the memory"
-    ] = 0
-    microbatches_per_stage: Annotated[
-        NonNegativeInt,
-        "microbatches of a group for each stage of a module that is a loop of stages: more keep it "
-        "fuller and hold more memory; 0: the fastest of 1, 2, 4 and 8",
-    ] = 0
-    rounds: Annotated[
-        NonNegativeInt,
-        "passes of a microbatch through the stages of such a loop, each through other layers "
-        "(interleaving): more rounds keep it fuller and send more; 0: the faster of 1 and 2",
-    ] = 0
-    memory_bytes: Annotated[
-        NonNegativeFloat,
-        "memory of a device that a plan may fill, such as 80GB; 0: 95% of what jax takes",
-    ] = 0.0
-    zero: Annotated[
-        Literal["auto", "1", "2", "3"],
+    policy: Policy = option(
+        "auto", "dflop, orch, dip, auto (the fastest), or a baseline; see README"
+    )
+    devices: UInt = option(0, "devices to use; 0: all")
+    hardware: str = option("", "plan for plan.devices of these: a100-80, h100, ...; empty: here")
+    node: UInt = option(0, "devices that share a node; 0: those of a host, or of its data sheet")
+    buckets: PosInt = option(4, "maximum compiled shapes (buckets) per module")
+    max_model: UInt = option(0, "largest tensor-parallel degree tried; 0: by model size and node")
+    max_stage: UInt = option(0, "largest pipeline degree tried (of dip: ranks); 0: by model size")
+    max_microbatches: UInt = option(0, "maximum microbatches of a batch; 0: by batch and memory")
+    microbatches_per_stage: UInt = option(
+        0,
+        "microbatches of a group for each stage of a loop of stages: more keep it fuller and hold "
+        "more memory; 0: the fastest of 1, 2, 4 and 8",
+    )
+    rounds: UInt = option(
+        0,
+        "passes of a microbatch through such a loop, each through other layers (interleaving): "
+        "more keep it fuller and send more; 0: the faster of 1 and 2",
+    )
+    memory_bytes: UFloat = option(0.0, "device memory that plans fill, as 80GB; 0: 95% of jax's")
+    zero: Literal["auto", "1", "2", "3"] = option(
+        "auto",
         "what data ranks shard: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "
         "auto (by module, the cheapest that fits into memory)",
-    ] = "auto"
-    shard_devices: Annotated[
-        NonNegativeInt,
-        "neighbouring devices that shard what `zero` names, in blocks that divide a module's data "
-        "ranks; 0: all devices, or those of a node where that is faster",
-    ] = 0
-    effort: Annotated[Effort, "quick, or full: evaluate more placements and bucket sizes"] = "full"
-    sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
-    drift: Annotated[
-        Fraction,
-        "share of drifted batches, of other media than the data's, that plans are judged by",
-    ] = 1 / 3
-    finalists: Annotated[
-        NonNegativeInt,
-        "plans whose programs are timed before one is chosen; batches are then scheduled by these "
-        "times (1: time the best plan by the profile; 0: choose and schedule by the profile)",
-    ] = 3
-    profile_samples: Annotated[
-        PositiveInt, "samples whose shapes are read for the data profile"
-    ] = 2000
-    redecide_every: Annotated[
-        NonNegativeInt,
-        "steps between checks whether recent samples need another plan; the run changes to it if "
-        "that saves more time than it costs, and losses then agree to rounding; 0: never",
-    ] = 0
+    )
+    shard_devices: UInt = option(
+        0,
+        "neighbouring devices that shard what `zero` names; 0: all devices, or those of a node "
+        "where that is faster",
+    )
+    effort: Effort = option("full", "quick, or full: evaluate more placements and bucket sizes")
+    sampled_batches: PosInt = option(4, "global batches simulated for each candidate")
+    drift: Fraction = option(1 / 3, "share of drifted batches, of other media, in judging plans")
+    finalists: UInt = option(
+        3,
+        "plans whose programs are timed before one is chosen, and batches scheduled by these times "
+        "(1: time the best plan; 0: choose and schedule by the profile)",
+    )
+    profile_samples: PosInt = option(2000, "samples whose shapes are read for the data profile")
+    redecide_every: UInt = option(
+        0,
+        "steps between checks whether recent samples need another plan, to which the run changes "
+        "if that saves more time than it costs; 0: never",
+    )
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    work: Annotated[
-        NonNegativeInt, "units of work of one batch's solve; 0: as much as a step hides"
-    ] = 0
-    ahead: Annotated[PositiveInt, "global batches scheduled ahead"] = 4
-    correct: Annotated[
-        bool,
-        "correct predicted times by measured ones while that shortens steps; decisions are saved, "
-        "so that a resumed run decides alike",
-    ] = True
+    work: UInt = option(0, "units of work of one batch's solve; 0: as much as a step hides")
+    ahead: PosInt = option(4, "global batches scheduled ahead")
+    correct: bool = option(
+        True,
+        "correct predicted times by measured ones while that shortens steps; a resumed run as well",
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: Annotated[PositiveInt, "optimizer steps"] = 100
-    epochs: Annotated[NonNegativeFloat, "epochs, in place of train.steps; 0: train.steps"] = 0.0
-    max_hours: Annotated[
-        NonNegativeFloat,
-        "hours after a process's start at which the run saves and ends, as by a signal; 0: none",
-    ] = 0.0
-    global_batch: Annotated[
-        PositiveInt, "samples per optimizer step, at most as many as the data have"
-    ] = 64
-    learning_rate: Annotated[PositiveFloat, "peak learning rate"] = 1e-3
-    schedule: Annotated[
-        LrSchedule,
-        "learning rate after the warm-up: constant, linear or cosine decay, or wsd (constant, with "
-        "a linear decay over the last steps)",
-    ] = "cosine"
-    warmup_steps: Annotated[NonNegativeInt, "steps of linear warm-up"] = 10
-    warmup_ratio: Annotated[
-        Fraction, "fraction of all steps that is warm-up, in place of warmup_steps; 0: off"
-    ] = 0.0
-    decay_steps: Annotated[
-        NonNegativeInt, "last steps, over which the schedule wsd decays; 0: a tenth of all"
-    ] = 0
-    final_lr_fraction: Annotated[Fraction, "learning rate at the end of a decay over its peak"] = (
-        0.1
+    steps: PosInt = option(100, "optimizer steps")
+    epochs: UFloat = option(0.0, "epochs, in place of train.steps; 0: train.steps")
+    max_hours: UFloat = option(0.0, "hours from start at which the run saves and ends; 0: none")
+    global_batch: PosInt = option(64, "samples per optimizer step, at most all of the data")
+    learning_rate: PosFloat = option(1e-3, "peak learning rate")
+    schedule: LrSchedule = option(
+        "cosine",
+        "rate after warm-up: constant, linear, cosine, or wsd (constant, last steps linear)",
     )
-    optimizer: Annotated[Literal["adamw", "lion"], "adamw or lion"] = "adamw"
-    weight_decay: Annotated[NonNegativeFloat, "weight decay of matrices"] = 0.01
-    weight_decays: Annotated[
-        tuple[str, ...], "weight decay of matrices of single parts, as vision=0,llm=0.1"
-    ] = ()
-    clip_norm: Annotated[NonNegativeFloat, "global gradient norm is clipped to this; 0: off"] = 1.0
-    z_loss: Annotated[
-        NonNegativeFloat,
-        "weight of the squared log of a token's sum of exponentials (z-loss), added to the loss; "
-        "reported losses are without it",
-    ] = 0.0
-    label_smoothing: Annotated[
-        Decay,
-        "fraction of a token's target that is spread over the vocabulary; reported losses are "
-        "without it",
-    ] = 0.0
-    loss_spike: Annotated[
-        NonNegativeFloat,
-        "skip a step, too, whose global gradient norm is more than this many times its running "
-        "median (8, say); 0: off",
-    ] = 0.0
-    max_bad_steps: Annotated[
-        PositiveInt,
-        "steps in a row without an update (gradients not finite, or a spike of their norm) after "
-        "which the run ends; 1: the first",
-    ] = 10
-    beta1: Annotated[Decay, "decay of the first moment of adamw and lion"] = 0.9
-    beta2: Annotated[Decay, "decay of adamw's second moment, and of lion's average"] = 0.95
-    eps: Annotated[PositiveFloat, "AdamW divides by the root of the second moment and this"] = 1e-8
-    moments_dtype: Annotated[
-        Dtype, "dtype of the optimizer's moments between steps: float32 or bfloat16"
-    ] = "float32"
-    ema: Annotated[
-        Decay,
-        "decay of an average of the parameters over steps, which evaluations use instead "
-        "(such as 0.999); 0: none",
-    ] = 0.0
-    learning_rates: Annotated[
-        tuple[str, ...], "peak rates of single parts, as vision=2e-6,connector=1e-5"
-    ] = ()
-    stage: Annotated[
-        Literal["full", "connector", "llm"],
-        "what trains: full, connector (encoders and LLM frozen) or llm (all else frozen)",
-    ] = "full"
-    freeze: Annotated[tuple[str, ...], "parts to freeze: vision, audio, connector, llm"] = ()
-    lora_rank: Annotated[
-        NonNegativeInt, "rank of LoRA, which freezes parts without a rate; 0: off"
-    ] = 0
-    lora_targets: Annotated[
-        tuple[str, ...],
-        "matrices that LoRA adapts, as llm,vision.up,conn*.out (* stands for any); empty: llm",
-    ] = ()
-    lora_ranks: Annotated[
-        tuple[str, ...], "ranks of some targets, as vision=4,llm.query=32; the last match counts"
-    ] = ()
-    lora_alpha: Annotated[PositiveFloat, "strength of LoRA: it is scaled by lora_alpha / rank"] = (
-        16.0
+    warmup_steps: UInt = option(10, "steps of linear warm-up")
+    warmup_ratio: Fraction = option(0.0, "fraction of all steps, in place of warmup_steps; 0: off")
+    decay_steps: UInt = option(0, "last steps, over which schedule wsd decays; 0: a tenth of all")
+    final_lr_fraction: Fraction = option(0.1, "learning rate at the end of a decay over its peak")
+    optimizer: Literal["adamw", "lion"] = option("adamw", "adamw or lion")
+    weight_decay: UFloat = option(0.01, "weight decay of matrices")
+    weight_decays: Names = option((), "weight decay of parts, as vision=0,llm=0.1")
+    clip_norm: UFloat = option(1.0, "global gradient norm is clipped to this; 0: off")
+    z_loss: UFloat = option(
+        0.0,
+        "weight of the squared log of the sum of exponentials, added to the loss; not in reported "
+        "ones",
     )
-    lora_dropout: Annotated[Decay, "dropout of an adapter's input in training"] = 0.0
-    seed: Annotated[int, "seed of the parameters"] = 0
-    remat: Annotated[
-        Literal["auto", "none", "dots", "named", "layers", "segment"],
+    label_smoothing: Decay = option(
+        0.0, "fraction of a target that is spread over the vocabulary; not in reported losses"
+    )
+    loss_spike: UFloat = option(
+        0.0, "skip a step whose gradient norm is above this many times its median (8, say); 0: off"
+    )
+    max_bad_steps: PosInt = option(
+        10, "steps in a row without an update (gradients not finite, or spikes) that end the run"
+    )
+    beta1: Decay = option(0.9, "decay of the first moment of adamw and lion")
+    beta2: Decay = option(0.95, "decay of adamw's second moment, and of lion's average")
+    eps: PosFloat = option(1e-8, "AdamW divides by the root of the second moment and this")
+    moments_dtype: Dtype = option("float32", "dtype of optimizer moments: float32 or bfloat16")
+    ema: Decay = option(
+        0.0, "decay of an average of the parameters that evaluations use (such as 0.999); 0: none"
+    )
+    learning_rates: Names = option((), "peak rates of parts, as vision=2e-6,connector=1e-5")
+    stage: Literal["full", "connector", "llm"] = option(
+        "full", "what trains: full, connector (encoders and LLM frozen) or llm (all else frozen)"
+    )
+    freeze: Names = option((), "parts to freeze: vision, audio, connector, llm")
+    lora_rank: UInt = option(0, "rank of LoRA, which freezes parts without a rate; 0: off")
+    lora_targets: Names = option(
+        (), "matrices that LoRA adapts, as llm,vision.up,conn*.out (* stands for any); empty: llm"
+    )
+    lora_ranks: Names = option(
+        (), "ranks of targets, as vision=4,llm.query=32; the last match counts"
+    )
+    lora_alpha: PosFloat = option(16.0, "strength of LoRA: it is scaled by lora_alpha / rank")
+    lora_dropout: Decay = option(0.0, "dropout of an adapter's input in training")
+    seed: int = option(0, "seed of the parameters")
+    remat: Literal["auto", "none", "dots", "named", "layers", "segment"] = option(
+        "auto",
         "what backward recomputes, for less memory: none, dots (all but products), named (all but "
         "attention), layers (each from its input), segment (all of it from its input), or auto (by "
         "module, the cheapest that fits into memory)",
-    ] = "auto"
-    peak_flops: Annotated[
-        NonNegativeFloat, "peak FLOP/s of a device, for the MFU; 0: by its name"
-    ] = 0.0
-    profile_steps: Annotated[
-        str,
-        "A:B: jax's profiler traces steps A to B (from 0, both included) to RUN/xprof; empty: off",
-    ] = ""
-    log_every: Annotated[
-        NonNegativeInt,
-        "steps between the lines of a log (without a terminal), and between those that TensorBoard "
-        "and W&B get; metrics.jsonl has every step; 0: about 20 lines, and every step",
-    ] = 0
-    tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
-    wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""
-    wandb_entity: Annotated[str, "user or team of the project; empty: W&B's default"] = ""
-    wandb_name: Annotated[str, "name of the run in W&B; empty: the run folder's"] = ""
-    wandb_tags: Annotated[tuple[str, ...], "tags of the run in W&B, as first,second"] = ()
-    eval_every: Annotated[NonNegativeInt, "steps between evaluations; 0: only at the end"] = 0
-    eval_samples: Annotated[
-        NonNegativeInt, "held-out samples; 0: all of train.eval_fraction, or no evaluation"
-    ] = 0
-    eval_fraction: Annotated[
-        Decay,
-        "fraction of data.path that is held out, each record by its own id and data.seed, of which "
-        "train.eval_samples are evaluated; 0: train.eval_samples are held out",
-    ] = 0.0
+    )
+    peak_flops: UFloat = option(0.0, "peak FLOP/s of a device, for the MFU; 0: by its name")
+    profile_steps: str = option(
+        "", "A:B: jax traces steps A to B (from 0, both included) to RUN/xprof; empty: off"
+    )
+    log_every: UInt = option(
+        0,
+        "steps between lines of a log, and those that TensorBoard and W&B get; 0: about 20 lines, "
+        "and every step",
+    )
+    tensorboard: bool = option(False, "also write the metrics to RUN/tensorboard (tensorboardX)")
+    wandb_project: str = option("", "also send the metrics to this project of W&B; empty: off")
+    wandb_entity: str = option("", "user or team of the project; empty: W&B's default")
+    wandb_name: str = option("", "name of the run in W&B; empty: the run folder's")
+    wandb_tags: Names = option((), "tags of the run in W&B, as first,second")
+    eval_every: UInt = option(0, "steps between evaluations; 0: only at the end")
+    eval_samples: UInt = option(0, "held-out samples; 0: all of train.eval_fraction, or none")
+    eval_fraction: Decay = option(
+        0.0,
+        "fraction of data.path that is held out, of which train.eval_samples are evaluated; 0: "
+        "those alone are held out",
+    )
 
     @property
     def evaluates(self) -> bool:
@@ -346,18 +266,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: Annotated[
-        NonNegativeInt, "steps between checkpoints, beside `every_s`; 0: none by steps"
-    ] = 0
-    every_s: Annotated[NonNegativeFloat, "seconds between checkpoints; 0: none by time"] = 600.0
-    keep: Annotated[PositiveInt, "newest checkpoints that are kept"] = 3
-    keep_every: Annotated[
-        NonNegativeInt, "the first checkpoint of every so many steps is kept, too; 0: none"
-    ] = 0
-    keep_best: Annotated[
-        bool,
-        "also keep the checkpoint of the lowest held-out loss: the best evaluation so far saves",
-    ] = False
+    every: UInt = option(0, "steps between checkpoints, beside `every_s`; 0: none by steps")
+    every_s: UFloat = option(600.0, "seconds between checkpoints; 0: none by time")
+    keep: PosInt = option(3, "newest checkpoints that are kept")
+    keep_every: UInt = option(0, "the first checkpoint of every so many steps stays, too; 0: none")
+    keep_best: bool = option(
+        False, "also keep the checkpoint of the lowest held-out loss: each such evaluation saves"
+    )
 
     @property
     def saves(self) -> bool:
@@ -367,23 +282,19 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    coordinator: Annotated[
-        str, "HOST:PORT of process 0; empty: from dflop launch, Slurm, Open MPI or Kubernetes"
-    ] = ""
-    num_processes: Annotated[NonNegativeInt, "processes of the run; 0: as the launcher says"] = 0
-    process_id: Annotated[int, "this process, from 0; -1: as the launcher says"] = -1
-    connect_timeout_s: Annotated[PositiveFloat, "longest wait for all processes at the start"] = (
-        120.0
+    coordinator: str = option("", "HOST:PORT of process 0; empty: as the launcher or cluster says")
+    num_processes: UInt = option(0, "processes of the run; 0: as the launcher says")
+    process_id: int = option(-1, "this process, from 0; -1: as the launcher says")
+    connect_timeout_s: PosFloat = option(120.0, "longest wait for all processes at the start")
+    peer_timeout_s: PosFloat = option(15.0, "silence, from 3 s on, after which a process is lost")
+    hang_factor: UFloat = option(
+        20.0,
+        "factor over the longest measured duration after which a step, save or evaluation counts "
+        "as hung and the run ends (exit code 4); 0: off",
     )
-    peer_timeout_s: Annotated[PositiveFloat, "silence after which a process counts as lost"] = 15.0
-    hang_factor: Annotated[
-        NonNegativeFloat,
-        "factor over the longest measured duration after which a step, a save, an evaluation or "
-        "another section counts as hung and the run ends (exit code 4); 0: off",
-    ] = 20.0
-    hang_min_s: Annotated[
-        PositiveFloat, "shortest such deadline; a section without a measurement has 30 times this"
-    ] = 120.0
+    hang_min_s: PosFloat = option(
+        120.0, "shortest such deadline; unmeasured sections have 30 times this"
+    )
 
 
 @dataclass(frozen=True)
@@ -397,10 +308,10 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    run_dir: Annotated[
-        str, "folder the run writes to; {time} in it becomes the time at which the run began"
-    ] = "runs/run"
-    cache_dir: Annotated[str, "folder of cached profiles and compiled programs"] = "runs/cache"
+    run_dir: str = option(
+        "runs/run", "folder of the run; {time} in it becomes the time of the start"
+    )
+    cache_dir: str = option("runs/cache", "folder of cached profiles and compiled programs")
 
     def __post_init__(self) -> None:
         for leaf in fields():
@@ -421,14 +332,11 @@ class Config:
 
 
 def fields() -> tuple[Field, ...]:
-    """Every field that holds a value, of a configuration and of its sections."""
     return fields_of(Config)
 
 
 # A field -> the field that says the same in another way: given, it puts that one out of force.
 ALTERNATIVES = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ratio"}
-
-
 # A field -> the field beside which alone it has an effect, and the values of that which give it one
 # (none: any but 0, false and empty).
 EFFECTIVE_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -447,8 +355,7 @@ EFFECTIVE_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_effective(config: Config, requested: Container[str]) -> None:
-    """Raise ValueError where a requested field, by its dotted name, has no effect in `config`, or
-    the warm-up is longer than the run."""
+    """Raise ValueError where a requested field has no effect, or the warm-up exceeds the run."""
     values = {leaf.name: leaf.value(config) for leaf in fields()}
     for name, (other_name, allowed) in EFFECTIVE_WITH.items():
         if name not in requested or not values[name]:
@@ -465,7 +372,6 @@ def check_effective(config: Config, requested: Container[str]) -> None:
 
 
 def check_warmup(train: TrainConfig) -> None:
-    """Raise ValueError for a warm-up of more steps than the run has."""
     if train.warmup_steps > train.steps:
         raise ValueError(
             f"train.warmup_steps={train.warmup_steps} is longer than the run of {train.steps} "
@@ -474,8 +380,7 @@ def check_warmup(train: TrainConfig) -> None:
 
 
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
-    """`config` with dotted fields replaced; see `config_fields.overridden` and `check_effective`,
-    which is about the fields that are replaced."""
+    """`config` with dotted fields replaced, each of which must have an effect."""
     changed = overridden(config, values, ALTERNATIVES)
     check_effective(changed, values)
     return changed

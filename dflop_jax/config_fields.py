@@ -1,5 +1,5 @@
-"""Fields of nested frozen dataclasses whose annotations say what they may hold: by dotted names,
-checked, and read from text; and settings that are several entries in a text."""
+"""Fields of nested frozen dataclasses: by dotted names, checked, and read from text; and settings
+that are several entries in a text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+_DESCRIPTIONS = {bool: "true or false", int: "a whole number", float: "a number"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_SIZE = re.compile(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(\d*\.?\d+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?", re.ASCII | re.IGNORECASE)
 
 
 class Field(NamedTuple):
@@ -48,23 +49,21 @@ class Field(NamedTuple):
             check_bounds(self.name, value, self.bounds)
 
     def parse(self, value: str | Sequence[str]) -> Any:
-        """Return the value of a command line's text.
-
-        Raises:
-          ValueError: text that is no value of this kind.
-        """
+        """Return the value of a command line's text; ValueError where it is none of this kind."""
         if self.choices:
             return dtype_name(value) if isinstance(value, str) else value
-        is_size = self.name.endswith("_bytes")
+        is_size, is_tuple = self.name.endswith("_bytes"), get_origin(self.kind) is tuple
         if is_size and isinstance(value, str) and (size := size_bytes(value)) is not None:
             return size
-        if get_origin(self.kind) is tuple and isinstance(value, str):
+        if is_tuple and isinstance(value, str):
             value = [entry for entry in value.split(",") if entry]
         try:
             return msgspec.convert(value, self.kind, strict=False)
         except msgspec.ValidationError as e:
             reason = str(e).split(" - at ")[0]
-            expected = _describe_type(self.kind) + ", or a size such as 80GB" * is_size
+            default = "names with commas between" if is_tuple else "a text"
+            expected = _DESCRIPTIONS.get(self.kind, default)
+            expected += ", or a size such as 80GB" * is_size
             raise ValueError(f"{reason} - at `{self.name}`; give {expected}") from None
 
 
@@ -74,28 +73,17 @@ def dtype_name(text: str) -> str:
 
 
 def size_bytes(text: str) -> float | None:
-    """Return the bytes of a size such as 80GB (10^9 bytes each), 80 GiB (2^30) or 80G; None for
-    text without a unit, or that is no size."""
+    """Return the bytes of a size such as 80GB (10^9 each), 80 GiB (2^30) or 80G; None for other
+    text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[0][-1].isdecimal():
         return None
     number, prefix, binary = match.groups()
-    try:
-        return float(number) * (1024 if binary else 1000) ** " kmgtp".index(prefix.lower() or " ")
-    except ValueError:
-        return None
-
-
-def _describe_type(kind: Any) -> str:
-    """Describe the values of a field of a type."""
-    if get_origin(kind) is tuple:
-        return "names with commas between"
-    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a text")
+    return float(number) * (1024 if binary else 1000) ** " kmgtp".index(prefix.lower() or " ")
 
 
 def check_bounds(name: str, number: float, bounds: Meta) -> None:
-    """Raise ValueError for a number that is outside `bounds`, whose description the message has, or
-    not finite."""
+    """Raise ValueError for a number that is outside `bounds` or not finite."""
     limits = {rule: getattr(bounds, rule.__name__) for rule in (op.gt, op.ge, op.lt, op.le)}
     is_within = all(rule(number, x) for rule, x in limits.items() if x is not None)
     if not (is_within and math.isfinite(number)):
@@ -106,36 +94,30 @@ def check_bounds(name: str, number: float, bounds: Meta) -> None:
 def fields_of(kind: type, prefix: str = "") -> tuple[Field, ...]:
     """Return every field that holds a value, of `kind` and of the dataclasses in it."""
     all_fields: list[Field] = []
-    for name, hint in get_type_hints(kind, include_extras=True).items():
+    hints = get_type_hints(kind, include_extras=True)
+    for f in dataclasses.fields(kind):
+        hint, name = hints[f.name], prefix + f.name
         if dataclasses.is_dataclass(hint):
-            all_fields += fields_of(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+            all_fields += fields_of(hint, f"{name}.")  # type: ignore[arg-type]
         else:
-            *bounds, help_text = hint.__metadata__
-            all_fields.append(
-                Field(prefix + name, hint.__origin__, bounds[0] if bounds else None, help_text)
-            )
+            bounds = next(iter(getattr(hint, "__metadata__", ())), None)
+            field_type = hint.__origin__ if bounds else hint
+            all_fields.append(Field(name, field_type, bounds, f.metadata["help"]))
     return tuple(all_fields)
 
 
 def overridden(
     config: Any, values: Mapping[str, str | Sequence[str]], alternatives: Mapping[str, str]
 ) -> Any:
-    """`config` with dotted fields replaced; strings are converted to the field's type.
-
-    Args:
-      alternatives: a field -> the field that sets the same in another way; an override of the first
-        disables the second.
-
-    Raises:
-      ValueError: unknown name (with the nearest one), a value of the wrong type or out of bounds,
-        or two fields that say the same.
-    """
+    """`config` with dotted fields replaced; strings are converted to the field's type. Of two
+    `alternatives`, which set the same, the first disables the second. ValueError for an unknown
+    name, a value of the wrong type or out of bounds, or two fields that say the same."""
     for name, alternative in alternatives.items():
         if name in values and alternative in values:
             raise ValueError(f"{name} and {alternative} say the same in two ways; give one of them")
     values = {alternatives[name]: "0" for name in values if name in alternatives} | dict(values)
     kind: type = type(config)
-    fields_by_name = {field_name.name: field_name for field_name in fields_of(kind)}
+    fields_by_name = {f.name: f for f in fields_of(kind)}
     changed: dict[str, dict[str, Any]] = {}  # by section; "" holds what is in none
     for name, text in values.items():
         if name not in fields_by_name:
@@ -152,8 +134,6 @@ def overridden(
 
 # Fields of `train` with a number for each part.
 RATES, DECAYS, RANKS = "learning_rates", "weight_decays", "lora_ranks"
-
-
 _ENTRY_FORMS = {
     RATES: "NAME=RATE, such as vision=2e-6",
     DECAYS: "NAME=NUMBER, such as vision=0",
@@ -161,14 +141,11 @@ _ENTRY_FORMS = {
 }
 
 
-T = TypeVar("T")
-
-
 def _parse_entries(
-    entries: Iterable[str], field: str, form: str, kind: Callable[[str], T]
-) -> dict[str, T]:
+    entries: Iterable[str], field: str, form: str, kind: Callable[[str], Any]
+) -> dict[str, Any]:
     """Entries NAME=VALUE by name; ValueError: one of another form, or a name given twice."""
-    values: dict[str, T] = {}
+    values: dict[str, Any] = {}
     for entry in entries:
         name, _, value = (part.strip() for part in entry.partition("="))
         if name in values:
@@ -181,16 +158,12 @@ def _parse_entries(
 
 
 def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
-    """Return the entries of `train.FIELD` by name; see `_parse_entries` for errors."""
+    """Return the entries of `train.FIELD` by name."""
     return _parse_entries(entries, f"train.{field}", _ENTRY_FORMS[field], float)
 
 
 def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Return the entries of `train.lora_ranks`: (pattern, rank).
-
-    Raises:
-      ValueError: see `_parse_entries`; a rank that is no whole number above 0.
-    """
+    """Return the entries of `train.lora_ranks`: (pattern, rank)."""
     ranks = named_numbers(entries, RANKS)
     for pattern, rank in ranks.items():
         if not (rank >= 1 and rank.is_integer()):
@@ -199,16 +172,12 @@ def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
 
 
 def named_columns(entries: Iterable[str]) -> dict[str, str]:
-    """Return the entries of `data.columns`, column by field; see `_parse_entries` for errors."""
+    """Return the entries of `data.columns`, column by field."""
     return _parse_entries(entries, "data.columns", "FIELD=COLUMN, such as messages=chat", str)
 
 
 def profiled_steps(text: str) -> range:
-    """Return the steps that `train.profile_steps` names; none for an empty text.
-
-    Raises:
-      ValueError: text that is not A:B with A up to B.
-    """
+    """Return the steps that `train.profile_steps` names; none for an empty text."""
     if not text:
         return range(0)
     first, _, last = (part.strip() for part in text.partition(":"))

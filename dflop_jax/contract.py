@@ -47,8 +47,8 @@ from dflop_jax.records import LAYERS, PAIR, TOKEN, Edge, token_pairs
 Array = jax.Array
 Params = Any
 ADAPTER = "adapter"
-# What `layer` names with `jax.ad_checkpoint.checkpoint_name`: values that are small and dear to
-# compute, such as attention's output. The recompute policy "named" keeps them and little else.
+# What `layer` names with `jax.ad_checkpoint.checkpoint_name`: values that are small and expensive,
+# such as attention's output. The recompute policy "named" saves them and little else.
 SAVED_NAMES = ("attention",)
 Batch = Mapping[str, Array]
 
@@ -64,43 +64,33 @@ class Module(Protocol):
     @property
     def tied(self) -> bool:
         """Whether `exit` also reads the entry's parameters (a tied head)."""
-        ...
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         """Field names that each part reads."""
-        ...
 
     @property
     def freeze_groups(self) -> Mapping[str, str]:
         """Name by which each part is frozen, e.g. {"entry": "vision", ..., "exit": "connector"}."""
-        ...
 
     def field_spec(self, name: str, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a field on one data rank."""
-        ...
 
     def init(self, part: str, key: Array) -> Params:
         """Float32 parameters of a part; of one that is stacked those of a single layer."""
-        ...
 
     def logical_axes(self, part: str) -> Params:
         """The same tree as `init`, a tuple of logical axis names (or None) per array."""
-        ...
 
     def entry(self, params: Params, batch: Batch) -> Array:
         """Fields -> hidden states [rows, tokens, width], or a tree of [rows, tokens, ...]."""
-        ...
 
-    def layer(self, params: Params, x: Array, batch: Batch) -> Array:
-        """One layer on hidden states."""
-        ...
+    def layer(self, params: Params, x: Array, batch: Batch) -> Array: ...
 
     def exit(self, params: Params, x: Array, batch: Batch, entry: Params | None) -> Any:
         """Features [rows, features, width] for the modules that read them, or, of a module with a
         loss, {"loss_sum": scalar, ...}: sums over the microbatch, all differentiable with respect
         to "loss_sum" only. `entry` are the entry's parameters where the module is tied."""
-        ...
 
     # What follows a module may have.
     #
@@ -113,27 +103,22 @@ class Module(Protocol):
     #   edge, which stand at their places in `placed`, were read between two layers.
     # loss_weight: what the module's loss is multiplied by in the sum of all losses.
     # content(tokens, placed): how much a piece of so many tokens has of each feature of content, by
-    #   name and always in one order, whole numbers. `placed` has, by the name of an edge, how many
-    #   of its outputs stand together, run by run; nothing of a piece of text. Without it the one
-    #   feature is "pair", the pairs of its tokens.
+    #   name in one order, whole numbers. `placed` has, by the name of an edge, how many of its
+    #   outputs stand together, run by run. Without it the one feature is "pair", pairs of tokens.
     # attention_flops: Mapping[str, float]: forward FLOPs that one layer's attention needs for a
-    #   unit of each of these features, or of "token", whatever its kernel computes: of the products
-    #   of two activations, for the tokens that see each other. Where there are `layer_kinds`, such
-    #   a mapping by kind. Without it these products are counted as the functions have them, for all
-    #   pairs of a piece's tokens.
+    #   unit of each of these features, or of "token": of the products of two activations, for the
+    #   tokens that see each other. With `layer_kinds`, such a mapping by kind. Without it these
+    #   products are counted for all pairs of a piece's tokens.
     # skips: whether its kernel computes no more than that, but for whole tiles, so that a call
     #   costs what the content of its pieces does; may be a mapping by kind, too.
     # numbers_layers: whether `layer` also finds in its batch "layer", int32 [], which of the layers
     #   of its kind it is.
-    # any_order: whether its programs may add up in any order on a GPU, so that equal inputs give
-    #   almost equal bits.
+    # any_order: whether its programs may add up in any order on a GPU: bits are almost equal.
     # working_dtype: in which its functions are given their parameters; float32 if it does not say.
     #   Of those that train the optimizer then keeps float32 masters.
-    # float32_names: names (last keys of paths) of parameters that need float32's precision: they
-    #   stay float32 whatever the working dtype is, in exports too, and weight decay leaves them
-    #   out.
-    # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
-    #   what its kernels and `skips` are read from.
+    # float32_names: names (last keys of paths) of parameters that stay float32 whatever the working
+    #   dtype is, in exports too, and that weight decay leaves out.
+    # on_chip(chip): the module as that chip computes it best.
 
 
 def layer_kinds_of(module: Module) -> tuple[str, ...]:
@@ -153,8 +138,7 @@ def adapter_of(part: str) -> str:
 
 
 def with_adapter(part: str, params: Mapping[str, Params]) -> Params:
-    """What the function of a part gets of a module's parameters: those of the part, its adapter
-    among them where it has one; None of a part without parameters."""
+    """The parameters that the function of a part gets, its adapter included, or None."""
     adapter = adapter_of(part)
     if adapter not in params:
         return params.get(part)
@@ -194,8 +178,8 @@ def content_of(
 
 
 def content_flops_of(module: Module) -> dict[str, float]:
-    """Forward FLOPs that a layer spends on a unit of each feature of content, of those it spends
-    any on; none where attention is computed for whole rows."""
+    """Forward FLOPs that a layer spends on a unit of each feature of content; none where attention
+    is computed for whole rows."""
     if not getattr(module, "skips", False):
         return {}
     flops = getattr(module, "attention_flops", None) or {}
@@ -203,8 +187,7 @@ def content_flops_of(module: Module) -> dict[str, float]:
 
 
 def attention_flops_of(module: Module) -> Callable[[int], float] | None:
-    """Forward FLOPs that a layer's attention needs for a piece of text, by its tokens; None where
-    the module does not say."""
+    """Forward FLOPs of a layer's attention for a piece of text, by its tokens; None: not known."""
     flops: Mapping[str, float] | None = getattr(module, "attention_flops", None)
     if flops is None:
         return None
@@ -232,18 +215,13 @@ def last_key(path: Any) -> str:
 
 
 def chip_of(device: Any) -> str:
-    """What programs for a jax device are compiled for: "sm_90" for compute capability 9.0 of
-    NVIDIA's, also of a device that is only described; else its platform."""
+    """What programs are compiled for: "sm_90", say, for NVIDIA's devices, else the platform."""
     capability = str(getattr(device, "compute_capability", "")).replace(".", "")
     return f"sm_{capability}" if capability.isdigit() else str(device.platform)
 
 
 def on_chip(module: Module, chip: str) -> Module:
-    """The module with what a chip runs best, itself if it has no choice.
-
-    Args:
-      chip: as `chip_of` says.
-    """
+    """The module with what a chip, as `chip_of` names it, runs best."""
     choose = getattr(module, "on_chip", None)
     return choose(chip) if choose else module
 
@@ -258,19 +236,16 @@ class MultimodalModel(Protocol):
     def edges(self) -> Sequence[Mapping[str, Any]]:
         """Which outputs of a module stand at places of a later one: the fields of `records.Edge`.
         `leaves` of a tap may be left out, `taps` says it."""
-        ...
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
         """Of the modules that take one piece a row: its tokens (patches of a tile). The others
         read "segment_ids" and pack pieces of any length into a row."""
-        ...
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
         """By module, the form in which it takes media and that form's facts: see
         `dflop_jax.data.MediaSpec`."""
-        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -281,11 +256,9 @@ class MultimodalModel(Protocol):
     # A model that can be trained by adapters also has `with_lora(rank, alpha, targets=, ranks=,
     # dropout=)`, which gives the model whose modules have adapters, in the freeze group "lora", of
     # the matrices that the patterns `targets` name, of a rank that (pattern, rank) of `ranks` say
-    # of some; in training an adapter does not see a share `dropout` of its input. An adapted module
-    # has `merged(params, each)`: parts of the plain one, its adapters folded in (`each` as in
-    # `models.lora`). A model that can be trained on more than a plain cross-entropy has
-    # `with_objective(z_loss, label_smoothing)`, which gives the model whose "loss_sum" is the plain
-    # one, with the gradient of the sum of both.
+    # of some. An adapted module has `merged(params, each)`: parts of the plain one, its adapters
+    # folded in (`each` as in `models.lora`). A model with `with_objective(z_loss, label_smoothing)`
+    # gives the model whose "loss_sum" is the plain one, with the gradient of the sum of both.
 
 
 def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
@@ -310,12 +283,8 @@ _OR_WHOLE = frozenset({"kv_heads", "vocab"})
 
 
 def split_dim(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> int | None:
-    """The dim of a parameter that tensor parallelism splits over `tp` devices, if any; it may not
-    divide.
-
-    Args:
-      axes: the logical name of each dim; one of them at most is split.
-    """
+    """The dim of a parameter, whose dims have the logical names `axes`, that tensor parallelism
+    splits over `tp` devices, if any; it may not divide."""
     for i, (size, name) in enumerate(zip(shape, axes, strict=True)):
         if name in MODEL_SHARDED and not (name in _OR_WHOLE and size % tp):
             return i

@@ -20,12 +20,8 @@ log = logging.getLogger("dflop_jax")
 
 @contextmanager
 def writable_path(path: str | Path, remedy: str) -> Iterator[Path]:
-    """Yield a path whose folder exists, for writing a file or making a folder there.
-
-    Raises:
-      ValueError: it cannot be written, or a file is where a folder should be; with the remedy.
-      OSError: the disk is full.
-    """
+    """Yield a path whose folder exists, for writing a file or making a folder there; ValueError
+    where it cannot be written, OSError where the disk is full."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +92,7 @@ def is_standard_stream(stream: TextIO, descriptor: int) -> bool:
 
 
 def lossy_stream(template: TextIO, descriptor: int) -> TextIO:
-    """Return a text stream to an open descriptor that drops lines while the disk is full, with the
-    encoding and buffering of `template`."""
+    """Return a text stream to a descriptor that drops lines while the disk is full."""
     assert isinstance(template, io.TextIOWrapper)
     template.flush()
     return io.TextIOWrapper(

@@ -34,7 +34,10 @@ def blocks(language: str) -> list[str]:
 
 
 SLURM = next(b for b in blocks("bash") if "#SBATCH" in b)
-(JOBSET_TEXT,) = blocks("yaml")
+JOBSET = yaml.safe_load(*blocks("yaml"))
+(JOB,) = JOBSET["spec"]["replicatedJobs"]
+SPEC = JOB["template"]["spec"]
+(CONTAINER,) = SPEC["template"]["spec"]["containers"]
 
 
 def met(words: list[str]) -> tuple[str, int, int]:
@@ -75,8 +78,15 @@ def slurm_environment(index: int, nodes: int, per_node: int) -> dict[str, str]:
     }
 
 
-def test_the_slurm_script_is_bash():
-    subprocess.run(["bash", "-n"], input=SLURM, text=True, check=True)
+def run_slurm_script(folder: Path, programs: dict[str, str], environment: dict[str, str]):
+    """The finished script, for which these programs stand in."""
+    for name, does in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o755)
+    script = SLURM.replace("export PATH=", f'export PATH="{folder}:$PATH"; : PATH=')
+    env = {"PATH": "/usr/bin:/bin", **environment}
+    pipes = {"stdout": subprocess.PIPE, "text": True, "check": False}
+    return subprocess.run(["bash"], input=script, env=env, **pipes)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -85,18 +95,11 @@ def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, inde
     nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     environment = slurm_environment(index, nodes, per_node)
     # The script itself runs, with an srun that only says what it was asked to start.
-    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
-    script = SLURM.replace("export PATH=", f'export PATH="{tmp_path}:$PATH"; : PATH=')
-    said = subprocess.run(
-        ["bash"],
-        input=script,
-        env={"PATH": "/usr/bin:/bin", **environment},
-        text=True,
-        check=True,
-        stdout=subprocess.PIPE,
-    ).stdout.splitlines()
+    done = run_slurm_script(tmp_path, {"srun": 'printf "%s\\n" "$@"'}, environment)
+    said = done.stdout.splitlines()
     assert said[0] == "--wait=60"
+    assert options["signal"].startswith("TERM@")  # to the steps; B: is for the script
+    assert "requeue" in options
     argv = said[1:]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -106,38 +109,20 @@ def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, inde
     assert (process, number) == (index, nodes * per_node)
 
 
-def test_the_slurm_script_is_signalled_and_requeued():
-    """What it then does: tests/distributed/test_failures.py."""
-    assert sbatch_options()["signal"].startswith("TERM@")  # to the steps; B: is for the script
-    assert "requeue" in sbatch_options()
-
-
 @pytest.mark.parametrize(
     "code, restarts, requeues",
     [
-        (0, "", False),
-        (1, "", False),
-        (2, "", False),
-        (3, "", True),
-        (4, "0", True),
-        (134, "", True),
-        (137, "99", True),
+        *((code, "", False) for code in (0, 1, 2, 139)),
+        *((code, restarts, True) for code, restarts in ((3, ""), (4, "0"), (134, ""), (137, "99"))),
         (3, "100", False),
-        (139, "", False),
     ],
 )
 def test_the_slurm_script_is_requeued_by_ends_that_pass(tmp_path, code, restarts, requeues):
     """And ends as its step does."""
-    for name, does in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" > {tmp_path}/asked')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    script = SLURM.replace("export PATH=", f'export PATH="{tmp_path}:$PATH"; : PATH=')
     told = {"SLURM_JOB_ID": "4098", "SLURM_SUBMIT_DIR": str(tmp_path)}
     told |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
-    done = subprocess.run(
-        ["bash"], input=script, env={"PATH": "/usr/bin:/bin", **told}, text=True, check=False
-    )
-    assert done.returncode == code
+    does = {"srun": f"exit {code}", "scontrol": f'echo "$@" > {tmp_path}/asked'}
+    assert run_slurm_script(tmp_path, does, told).returncode == code
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else "") == "requeue 4098\n" * requeues
 
@@ -147,43 +132,33 @@ def test_the_slurm_script_is_requeued_by_ends_that_pass(tmp_path, code, restarts
 
 def test_the_jobset_starts_the_command_of_the_slurm_script():
     """So what is shown of the second start of one holds for the other; a failure starts it."""
-    jobset = yaml.safe_load(JOBSET_TEXT)
-    (job,) = jobset["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    (container,) = spec["template"]["spec"]["containers"]
     (line,) = [line for line in SLURM.splitlines() if line.startswith("srun ")]
     commands = [line.removeprefix("srun --wait=60 ").removesuffix(" || code=$?")]
-    commands.append(" ".join(container["command"]))
+    commands.append(" ".join(CONTAINER["command"]))
     plain = [re.sub(r"--run_dir[ =]\S+", "", c).replace("=", " ").split() for c in commands]
     assert plain[0] == plain[1]
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
     # But bad input fails the Job, and by that reason the JobSet, which counts no restart then.
-    (rule,) = spec["podFailurePolicy"]["rules"]
-    codes = {"containerName": container["name"], "operator": "In", "values": [BAD_INPUT]}
+    (rule,) = SPEC["podFailurePolicy"]["rules"]
+    codes = {"containerName": CONTAINER["name"], "operator": "In", "values": [BAD_INPUT]}
     assert rule == {"action": "FailJob", "onExitCodes": codes}
-    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    (rule,) = JOBSET["spec"]["failurePolicy"]["rules"]
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert rule["action"] == "FailJobSet"
     # Any exit code but 0 of a pod, that of a preempted run as well, is a failure of its Job.
-    assert spec["backoffLimit"] == 0
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert SPEC["backoffLimit"] == 0
+    assert SPEC["template"]["spec"]["restartPolicy"] == "Never"
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_jobset_starts_processes_that_meet(monkeypatch, index):
-    jobset = yaml.safe_load(JOBSET_TEXT)
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    (job,) = jobset["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    assert spec["completionMode"] == "Indexed"
-    assert spec["parallelism"] == spec["completions"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    volumes = {v["name"] for v in pod["volumes"]}
-    assert {m["name"] for m in container["volumeMounts"]} <= volumes
+    assert (JOBSET["apiVersion"], JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert (SPEC["completionMode"], SPEC["parallelism"]) == ("Indexed", SPEC["completions"])
+    volumes = {v["name"] for v in SPEC["template"]["spec"]["volumes"]}
+    assert {m["name"] for m in CONTAINER["volumeMounts"]} <= volumes
     # What Kubernetes sets in every pod of an indexed Job, and what the manifest adds.
     environment = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(index)}
-    for entry in container["env"]:
+    for entry in CONTAINER["env"]:
         if "value" in entry:
             assert isinstance(entry["value"], str)  # the API server refuses numbers
             environment[entry["name"]] = entry["value"]
@@ -192,10 +167,10 @@ def test_the_jobset_starts_processes_that_meet(monkeypatch, index):
             environment[entry["name"]] = str(index)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    coordinator, process, number = met(container["command"])
-    host = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
+    coordinator, process, number = met(CONTAINER["command"])
+    host = f"{JOBSET['metadata']['name']}-{JOB['name']}-0-0.{JOBSET['metadata']['name']}"
     assert coordinator == f"{host}:29400"
-    assert (process, number) == (index, spec["completions"])
+    assert (process, number) == (index, SPEC["completions"])
 
 
 # ---- other commands ----
@@ -215,11 +190,8 @@ def test_the_launch_command(monkeypatch):
     words = shlex.split(text)
     at = words.index("--")
     assert words[:at] == ["dflop", "launch", "-n", "2"]
-    for name, value in (
-        ("COORDINATOR", "127.0.0.1:5"),
-        ("NUM_PROCESSES", "2"),
-        ("PROCESS_ID", "1"),
-    ):
+    told = {"COORDINATOR": "127.0.0.1:5", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
+    for name, value in told.items():
         monkeypatch.setenv(f"DFLOP_{name}", value)
     coordinator, process, number = met(words[at + 1 :])
     assert (coordinator, process, number) == ("127.0.0.1:5", 1, 2)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,12 @@ SAID = ("ValueError", "TransientError", "RunFailed", "FolderInUse")
 REASONS = ("data/datasets/", "data/media/", "data/text/", "data/process_pool.py", "data/bounds.py",
            "data/gathers.py", "data/packing.py", "data/sample.py")  # fmt: skip
 # Functions that are called from Python: what they ask for is the remedy.
-LIBRARY = ("checkpoint/format.py", "checkpoint/reader.py", "contract.py",
+LIBRARY = ("checkpoint/format.py", "checkpoint/store.py", "contract.py",
            "profile/collectives.py", "profile/roofline.py", "records/", "report/metrics.py",
            "schedule/local_search.py", "simulate/", "plan/memory.py")  # fmt: skip
 
+# Put together with what says it, where they are caught or made.
+ELSEWHERE = {"…: coordinator …", "coordinator …: …", "--coordinator: …", "step …: …"}
 # How a remedy is told from a fact: what is asked for, what is allowed, or what is known.
 _ASKS = """add ask begin break call check choose close connect continue convert copy cut do download
     drop end export fix free freeze give install keep leave let look lower make mend merge move name
@@ -45,50 +47,26 @@ REMEDY = re.compile(
     rf"(?:^|[;:,?—] |[(]|\b(?:or|and|then|else|to) )(?:{'|'.join(_ASKS.split())})\b"
     r"|did you mean|\bmust\b|\bis not one of\b|\bat least \d|\bknown: "
     r"|; (?:it has|it may|the model has|there are|what trains|the first is) "
-    r"|\bchmod \d|\bdflop \w|\{[^{}]*(?:remedy|hint|advice|_HOW|why_none|why_nothing)[^{}]*\}",
+    r"|\bchmod \d|\bdflop \w"
+    r"|\{[^{}]*(?:remedy|hint|advice|other_model|_HOW|why_none|why_nothing)[^{}]*\}",
     re.IGNORECASE,
 )
 
 
-@dataclass(frozen=True, order=True)
-class Message:
-    """A message with "…" for what it fills in; `raw` has the expressions there."""
-
-    file: str
-    text: str
-    raw: str
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it stands alone, and is not put together elsewhere or part of another."""
-        words = re.sub(r"\{.*?\}", "", self.raw)
-        return bool(re.search(r"[a-z]{3}", words)) and not self.file.startswith(REASONS + LIBRARY)
-
-    @property
-    def says_what_to_do(self) -> bool:
-        return bool(REMEDY.search(self.raw))
-
-
-def messages(root: Path = ROOT / "dflop_jax") -> list[Message]:
-    """Those of every `raise` of an error that a command says in a line."""
-    found: set[Message] = set()
+def messages() -> Iterator[tuple[str, str]]:
+    """(file, message) of every `raise` of an error that a command says in a line, what is filled in
+    between braces."""
+    root = ROOT / "dflop_jax"
     for file in sorted(root.rglob("*.py")):
-        name = file.relative_to(root).as_posix()
-        for raw in _raised(ast.parse(file.read_text(encoding="utf-8"))):
-            text = re.sub(r"\{[^{}]*\}", "…", raw)
-            found.add(Message(name, " ".join(text.split()), raw))
-    return sorted(found)
-
-
-def _raised(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        called = node.exc if isinstance(node, ast.Raise) else None
-        if isinstance(called, ast.Call) and called.args and ast.unparse(called.func) in SAID:
-            yield from _texts(called.args[0])
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            called = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(called, ast.Call) and called.args and ast.unparse(called.func) in SAID:
+                for text in _texts(called.args[0]):
+                    yield file.relative_to(root).as_posix(), " ".join(text.split())
 
 
 def _texts(node: ast.expr) -> Iterator[str]:
-    """The texts that an expression may be, what is filled in between braces."""
+    """The texts that an expression may be."""
     match node:
         case ast.Constant(value=str(text)):
             yield text
@@ -99,8 +77,7 @@ def _texts(node: ast.expr) -> Iterator[str]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             yield from (a + b for a in _texts(left) for b in _texts(right))
         case ast.IfExp(body=one, orelse=other):
-            yield from _texts(one)
-            yield from _texts(other)
+            yield from (*_texts(one), *_texts(other))
         case _:
             yield _filled(node)
 
@@ -110,33 +87,17 @@ def _filled(node: ast.AST) -> str:
     return "{" + re.sub(r"[{}]", "", ast.unparse(inside)) + "}"
 
 
-# Put together with what says it, where they are caught or made.
-ELSEWHERE = {"…: coordinator …", "coordinator …: …", "--coordinator: …", "step …: …"}
-
-
 def test_every_message_says_what_to_do():
+    """Of those that stand alone, and are not part of another."""
     silent = {
-        f"{m.file}: {m.text}"
-        for m in messages()
-        if m.is_whole and not m.says_what_to_do and m.text not in ELSEWHERE
+        f"{file}: {text}"
+        for file, text in messages()
+        if re.search(r"[a-z]{3}", re.sub(r"\{.*?\}", "", text))
+        and not file.startswith(REASONS + LIBRARY)
+        and not REMEDY.search(text)
+        and re.sub(r"\{[^{}]*\}", "…", text) not in ELSEWHERE
     }
     assert silent == set()
-
-
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("a.json: no such file; check the path", True),
-        ("a.json: no such file", False),
-        ("train.steps=0 must be at least 1", True),
-        ("the plan lacks an edge; plan again", True),
-        ("unknown field stepz; did you mean steps?", True),
-        ("the giver of names was named", False),
-        ("this is of another model", False),
-    ],
-)
-def test_remedies_are_told_from_facts(text, says):
-    assert bool(REMEDY.search(text)) == says
 
 
 # ---- what is refused: (part of the message, what is called) ----
@@ -216,26 +177,21 @@ REFUSED = [
     ("DFLOP_COORDINATOR and DFLOP_NUM_PROC", find({"DFLOP_PROCESS_ID": "0"})),
     ("DFLOP_PROCESS_ID='one' is not a number", find(LAUNCHED | {"DFLOP_PROCESS_ID": "one"})),
     ("dflop launch: process 4 of 4; the first is 0", find(LAUNCHED | {"DFLOP_PROCESS_ID": "4"})),
-    ("0 processes; there must be at least 1", find(LAUNCHED | {"DFLOP_NUM_PROCESSES": "0"})),
     ("DFLOP_COORDINATOR: 'here' is no HOST", find(LAUNCHED | {"DFLOP_COORDINATOR": "here"})),
     ("DFLOP_DEVICES_PER_PROCESS='-1' is not a", find({"DFLOP_DEVICES_PER_PROCESS": "-1"})),
     ("JAX_COORDINATOR_ADDRESS: 'x' is no HOST", find(SLURM | {"JAX_COORDINATOR_ADDRESS": "x"})),
     ("unknown override train.step; did you mean train.steps?", config(train__step="3")),
-    ("unknown override policy", config(policy="x")),
-    ("unknown override train", config(train="x")),
     ("unknown override zzzzzz; see --help for the names", config(zzzzzz="x")),
     ("unknown override train.remat_layers; did you mean", config(train__remat_layers="true")),
     ("Expected `int`, got `str` - at `train.steps`; give a whole", config(train__steps="many")),
     ("`train.steps`", config(train__steps="1.5")),
-    ("`train.steps`", config(train__steps="")),
     ("got `str` - at `train.learning_rate`; give a n", config(train__learning_rate="fast")),
     ("`data.blank_images`", config(data__blank_images="maybe")),
     ("model.dtype='float16' is not one of float32, bfloat16", config(model__dtype="fp16")),
     ("plan.policy='best' is not one of auto, dflop, orch, ", config(plan__policy="best")),
     *((f"profile_steps={text!r}: write FIRST:LAST", config(train__profile_steps=text))
-      for text in ("3", "a:b", "2:", ":2", "-1:2", "3:2", "1:2:3", "1.0:2")),
+      for text in ("3", "2:", "-1:2", "3:2", "1:2:3")),
     ("has 'vision'; write NAME=RATE, such as", config(train__learning_rates="vision")),
-    ("has 'vision='; write NAME=RATE", config(train__learning_rates="vision=")),
     ("has '=1e-5'; write NAME=RATE", config(train__learning_rates="=1e-5")),
     ("has 'llm=fast'; write NAME=RATE", config(train__learning_rates="llm=fast")),
     ("llm=0.0 must be a finite number above", config(train__learning_rates="llm=0")),

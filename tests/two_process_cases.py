@@ -121,9 +121,7 @@ def messages() -> dict[str, Any]:
     """What this process receives, and how long messages take."""
     joined = connection()
     assert joined is not None
-    group = ProcessGroup(
-        joined.process_id, joined.num_processes, joined.client, message_timeout_s=60.0
-    )
+    group = ProcessGroup(joined.process_id, joined.num_processes, joined.client)
     found: dict[str, Any] = {"process": group.process_index}
     values = [os.urandom(n) for n in SIZES]
     found["sizes"] = [

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from dflop_jax.distributed.devices import gpu_environment, is_xla_flag
+from dflop_jax.distributed.devices import xla_environment
 from dflop_jax.records import Hardware
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
@@ -137,7 +137,7 @@ def compiler_environment() -> dict[str, str]:
         "--xla_gpu_enable_triton_gemm=false",
         "--xla_gpu_autotune_level=0",
         # What a run on GPUs sets, and the user's own.
-        gpu_environment(os.environ, is_xla_flag).get("XLA_FLAGS", os.environ.get("XLA_FLAGS", "")),
+        {**os.environ, **xla_environment(os.environ, on_gpus=True)}.get("XLA_FLAGS", ""),
     )
     quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
     return {**os.environ, **quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}

@@ -1,12 +1,12 @@
 """Checkpoints of a run: what is saved, when it is copied, and how it comes back.
 
-Arrays are named by module and parameter, with the layers of a module stacked, so a checkpoint does
-not depend on the plan: another plan, or another number of processes, reads its own slices of it.
-Parameters are saved as the optimizer has them, in float32; those that do not train as they are.
+Arrays are named by module and parameter, with the layers of a module stacked, so another plan, or
+another number of processes, reads its own slices of a checkpoint. Parameters are saved as the
+optimizer has them, in float32; those that do not train as they are.
 
 Saving does not stop training. The arrays of the step are copied to the host while the next step
 runs forward and backward; only its update, which donates them, waits for the copy. Writing goes on
-after that in the background, and the checkpoint exists once process 0 has committed it.
+in the background, and the checkpoint exists once process 0 has committed it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,130 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.checkpoint.state_arrays import StateArray, read_array, specs_of, state_arrays
-from dflop_jax.checkpoint.store import (
-    ArrayBox,
-    CheckpointReader,
-    CheckpointStore,
-    CorruptCheckpoint,
-    WrittenFile,
-)
+from dflop_jax.checkpoint.format import ArrayBox, ArraySpec, CorruptCheckpoint, WrittenFile
+from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
+from dflop_jax.contract import n_stacked_layers
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import initial_structs
+from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs
+from dflop_jax.runtime.segment import Segment
+from dflop_jax.runtime.update import part_of_leaves
+from dflop_jax.runtime.zero_sharding import Box, ZeroSpec
 
 log = logging.getLogger(__name__)
 Waiting = Callable[[], AbstractContextManager[None]]
+RunStateFuture = Future[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """A leaf of a segment's "params" or "opt_state", and the array of a checkpoint that has it."""
+
+    name: str
+    segment: str
+    kind: str
+    leaf: int  # its number in the tree
+    struct: jax.ShapeDtypeStruct
+    cut: ZeroSpec  # how data ranks share it
+    rows: tuple[int, ...]  # of the array, which this leaf has
+    n_rows: int | None  # of the array; None: the leaf is all of it
+    saves: bool  # of the segments that hold the same array, one does
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.cut.full_shape(self.struct.shape)
+        return shape if self.n_rows is None else (self.n_rows, *shape[1:])
+
+    def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
+        """The boxes of the array that a shard has, and where they lie in it."""
+        spans = self._spans(index)
+        if self.n_rows is None:
+            return self.cut.boxes(spans)
+        return self.cut.layer_boxes(spans, self.rows)
+
+    def is_first_replica(self, index: tuple[slice, ...]) -> bool:
+        return self.cut.is_first_replica(self._spans(index))
+
+    def _spans(self, index: tuple[slice, ...]) -> Box:
+        return tuple(s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True))
+
+
+def state_arrays(ex: Executor) -> list[StateArray]:
+    """Every leaf of the parameters and the optimizer state, of all processes, in a fixed order."""
+    arrays: list[StateArray] = []
+    for name, segment in ex.programs.segments.items():
+        arrays += parameter_arrays(name, segment)
+        if name in ex.trainable:
+            update = ex.programs.updates[name]
+            facts = update.state_structs, update.state_parts(), update.state_zero_specs()
+            arrays += _arrays(name, segment, "opt_state", *facts)
+    names: set[str] = set()
+    for i, a in enumerate(arrays):
+        if a.n_rows is None and a.name in names:
+            arrays[i] = replace(a, saves=False)
+        names.add(a.name)
+    return arrays
+
+
+def parameter_arrays(name: str, segment: Segment) -> list[StateArray]:
+    """Every leaf of a segment's `initial_structs`, in their order."""
+    structs = initial_structs(segment)
+    return _arrays(
+        name, segment, "params", structs, part_of_leaves(structs), initial_zero_specs(segment)
+    )
+
+
+def _arrays(
+    name: str, segment: Segment, kind: str, structs: Any, part_tree: Any, cuts: Any
+) -> list[StateArray]:
+    leaves = jax.tree_util.tree_leaves_with_path(structs)
+    facts = zip(leaves, jax.tree.leaves(part_tree), jax.tree.leaves(cuts), strict=True)
+    arrays = []
+    for i, ((path, struct), part_name, cut) in enumerate(facts):
+        leaf_name = jax.tree_util.keystr(path, simple=True, separator="/")
+        n = n_stacked_layers(segment.module, part_name) if part_name in segment.stacked else None
+        rows = segment.layer_rows.get(part_name, ())
+        array = f"{kind}/{segment.plan.module}/{leaf_name}"
+        arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves=True))
+    return arrays
+
+
+def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
+    return {a.name: ArraySpec(a.name, a.shape, a.struct.dtype.name) for a in arrays}
+
+
+def read_array(reader: CheckpointReader, a: StateArray) -> jax.Array:
+    """An array of a checkpoint, each process its own slices."""
+
+    def load(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        spans = (s.indices(n) for s, n in zip(index, struct.shape, strict=True))
+        shard = np.zeros([stop - start for start, stop, _ in spans], struct.dtype)
+        for position, box in a.boxes(index):
+            read = reader.read(a.name, [b[0] for b in box], [b[1] - b[0] for b in box])
+            shard[position] = read.reshape(shard[position].shape)
+        return shard
+
+    struct = a.struct
+    return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)
 
 
 def _saved_tree(ex: Executor, segment: str, kind: str) -> Any:
-    """A tree as it is saved: `initial_structs`, or the optimizer's state."""
     if kind == "params":
         return {**ex.state.params[segment], **ex.state.masters.get(segment, {})}
     return ex.state.opt_state[segment]
 
 
 def _split_shard(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterator[ArrayBox]:
-    """A shard, as boxes of its array."""
     for position, box in a.boxes(index):
         starts, sizes = tuple(b[0] for b in box), [b[1] - b[0] for b in box]
         yield ArrayBox(a.name, starts, data[position].reshape(sizes))
 
 
 class Checkpointer:
-    """Saves an executor's state in the background, all processes together, and restores it.
-
-    Args:
-      waiting: entered where training waits for a save.
-    """
+    """Saves an executor's state in the background, all processes together, and restores it;
+    `waiting` is entered where training waits for a save."""
 
     def __init__(
         self,
@@ -88,8 +176,7 @@ class Checkpointer:
         self.error_text = ""  # why the last save failed, on process 0
         copied.set()
 
-        # Holds no saver, nor does the executor by it, whose state goes with it: the next one needs
-        # the memory.
+        # It refers to no saver, whose state would stay with the executor.
         def wait_copied() -> None:
             if not copied.is_set():
                 start = time.perf_counter()
@@ -101,22 +188,15 @@ class Checkpointer:
 
     @property
     def stall_s(self) -> float:
-        """What saving has kept training waiting."""
         return self._start_s + sum(self._waits_s)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way, which the next one would wait for."""
         return self._thread is not None and self._thread.is_alive()
 
-    # ---- saving ----
-
-    def save(self, step: int, run_state: Future[Mapping[str, Any]]) -> None:
-        """Begin to save the state after `step` steps; returns at once.
-
-        It is committed once `meta` is there, when the rows of these steps are in the metrics.
-        A checkpoint that cannot be written is reported and left out; training goes on.
-        """
+    def save(self, step: int, run_state: RunStateFuture) -> None:
+        """Begin to save the state after `step` steps, which is committed once `run_state` is there.
+        A checkpoint that cannot be written is reported and left out; training goes on."""
         start = time.perf_counter()
         self.wait()
         self.error_text = ""
@@ -129,7 +209,6 @@ class Checkpointer:
         self._start_s += time.perf_counter() - start
 
     def wait(self) -> None:
-        """Wait until the save under way has ended."""
         if self._thread is not None:
             with self._waiting():
                 self._thread.join()
@@ -151,17 +230,13 @@ class Checkpointer:
                         yield a, shard
 
     def _run(
-        self,
-        local_shards: list[tuple[StateArray, Any]],
-        step: int,
-        run_state: Future[Mapping[str, Any]],
+        self, local_shards: list[tuple[StateArray, Any]], step: int, run_state: RunStateFuture
     ) -> None:
         try:
             try:
                 # np.array copies: the buffer is donated to the next update.
-                boxes = [
-                    p for a, s in local_shards for p in _split_shard(a, s.index, np.array(s.data))
-                ]
+                copies = ((a, s.index, np.array(s.data)) for a, s in local_shards)
+                boxes = [box for copy in copies for box in _split_shard(*copy)]
                 local_shards.clear()
             finally:
                 self._copied.set()
@@ -173,9 +248,9 @@ class Checkpointer:
         except BaseException as e:
             self._error = e
 
-    def _write(self, step: int, boxes: list[ArrayBox], run_state: Future[Mapping[str, Any]]) -> str:
-        """Write on all processes, commit on process 0; there it is returned why that failed, of the
-        first process that did, "" where none did."""
+    def _write(self, step: int, boxes: list[ArrayBox], run_state: RunStateFuture) -> str:
+        """Write on all processes and commit on process 0; returns there why the first process that
+        failed did so, "" where none did."""
         key, peers, error_text = f"checkpoint/{step}", self._peers, ""
         if peers.is_primary:
             try:
@@ -204,12 +279,9 @@ class Checkpointer:
             error_text = error_text or str(e)
         return error_text
 
-    # ---- restoring ----
-
     def restore(self, reader: CheckpointReader, *, reset_optimizer: bool = False) -> None:
-        """Put a checkpoint's arrays into the executor, after one of its `init`s, each process its
-        own slices; where the optimizer is reset, its state begins anew from the parameters. After
-        an error the executor's state is of no use.
+        """Put a checkpoint's arrays into the executor, after one of its `init`s; an optimizer
+        that is reset begins anew from the parameters.
 
         Raises:
           ValueError: it is of another model or optimizer.
@@ -233,32 +305,29 @@ class Checkpointer:
         # Only now that all have read theirs: the pieces of several processes may be gathered.
         for segment in self._ex.trainable:
             update = self._ex.programs.updates[segment]
+            params = state.params[segment]
             if reset_optimizer and segment in self._ex.programs.local_segments:
-                initial_state = update.init_state(state.params[segment])
-                state.params[segment], state.masters[segment], state.opt_state[segment] = (
-                    initial_state
-                )
+                params, state.masters[segment], state.opt_state[segment] = update.init_state(params)
             else:
-                masters = update.split_masters(state.params[segment])
-                state.params[segment], state.masters[segment] = masters
+                params, state.masters[segment] = update.split_masters(params)
+            state.params[segment] = params
         self._ex.share_tied()
 
     def _structs(self, segment: str, kind: str) -> Any:
-        """The tree of what `_saved` gives."""
+        """The tree of what `_saved_tree` gives."""
         programs = self._ex.programs
         if kind == "params":
             return initial_structs(programs.segments[segment])
         return programs.updates[segment].state_structs
 
     def _check(self, reader: CheckpointReader, prefix: str) -> None:
-        """That what is read, all whose name begins so, fits."""
+        """ValueError where stored arrays whose names begin with `prefix` are of another model."""
         checkpoint_name = f"checkpoint of step {reader.step}"
         needed_specs = {n: s for n, s in self._specs.items() if n.startswith(prefix)}
         stored_names = {n for n in reader.specs if n.startswith(prefix)}
         for name in sorted(stored_names ^ needed_specs.keys()):
-            difference = (
-                f"has {name}, this run has not" if name in stored_names else f"has no {name}"
-            )
+            is_stored = name in stored_names
+            difference = f"has {name}, this run has not" if is_stored else f"has no {name}"
             raise ValueError(
                 f"{checkpoint_name} {difference}: it is of another model, optimizer or choice of "
                 "frozen parts; use the same, --reset-optimizer, or start a new run"

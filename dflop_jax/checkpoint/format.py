@@ -1,8 +1,8 @@
-"""What a checkpoint is made of: arrays, pieces, parts, the manifest, and its errors.
+"""What a checkpoint is made of: arrays, boxes of them, files, the manifest, and its errors.
 
-Each process holds some pieces, each a box of a global array, and lays them end to end into one
-file, behind a header that makes it a safetensors file for other programs. Where every piece lies
-is in the manifest, with a checksum of every block of every file.
+Each process holds some boxes of global arrays, and lays them end to end into one file, behind a
+header that makes it a safetensors file for other programs. Where every box lies is in the manifest,
+with a checksum of every block of every file.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ class StorageError(OSError):
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint is missing, damaged or incomplete; names the file. Use an older one."""
+    """A checkpoint is missing, damaged or incomplete; names the file."""
 
 
 class OtherVersion(ValueError):
-    """A checkpoint is whole, and of a version that this program does not read; another does."""
+    """A checkpoint is whole, and of a version that this program does not read."""
 
 
 @contextmanager
 def translate_storage_errors(action: str, folder: object) -> Iterator[None]:
-    """Any OSError inside becomes one StorageError that names the folder and the cause."""
     try:
         yield
     except OSError as e:
@@ -70,17 +69,14 @@ def translate_lost_file(path: Path) -> Iterator[None]:
 
 
 def process_file_path(checkpoint: Path, process: int) -> Path:
-    """Where the pieces of a process are in the folder of a checkpoint."""
     return checkpoint / f"process-{process:05d}"
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A global array; `dtype` is the name of a fixed-size number type of numpy or ml_dtypes."""
-
     name: str
     shape: Index
-    dtype: str
+    dtype: str  # name of a fixed-size number type of numpy or ml_dtypes
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -89,7 +85,7 @@ class ArraySpec:
 
 @dataclass(frozen=True, eq=False)
 class ArrayBox:
-    """A box of array `name`, first element at `start`, as one process holds it."""
+    """A box of an array, with its first element at `start`, as one process holds it."""
 
     name: str
     start: Index
@@ -98,7 +94,7 @@ class ArrayBox:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Where a piece lies, in C order, in the file of the process that wrote it."""
+    """Where a box lies, in C order, in the file of the process that wrote it."""
 
     name: str
     start: Index
@@ -107,10 +103,10 @@ class StoredBox:
 
 
 def safetensors_header(specs: Mapping[str, ArraySpec], boxes: Iterable[StoredBox]) -> bytes:
-    """What makes a safetensors file of pieces that follow it, of which the first has offset 0.
+    """What makes a safetensors file of boxes that follow it, of which the first has offset 0.
 
-    A piece that is not all of its array is named with its box, as `name[0:4,128:256]`; types that
-    safetensors lacks are there as bytes, the last dim then those of an element.
+    A box that is not all of its array has a name such as `name[0:4,128:256]`. Types that
+    safetensors lacks are there as bytes; the last dim is then those of an element.
     """
     entries: dict[str, Any] = {}
     for p in boxes:
@@ -130,22 +126,15 @@ def safetensors_header(specs: Mapping[str, ArraySpec], boxes: Iterable[StoredBox
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What one process wrote, to be sent to process 0: msgspec encodes and decodes it as JSON.
-
-    Attributes:
-      n_bytes: of its file, header and pieces; with 0 there is none.
-      crc32s: of the file's blocks, the last of which may be shorter.
-    """
-
     process: int
-    n_bytes: int
-    crc32s: tuple[int, ...]
+    n_bytes: int  # 0: there is no file
+    crc32s: tuple[int, ...]  # of its blocks, the last of which may be shorter
     boxes: tuple[StoredBox, ...]
 
 
 def check_covered(spec: ArraySpec, boxes: Sequence[StoredBox]) -> None:
-    """ValueError unless the pieces have every element of an array once: counts those that cover
-    each cell of the grid that all their edges make."""
+    """ValueError unless the boxes have every element of an array once: counts those that cover each
+    cell of the grid of all their edges."""
     edges_by_dim = []
     for d, n in enumerate(spec.shape):
         inner = (edge for p in boxes for edge in (p.start[d], p.start[d] + p.shape[d]))
@@ -175,11 +164,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """JSON bytes, equal for equal manifests.
-
-    Raises:
-      ValueError: the run state holds something that JSON has no form for.
-    """
+    """JSON bytes, equal for equal manifests; ValueError for a run state that is no JSON."""
     try:
         # Not msgspec: a generator's state has integers of 128 bits, a metric may be NaN.
         text = json.dumps(msgspec.to_builtins(manifest), separators=(",", ":"))
@@ -189,11 +174,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The reverse of `encode_manifest`, of bytes whose checksum was right.
-
-    Raises:
-      OtherVersion: written by another version.
-    """
+    """The reverse of `encode_manifest`; OtherVersion where another version wrote it."""
     record = json.loads(data)
     if record["version"] != VERSION:
         raise OtherVersion(f"format version {record['version']}; this program reads {VERSION}")

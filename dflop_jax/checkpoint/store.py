@@ -1,8 +1,8 @@
 """Checkpoints on disk: saved by many processes, committed at once, read back in any sharding.
 
-A checkpoint is one folder. Every process writes its own pieces there (`write`), then process 0 adds
-the manifest and last, by one rename, the marker (`commit`): without the marker the checkpoint does
-not exist. The marker holds the manifest's SHA-256, the manifest a checksum of every block of every
+A checkpoint is one folder. Every process writes its own boxes there (`write`), then process 0 adds
+the manifest and last, by one rename, the marker (`commit`), without which the checkpoint does not
+exist. The marker holds the manifest's SHA-256, the manifest a checksum of every block of every
 file, so no flipped bit goes unnoticed. See docs/checkpoints.md.
 """
 
@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
+import mmap
 import os
 import re
 import shutil
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
+from dflop_jax.checkpoint import format
 from dflop_jax.checkpoint.format import (
-    BLOCK_BYTES,
     MANIFEST,
     MARKER,
     ArrayBox,
@@ -30,31 +35,14 @@ from dflop_jax.checkpoint.format import (
     CorruptCheckpoint,
     Manifest,
     OtherVersion,
-    StorageError,
     StoredBox,
     WrittenFile,
-    check_covered,
-    decode_manifest,
-    encode_manifest,
     process_file_path,
-    safetensors_header,
     translate_lost_file,
     translate_storage_errors,
 )
-from dflop_jax.checkpoint.reader import CheckpointReader
 
-__all__ = [
-    "ArrayBox",
-    "ArraySpec",
-    "CheckpointReader",
-    "CheckpointStore",
-    "CorruptCheckpoint",
-    "OtherVersion",
-    "StorageError",
-    "WrittenFile",
-]
-
-
+OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 # Why a checkpoint is set aside.
 DAMAGED, OTHER_VERSION, PASSED_OVER = "damaged", "other-version", "passed-over"
 _SET_ASIDE_NAME = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION}|{PASSED_OVER})(\.\d+)?"
@@ -64,8 +52,8 @@ class CheckpointStore:
     """The checkpoints of one run, of which the newest `keep` stay, the first of every `keep_every`
     steps (0: none), and that of step `best`, which may change at any time.
 
-    One save: `prepare` on process 0, a barrier, `write` on every process, their parts sent to
-    process 0, and there `commit`, or `discard` if any of them failed. One save at a time.
+    One save: `prepare` on process 0, a barrier, `write` on every process, and on process 0
+    `commit`, or `discard` if any of them failed. All raise StorageError where the disk does.
     """
 
     def __init__(self, root: Path, *, keep: int = 3, keep_every: int = 0):
@@ -73,32 +61,22 @@ class CheckpointStore:
         self.best: int | None = None
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
-        assert step >= 0, step
         return self.root / f"{step:08d}"
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the committed checkpoints, newest first; none if there is no root folder.
-
-        Raises:
-          StorageError: the folder cannot be listed.
-        """
+        """Steps of the committed checkpoints, newest first; none if there is no root folder."""
         with translate_storage_errors("list the checkpoints", self.root):
             return tuple(step for step, committed in self._list_folders() if committed)
 
     def describe_missing_step(self, step: int | None, steps: Iterable[int]) -> str:
-        """What is said where there is no checkpoint of a step, or none at all (None)."""
+        """Describe that there is no checkpoint of a step, or none at all (None)."""
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         step_list = ", ".join(map(str, steps)) or "none; look at the folder's name"
         return f"{self.root}: {missing}; those that are there: {step_list}"
 
     def prepare(self, step: int) -> None:
-        """Make the folder for a save, without what an interrupted one left there.
-
-        Raises:
-          ValueError: this checkpoint exists.
-          StorageError: the folder cannot be made.
-        """
+        """Make the folder for a save, without what an interrupted one left there; ValueError where
+        this checkpoint exists."""
         with translate_storage_errors(f"save checkpoint {step}", self.root):
             if (self.folder(step) / MARKER).exists():
                 raise ValueError(
@@ -111,15 +89,26 @@ class CheckpointStore:
     def write(
         self, step: int, specs: Mapping[str, ArraySpec], boxes: Iterable[ArrayBox], process: int
     ) -> WrittenFile:
-        """Write what this process holds, beside the others; on disk when it returns. `specs` are
-        those of its own arrays at least, by name.
+        """Write and sync the file of a process, unless it holds nothing. `specs` are those of its
+        own arrays at least, by name.
 
-        Raises:
-          StorageError: disk full, no permission and the like.
+        The order is that of (name, start), whatever the order given, so the bytes are the same.
         """
+        ordered = sorted((p for p in boxes if p.array.size), key=lambda p: (p.name, p.start))
+        if not ordered:
+            return WrittenFile(process, 0, (), ())
+        # Its length does not depend on where the boxes begin.
+        header = format.safetensors_header(specs, _locate_boxes(ordered, 0))
+        stored = tuple(_locate_boxes(ordered, len(header)))
+        crc32s: list[int] = []
         path = process_file_path(self.folder(step), process)
-        with translate_storage_errors(f"save checkpoint {step}", self.root):
-            return _write_file(path, specs, boxes, process)
+        with translate_storage_errors(f"save checkpoint {step}", self.root), path.open("wb") as f:
+            for block in _split_into_blocks(header, ordered, crc32s):
+                f.write(block)
+            f.flush()
+            os.fsync(f.fileno())
+        n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
+        return WrittenFile(process, n_bytes, tuple(crc32s), stored)
 
     def commit(
         self,
@@ -130,21 +119,20 @@ class CheckpointStore:
     ) -> Path:
         """Make what the processes wrote a checkpoint, then remove those that are too many.
 
-        `specs` are those of all arrays by name; `meta` is JSON (it comes back with lists for
-        tuples). Returns the checkpoint's folder; on failure there is no such checkpoint.
+        `specs` are those of all arrays by name; `run_state` is JSON. Returns the checkpoint's
+        folder; on failure, unless of the removal alone, there is no such checkpoint.
 
         Raises:
-          ValueError: the parts do not cover every array exactly once.
-          StorageError: as `write`; also when only the removal of old checkpoints failed.
+          ValueError: the files do not cover every array exactly once.
         """
         boxes: dict[str, list[StoredBox]] = {name: [] for name in specs}
         for box in (p for file in files for p in file.boxes):
             boxes[box.name].append(box)
         for name, spec in specs.items():
-            check_covered(spec, boxes[name])
+            format.check_covered(spec, boxes[name])
         arrays = tuple(specs[name] for name in sorted(specs))
         ordered = tuple(sorted(files, key=lambda p: p.process))
-        manifest = encode_manifest(Manifest(step, arrays, ordered, dict(run_state)))
+        manifest = format.encode_manifest(Manifest(step, arrays, ordered, dict(run_state)))
         folder = self.folder(step)
         with translate_storage_errors(f"save checkpoint {step}", self.root):
             try:
@@ -163,29 +151,19 @@ class CheckpointStore:
         return folder
 
     def discard(self, step: int) -> None:
-        """Remove a checkpoint, committed or not; none is fine.
-
-        Raises:
-          StorageError: it cannot be removed.
-        """
         with translate_storage_errors(f"remove checkpoint {step}", self.root):
             _remove(self.folder(step))
 
     def open(self, step: int) -> CheckpointReader:
-        """A reader of a committed checkpoint whose manifest is sound.
-
-        Raises:
-          CorruptCheckpoint: it is not.
-          StorageError: its files may not be read.
-          OtherVersion: written in another version of the format.
-        """
+        """A reader of a committed checkpoint; CorruptCheckpoint where its manifest is not sound,
+        OtherVersion where another version wrote it."""
         folder = self.folder(step)
         with translate_storage_errors(f"read checkpoint {step}", self.root):
             marker, data = _read_file(folder / MARKER), _read_file(folder / MANIFEST)
         if marker != _make_marker(data):
             raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged (its checksum, or {MARKER})")
         try:
-            manifest = decode_manifest(data)
+            manifest = format.decode_manifest(data)
         except OtherVersion as e:
             raise OtherVersion(f"{folder / MANIFEST}: {e}") from None
         if manifest.step != step:
@@ -193,13 +171,9 @@ class CheckpointStore:
         return CheckpointReader(folder, manifest)
 
     def set_aside(self, step: int, reason: str) -> Path:
-        """Rename a checkpoint that cannot be read, or is not to be, so that its step may be saved
-        anew; returns its folder, `00000120.damaged` where `why` is DAMAGED. Nothing lists it, and
-        it is removed when a checkpoint of this step or a newer one is committed.
-
-        Raises:
-          StorageError: it cannot be renamed.
-        """
+        """Rename a checkpoint so that its step may be saved anew; returns its folder, such as
+        `00000120.damaged`. It is not listed, and removed when a checkpoint of this step or a newer
+        one is committed."""
         assert re.fullmatch(_SET_ASIDE_NAME, f"{step:08d}.{reason}"), reason
         with translate_storage_errors(f"set checkpoint {step} aside", self.root):
             folder, n = self.root / f"{step:08d}.{reason}", 1
@@ -236,42 +210,14 @@ class CheckpointStore:
 
 
 def _first_of_each_period(steps: Iterable[int], every: int) -> set[int]:
-    """The first of the steps in every full `every`: those below the first multiple do not count.
-
-    Steps that are saved by time are no multiples, and one that is the first stays so."""
+    """The first of the steps in every full `every`; those below the first multiple do not count."""
     first: dict[int, int] = {}
     for step in sorted(steps):
         first.setdefault(step // every, step)
     return {step for n, step in first.items() if n}
 
 
-def _write_file(
-    path: Path, specs: Mapping[str, ArraySpec], boxes: Iterable[ArrayBox], process: int
-) -> WrittenFile:
-    """Write the file of the pieces that a process holds, and fsync; without pieces there is none.
-    Returns what process 0 is told of it.
-
-    The order is that of (name, start), whatever the order given, so the bytes are the same. Pieces
-    without elements have no place.
-    """
-    ordered = sorted((p for p in boxes if p.array.size), key=lambda p: (p.name, p.start))
-    header = b""
-    if ordered:  # its length does not depend on where the pieces begin
-        header = safetensors_header(specs, _locate_boxes(ordered, 0))
-    crc32s: list[int] = []
-    if ordered:
-        with path.open("wb") as file:
-            for block in _split_into_blocks(header, ordered, crc32s):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-    n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
-    stored = tuple(_locate_boxes(ordered, len(header)))
-    return WrittenFile(process, n_bytes, tuple(crc32s), stored)
-
-
 def _locate_boxes(boxes: Iterable[ArrayBox], offset: int) -> Iterator[StoredBox]:
-    """Where the pieces lie, of which the first begins at an offset."""
     for p in boxes:
         yield StoredBox(p.name, tuple(map(int, p.start)), p.array.shape, offset)
         offset += p.array.nbytes
@@ -280,23 +226,21 @@ def _locate_boxes(boxes: Iterable[ArrayBox], offset: int) -> Iterator[StoredBox]
 def _split_into_blocks(
     header: bytes, boxes: Sequence[ArrayBox], crc32s: list[int]
 ) -> Iterator[memoryview]:
-    """Header and pieces in C order, no part of more than a block; the CRC-32 of each block is added
+    """Header and boxes in C order, no part of more than a block; the CRC-32 of each block is added
     to `crc32s`."""
     crc, used = 0, 0
-    for remaining in (memoryview(header), *(_bytes_of(p.array) for p in boxes)):
+    arrays = (np.ascontiguousarray(p.array).reshape(-1).view(np.uint8).data for p in boxes)
+    for remaining in itertools.chain([memoryview(header)], arrays):
         while remaining:
-            block, remaining = remaining[: BLOCK_BYTES - used], remaining[BLOCK_BYTES - used :]
+            n_left = format.BLOCK_BYTES - used
+            block, remaining = remaining[:n_left], remaining[n_left:]
             yield block
             crc, used = zlib.crc32(block, crc), used + len(block)
-            if used == BLOCK_BYTES:
+            if used == format.BLOCK_BYTES:
                 crc32s.append(crc)
                 crc, used = 0, 0
     if used:
         crc32s.append(crc)
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _make_marker(manifest: bytes) -> bytes:
@@ -309,15 +253,11 @@ def _read_file(path: Path) -> bytes:
 
 
 def _check_file_sizes(folder: Path, files: Iterable[WrittenFile]) -> None:
-    """Every process's file is here, as long as it was there."""
     for file in files:
         path = process_file_path(folder, file.process)
         if file.n_bytes and not (path.exists() and path.stat().st_size == file.n_bytes):
-            raise OSError(
-                errno.ENOENT,
-                f"{path} is not as process {file.process} wrote it; all processes need one"
-                " shared folder",
-            )
+            reason = f"{path} is not as process {file.process} wrote it; all processes need one"
+            raise OSError(errno.ENOENT, f"{reason} shared folder")
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -343,3 +283,96 @@ def _remove(folder: Path) -> None:
         _sync(folder)
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
+
+
+class CheckpointReader:
+    """A committed checkpoint; threads may share it."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.step, self.run_state = manifest.step, manifest.run_state
+        self.specs = {spec.name: spec for spec in manifest.arrays}
+        self._folder = folder
+        self._boxes: dict[str, list[tuple[int, StoredBox]]] = {n: [] for n in self.specs}
+        for written_file in manifest.files:
+            for box in written_file.boxes:
+                self._boxes[box.name].append((written_file.process, box))
+        files = {p.process: p for p in manifest.files}
+
+        @lru_cache(OPEN_FILES)
+        def opened(process: int) -> _OpenFile:
+            return _OpenFile(process_file_path(folder, process), files[process])
+
+        self._opened = opened
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+        """The box of `shape` elements at `start` of an array, from the stored ones that overlap it;
+        CorruptCheckpoint names a file that is missing, truncated or damaged."""
+        result = np.empty(tuple(shape), self.specs[name].numpy_dtype)
+        try:
+            with translate_storage_errors(f"read array {name}", self._folder):
+                for process, box in self._boxes[name]:
+                    low = np.maximum(start, box.start)
+                    high = np.minimum(np.add(start, shape), np.add(box.start, box.shape))
+                    if (low < high).all():
+                        stored = self._opened(process).read_box(box, low, high, result.dtype)
+                        result[_slices(start, low, high)] = stored
+        except CorruptCheckpoint:
+            if (self._folder / MARKER).exists():
+                raise
+            raise CorruptCheckpoint(f"{self._folder}: removed while it was read") from None
+        return result
+
+
+def _slices(first: Sequence[int], low: np.ndarray, high: np.ndarray) -> tuple[slice, ...]:
+    return tuple(slice(int(a - f), int(b - f)) for f, a, b in zip(first, low, high, strict=True))
+
+
+class _OpenFile:
+    """The file of a process, closed when nobody needs it any more; CorruptCheckpoint where it is
+    missing or not of the bytes that were written."""
+
+    def __init__(self, path: Path, written_file: WrittenFile):
+        self._path, self._crc32s = path, written_file.crc32s
+        with translate_lost_file(path):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
+            size = os.fstat(self._descriptor).st_size
+            if size != written_file.n_bytes:
+                raise CorruptCheckpoint(
+                    f"{path}: has {size} bytes, {written_file.n_bytes} were written"
+                )
+            mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(mapped, np.uint8)
+        self._verified_blocks = set[int]()
+        # What stands before the boxes is for other programs; it is checked once all the same.
+        self._check(0, min(p.offset_bytes for p in written_file.boxes))
+
+    def read_box(
+        self, box: StoredBox, low: np.ndarray, high: np.ndarray, dtype: np.dtype
+    ) -> np.ndarray:
+        """What a stored box holds of its array from `low` up to `high`, checked."""
+        stored = np.ndarray(box.shape, dtype, self._bytes, box.offset_bytes)
+        index: Any = (*_slices(box.start, low, high), ...)  # an array where it has no dims, too
+        values = stored[index]
+        first, stop = byte_bounds(values)
+        file_start = byte_bounds(self._bytes)[0]
+        self._check(first - file_start, stop - file_start)
+        return values
+
+    def _check(self, first: int, stop: int) -> None:
+        """Compare the blocks of these bytes with their checksums, once, by a call that fails where
+        the disk does: the mapped memory would end the process."""
+        for number in range(first // format.BLOCK_BYTES, -(-stop // format.BLOCK_BYTES)):
+            if number in self._verified_blocks:
+                continue
+            offset, crc = number * format.BLOCK_BYTES, 0
+            end = offset + format.BLOCK_BYTES  # or that of the file
+            with translate_lost_file(self._path):
+                while data := os.pread(self._descriptor, end - offset, offset):
+                    crc, offset = zlib.crc32(data, crc), offset + len(data)
+            if crc != self._crc32s[number]:
+                raise CorruptCheckpoint(f"{self._path}: damaged (its checksum)")
+            self._verified_blocks.add(number)

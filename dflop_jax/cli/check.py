@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 from rich.markup import escape
 
 from dflop_jax.cli.derive_config import MODEL_FIELDS, derive_config
-from dflop_jax.cli.terminal import make_table, print_note, show
+from dflop_jax.cli.terminal import make_table, positive_int, print_note, show
 from dflop_jax.distributed.process_exit import BAD_INPUT
 from dflop_jax.folders import make_folder, writable_path
 
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from dflop_jax.preflight.environment_check import Fact
 
 MAX_SECONDS = 14.0  # of a whole check; the data get what the rest leaves
-MIN_DATA_S = 4.0  # that the data get at least
+SAMPLE_TIMEOUT_S = 4.0  # for a sample that hurts its decoder; the data get this at least
+MAX_EXAMPLES = 3  # of what is wrong with records
 # Fields of a `DataReport` that `--json` prints unchanged.
 _JSON_FIELDS = (
     "listed", "decoded", "bad_by_reason", "unread", "compared", "left_out", "cut_text",
     "cut_media", "too_long",
 )  # fmt: skip
-MAX_EXAMPLES = 3  # of what is wrong with records
-SAMPLE_TIMEOUT_S = 4.0  # for a sample that hurts its decoder
 # Factory and size of the model that is checked where none is named; it takes every kind of media.
 DEFAULT_MODEL = ("models.omni:build", "omni-tiny")
 OTHER_PAGE = "choose another --page"
@@ -44,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pieces are those of a small one that takes all media, and text is counted in bytes unless "
         "--data.tokenizer is given."
     )
+    records_help = "records read at most (2000)"
     parser.add_argument(
-        "--records", type=int, default=2000, metavar="N", help="records read at most (2000)"
+        "--records", type=positive_int, default=2000, metavar="N", help=records_help
     )
-    parser.add_argument(
-        "--page", metavar="TXT", help="write it there (default: runs/MODEL-DATA-check.txt)"
-    )
+    page_help = "write it there (default: runs/MODEL-DATA-check.txt)"
+    parser.add_argument("--page", metavar="TXT", help=page_help)
 
 
 @dataclass
@@ -59,40 +58,10 @@ class _Check:
     config: Config
     file: Path
     facts: list[Fact]
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[Setting, ...]
     model: MultimodalModel | None = None
     data: DataReport | None = None
     reason: str = ""
-
-    @property
-    def data_lines(self) -> list[str]:
-        """What the page says of the data; none where no data are named."""
-        if self.data:
-            return _data_lines(self.data)
-        return [self.reason] if self.reason else []
-
-    @property
-    def report(self) -> DataReport:
-        """The report, or an empty one that counts the reason why nothing was read."""
-        from dflop_jax.preflight.data_check import DataReport
-
-        reasons = {self.reason: 1} if self.reason else {}
-        return self.data or DataReport(self.config.data.path, bad_by_reason=reasons)
-
-    @property
-    def refusal(self) -> str:
-        """Why training would refuse the data; "" where it would not."""
-        report = self.report
-        n_bad = sum(report.bad_by_reason.values())
-        if self.reason or (self.data is not None and report.read == n_bad):
-            return self.reason or f"no record of {report.source} can be used; {self.file} says why"
-        max_fraction = self.config.data.max_bad_fraction
-        if n_bad <= max_fraction * report.read:
-            return ""
-        return (
-            f"{n_bad} of {report.read} records are unusable, which training refuses; repair them, "
-            f"or raise data.max_bad_fraction={max_fraction}"
-        )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,16 +70,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Returns what `--json` prints: facts and, of these, what a run would fail by; of the data what
     `DataReport` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
     """
+    from dflop_jax.preflight.data_check import DataReport
+
     started_s = time.monotonic()
-    if args.records < 1:
-        raise ValueError(f"--records {args.records} must be at least 1")
     check = _run_checks(args, started_s)
-    _write_page(check)
+    data_lines = _data_lines(check.data) if check.data else list(filter(None, [check.reason]))
+    lines = [f"{f.name}: {f.value}" for f in check.facts] + data_lines
+    lines += _sample_lines(check.data) if check.data else ()
+    with writable_path(check.file, OTHER_PAGE):
+        check.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     if not args.json:
-        _show(check)
-    if check.refusal:
-        print_note(f"dflop check: {check.refusal}")
-    report = check.report
+        _show(check, data_lines)
+    reasons = {check.reason: 1} if check.reason else {}
+    report = check.data or DataReport(check.config.data.path, bad_by_reason=reasons)
+    if refusal := check.reason or _why_refused(check, report):
+        print_note(f"dflop check: {refusal}")
     return {
         "records": report.read,
         **{name: getattr(report, name) for name in _JSON_FIELDS},
@@ -120,13 +94,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "wrong": {f.name: f.value for f in check.facts if f.wrong},
         "page": str(check.file),
         "seconds": round(time.monotonic() - started_s, 2),
-        "exit_code": BAD_INPUT if check.refusal or check.model is None else 0,
+        "exit_code": BAD_INPUT if refusal or check.model is None else 0,
     }
 
 
+def _why_refused(check: _Check, report: DataReport) -> str:
+    """Why training would refuse the data that were read; "" where it would not."""
+    n_bad, max_fraction = sum(report.bad_by_reason.values()), check.config.data.max_bad_fraction
+    if check.data is not None and report.read == n_bad:
+        return f"no record of {report.source} can be used; {check.file} says why"
+    if n_bad <= max_fraction * report.read:
+        return ""
+    return (
+        f"{n_bad} of {report.read} records are unusable, which training refuses; repair them, "
+        f"or raise data.max_bad_fraction={max_fraction}"
+    )
+
+
 def _run_checks(args: argparse.Namespace, started_s: float) -> _Check:
-    """Look at the machine, the model and the data; `started_s` is the monotonic clock's time from
-    which `MAX_SECONDS` count."""
+    """Look at the machine, the model and the data, within `MAX_SECONDS` of `started_s`."""
     from dflop_jax.preflight.environment_check import Fact, environment_facts, model_facts
     from dflop_jax.preflight.huggingface import fetch_datasets
     from dflop_jax.preflight.model_folder import file_name
@@ -150,7 +136,7 @@ def _run_checks(args: argparse.Namespace, started_s: float) -> _Check:
     check.model, facts = model_facts(config)
     check.facts += facts if has_model or check.model is None else [_no_model_fact(config)]
     if config.data.path and check.model is not None:
-        left_s = max(MIN_DATA_S, MAX_SECONDS - (time.monotonic() - started_s))
+        left_s = max(SAMPLE_TIMEOUT_S, MAX_SECONDS - (time.monotonic() - started_s))
         check.data, check.reason = _check_data(config, check.model, args.records, left_s)
         data = check.data if has_model else None
         if reason := _why_too_large(check.model, data, config) if data else "":
@@ -158,30 +144,20 @@ def _run_checks(args: argparse.Namespace, started_s: float) -> _Check:
     return check
 
 
-def _write_page(check: _Check) -> None:
-    """Write facts, data and samples, a line each."""
-    lines = [f"{f.name}: {f.value}" for f in check.facts] + check.data_lines
-    lines += _sample_lines(check.data) if check.data else ()
-    with writable_path(check.file, OTHER_PAGE):
-        check.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def _show(check: _Check) -> None:
-    """Print a table of facts and settings, and what was found of the data."""
+def _show(check: _Check, data_lines: Sequence[str]) -> None:
     rows = [
         (f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
         for f in check.facts
     ]
     rows += [(s.name, escape(f"{s.text} ({s.origin})")) for s in check.settings]
     show(make_table("", ("here", ""), rows, show_header=False))
-    for line in check.data_lines if check.data else ():
+    for line in data_lines if check.data else ():
         show(escape(line))
     samples = ", with samples as the model is given them" if check.data else ""
     show(f"wrote {check.file}{samples}")
 
 
 def _no_model_fact(config: Config) -> Fact:
-    """What stands in for a model where none is named."""
     from dflop_jax.data.text.tokenize import BYTE_TOKENIZER
     from dflop_jax.preflight.environment_check import Fact
 
@@ -195,8 +171,8 @@ def _no_model_fact(config: Config) -> Fact:
 
 
 def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> str:
-    """Why the largest samples do not fit into the memory of this host's CPU devices, "" where they
-    do; of GPUs memory is looked at when a plan is made."""
+    """Why the largest samples do not fit into this host's memory, "" where they do; of GPUs memory
+    is looked at when a plan is made."""
     import jax
 
     from dflop_jax.distributed.devices import available_host_bytes
@@ -225,18 +201,16 @@ def _check_data(
     from dflop_jax.preflight.data_check import inspect_dataset
 
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    data = replace(
-        config.data, sample_timeout_s=min(SAMPLE_TIMEOUT_S, config.data.sample_timeout_s)
-    )
+    timeout_s = min(SAMPLE_TIMEOUT_S, config.data.sample_timeout_s)
+    data, size = replace(config.data, sample_timeout_s=timeout_s), model.vocab_size
     try:
-        size, folder = model.vocab_size, config.model.size
+        folder = config.model.size
         return inspect_dataset(data, spec, size, max_records, seconds, folder), ""
     except ValueError as e:
         return None, " ".join(str(e).split())
 
 
 def _data_lines(data: DataReport) -> list[str]:
-    """Return the lines of the page about the data."""
     from dflop_jax.data.datasets.index_build import find_remedies
     from dflop_jax.data.datasets.record_table import format_key_counts
 
@@ -245,11 +219,9 @@ def _data_lines(data: DataReport) -> list[str]:
     details = [
         *(f"{n:,} {reason}: {examples[reason]}" for reason, n in data.bad_by_reason.items()),
         *filter(None, (data.compared, unread, find_remedies(data.bad_by_reason), data.beginnings)),
-        *(
-            f"{name}: {minimum:,} to {maximum:,} tokens, median {median:,}"
-            for name, (minimum, median, maximum) in _count_ranges(data.tokens).items()
-        ),
     ]
+    for name, (minimum, median, maximum) in _count_ranges(data.tokens).items():
+        details.append(f"{name}: {minimum:,} to {maximum:,} tokens, median {median:,}")
     return [
         f"{data.source}: {data.summary}; text cut of {data.cut_text:,}, media gone from "
         f"{data.cut_media:,}, {data.too_long:,} too long",
@@ -258,7 +230,6 @@ def _data_lines(data: DataReport) -> list[str]:
 
 
 def _sample_lines(data: DataReport) -> list[str]:
-    """The longest samples and some as the model is given them, with the chat template."""
     longest = (f"  {n:,} tokens: {name}: {media}" for name, n, media in data.longest)
     texts = (f"\n== {name}, {n:,} tokens\n{text}" for name, n, text in data.samples)
     return [
@@ -269,9 +240,6 @@ def _sample_lines(data: DataReport) -> list[str]:
 
 
 def _count_ranges(values: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
-    """Least, median and greatest of each."""
-    return {
-        name: [int(v.min()), int(np.median(v)), int(v.max())]
-        for name, v in values.items()
-        if len(v)
-    }
+    """[Least, median, greatest] of each."""
+    present = {name: v for name, v in values.items() if len(v)}
+    return {n: [int(v.min()), int(np.median(v)), int(v.max())] for n, v in present.items()}

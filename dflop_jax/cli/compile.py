@@ -20,8 +20,8 @@ from dflop_jax.cli.derive_config import (
     open_run_context,
     settings_notes,
 )
-from dflop_jax.cli.experiment import add_options, load_record
-from dflop_jax.cli.terminal import make_table, make_ticker, show
+from dflop_jax.cli.experiment import PLAN_FILE, PROFILE_FILE, load_record
+from dflop_jax.cli.terminal import Options, add_options, make_table, make_ticker, show
 from dflop_jax.hardware import GIB
 from dflop_jax.records import Plan
 
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "--profile-file", "--plan-file")
-    parser.add_argument("--out", metavar="JSON", help="also write the report to this file")
+    out_option: Options = {"--out": ("JSON", "also write the report to this file")}
+    add_options(parser, PROFILE_FILE | PLAN_FILE | out_option)
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Compile every program; shows a table and the verdict. Writes nothing but --out."""
     import jax
 
     from dflop_jax.aot.chips import CHIPS, find_chip
@@ -65,12 +64,10 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def _choose_plan(args: argparse.Namespace, derived: DerivedConfig) -> Plan:
-    """The plan of --plan-file, else the planner's for the named GPU."""
     from dflop_jax.train import planning
 
     if plan := load_record(args, Plan):
-        with settings_notes(derived) as notes:
-            notes.show()
+        settings_notes(derived).show()
         return plan
     check = (lambda context: None) if args.profile_file else planning.check_plannable
     context, profile = open_run_context(args, check)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from dflop_jax.preflight.derived_fields import Setting, with_settings
 from dflop_jax.records import Plan, Profile
 
 if TYPE_CHECKING:
-    from dflop_jax.data import Source
     from dflop_jax.train.run_context import RunContext
 
 MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
@@ -29,15 +27,8 @@ MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
 
 @dataclass(frozen=True)
 class DerivedConfig:
-    """The configuration of a command line.
-
-    Attributes:
-      settings: fields of `config` that were derived from the model and data by name, with the
-        origin of each.
-    """
-
     config: Config
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...]  # fields derived from the model and data by name
 
 
 def model_data_arguments() -> Parser:
@@ -59,15 +50,8 @@ def model_data_arguments() -> Parser:
 
 
 def derive_config(args: argparse.Namespace, *, needs_data: bool = True) -> DerivedConfig:
-    """Return the configuration of a command line, and the settings derived for it.
-
-    Args:
-      needs_data: whether the command needs a model and data.
-
-    Raises:
-      ValueError: a model or data are not found or are named twice, or `needs_data` and they are
-        not named.
-    """
+    """Return the configuration of a command line, and the settings derived for it; ValueError where
+    a model or data are not found, or with `needs_data` not named."""
     requested = overrides(args)
     if init := getattr(args, "init_from", None):
         if "model.weights" in requested:
@@ -101,16 +85,13 @@ def derive_config(args: argparse.Namespace, *, needs_data: bool = True) -> Deriv
 
 
 def _check_model_and_data(args: argparse.Namespace, requested: dict[str, str]) -> None:
-    if not args.model and not any(name in requested for name in MODEL_FIELDS):
+    if not (args.model or requested.keys() & {*MODEL_FIELDS}):
         raise ValueError(
             "no model: give --model FOLDER_OR_NAME --data PATH_OR_NAME, or an experiment file such "
             "as experiments/demo.py first"
         )
-    if (
-        args.model
-        and not args.data
-        and not (requested.get("data.path") or requested.get("data.factory"))
-    ):
+    has_data = args.data or requested.get("data.path") or requested.get("data.factory")
+    if args.model and not has_data:
         raise ValueError("no data: give --data PATH_OR_NAME (a JSON file or folder, Parquet, ...)")
 
 
@@ -141,81 +122,61 @@ def _collect_settings(
     return settings
 
 
-@contextmanager
-def settings_notes(derived: DerivedConfig) -> Iterator[DelayedNotes]:
-    """Yield notes that begin with the derived settings and their origins, on the first process of a
-    run; they are dropped if an error comes before they are shown."""
+def settings_notes(derived: DerivedConfig) -> DelayedNotes:
+    """Return notes that begin, on the first process of a run, with the derived settings."""
     from dflop_jax.distributed.processes import find_processes
 
     is_first_process = find_processes(derived.config.distributed).index == 0
     notes = DelayedNotes()
     for s in derived.settings if is_first_process else ():
         notes.add(f"  {s.name} {s.text}  ({s.origin})")
-    try:
-        yield notes
-    finally:
-        notes.drop()
+    return notes
 
 
 def open_run_context(
     args: argparse.Namespace, check: Callable[[RunContext], object] = lambda context: None
 ) -> tuple[RunContext, Profile]:
     """Return the run context of a command line, and the profile: that of --profile-file, or a new
-    one of the data. Notes describe devices and data, unless there are both a profile and an
-    experiment file, since the command then answers at once.
-
-    Args:
-      check: raises ValueError for mistakes that no measurement would change.
-    """
+    one of the data. `check` raises ValueError for mistakes that no measurement would change. Notes
+    describe devices and data, unless the command answers at once."""
+    from dflop_jax.aot import chip_profile
+    from dflop_jax.train import profiling
     from dflop_jax.train.choose_plan import describe_context, describe_data
-    from dflop_jax.train.profiling import check_not_empty
     from dflop_jax.train.run_context import make_run_context, with_step_count
 
     derived = derive_config(args)
     profile = load_record(args, Profile)  # refused now rather than when it is used
-    with settings_notes(derived) as notes:
-        context = make_run_context(derived.config)
-        shows_notes = context.peers.is_primary and (profile is None or derived.settings)
+    notes = settings_notes(derived)
+    context = make_run_context(derived.config)
+    shows_notes = context.peers.is_primary and (profile is None or derived.settings)
+    if shows_notes:
+        notes.add(describe_context(context))
+    check(context)
+    if profile is None:
+        source = context.source()
+        profiling.check_not_empty(source)
+        context = with_step_count(context, len(source))
         if shows_notes:
-            notes.add(describe_context(context))
-        check(context)
-        if profile is None:
-            source = context.source()
-            check_not_empty(source)
-            context = with_step_count(context, len(source))
-            if shows_notes:
-                requested_batch = derived.config.train.global_batch
-                notes.add(describe_data(source, context.config.train, requested_batch))
-        notes.show()
-    return context, profile or _new_profile(context, source)
-
-
-def _new_profile(context: RunContext, source: Source) -> Profile:
-    """Return the profile of data, measured here or predicted for `plan.hardware`."""
-    from dflop_jax.aot.chip_profile import predict_profile
-    from dflop_jax.train import profiling
-
+            requested_batch = derived.config.train.global_batch
+            notes.add(describe_data(source, context.config.train, requested_batch))
+    notes.show()
+    if profile is not None:
+        return context, profile
     if context.hardware:
         tick = make_ticker("predicting prices", "programs", starts_shown=True)
-        return predict_profile(context, source, tick, print_note)
+        return context, chip_profile.predict_profile(context, source, tick, print_note)
     tick = make_ticker("profiling model and data", "shapes", starts_shown=True)
-    return profiling.make_profile(context, source, tick)
+    return context, profiling.make_profile(context, source, tick)
 
 
-def early_checks(
-    args: argparse.Namespace, plan: Plan | None = None
-) -> Callable[[RunContext], None]:
-    """Return checks that need no measurement: whether the output folder can be written, and whether
-    the plan fits the model or, without plan and profile, whether a plan exists."""
+def check_early(args: argparse.Namespace, plan: Plan | None, context: RunContext) -> None:
+    """Check what needs no measurement: that the output folder can be written, and that the plan
+    fits the model or, without plan and profile, that there is one."""
+    from dflop_jax.runtime.layout import check_model
+    from dflop_jax.train import planning
 
-    def check(context: RunContext) -> None:
-        from dflop_jax.runtime.layout import check_model
-        from dflop_jax.train import planning
-
-        output_folder(args, context.config, is_kept=False)
-        if plan:
-            check_model(plan.layout, context.model)
-        elif not args.profile_file:
-            planning.check_plannable(context)
-
-    return check
+    output_folder(args, context.config, is_kept=False)
+    if plan:
+        check_model(plan.layout, context.model)
+    elif not args.profile_file:
+        planning.check_plannable(context)

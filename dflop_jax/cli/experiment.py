@@ -5,28 +5,26 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
-from dflop_jax.cli.terminal import Parser
+from dflop_jax.cli.terminal import Options, Parser
 from dflop_jax.config import Config, Field, check_effective, fields
 from dflop_jax.records.files import load
+from dflop_jax.report.run_folder import CONFIG, answer_folder, holds_run
+from dflop_jax.train.run_dir import read_run_config
 
 if TYPE_CHECKING:
     from dflop_jax.distributed.messages import ProcessGroup
-import importlib
-import importlib.util
-import inspect
-from dataclasses import replace
-
-from dflop_jax.report.run_folder import CONFIG, answer_folder, holds_run
-from dflop_jax.train.run_dir import read_run_config
 
 T = TypeVar("T")
 MAX_NAME_LENGTH = 120  # characters of a folder's name
@@ -77,13 +75,11 @@ _METAVARS = {
     "distributed.coordinator": "HOST:PORT",
 }
 _METAVAR_BY_ENDING = {"factory": "MODULE:FUNCTION", "path": "PATH", "dir": "FOLDER", "file": "FILE",
-              "bytes": "SIZE", "gib": "GIB", "_s": "SECONDS"}  # fmt: skip
+              "bytes": "SIZE", "_s": "SECONDS"}  # fmt: skip
 _METAVAR_BY_TYPE = {bool: "true|false", int: "N", float: "NUMBER"}
 
 
 def _metavar(leaf: Field) -> str:
-    """Return the name of a field's value in the help: N, PATH, NAME=RATE[,NAME=RATE...], or the
-    choices."""
     by_ending = (
         metavar for suffix, metavar in _METAVAR_BY_ENDING.items() if leaf.name.endswith(suffix)
     )
@@ -98,16 +94,12 @@ def overrides(args: argparse.Namespace) -> dict[str, str]:
 
 
 def add_cwd_to_path() -> None:
-    """Let imports find modules of the current folder."""
     sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
 
 
 def load_experiment(path: str) -> Config:
-    """Return the configuration that the `config()` of an experiment file returns.
-
-    Raises:
-      ValueError: no such file, not Python, or no `config` function that returns one.
-    """
+    """Return the configuration that the `config()` of an experiment file returns; ValueError for
+    none."""
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{path}: {_describe_folder(path)}")
@@ -124,16 +116,14 @@ def load_experiment(path: str) -> Config:
     with _experiment_errors(file, path):
         spec.loader.exec_module(module)
         config = module.config() if hasattr(module, "config") else None
-    if not isinstance(config, Config):
-        raise ValueError(f"{path}: defines no config() that returns a dflop_jax.Config; add one")
-    with _experiment_errors(file, path):
-        changed = {f.name for f in fields() if f.value(config) != f.value(Config())}
-        check_effective(config, changed)
-    return config
+        if isinstance(config, Config):
+            changed = {f.name for f in fields() if f.value(config) != f.value(Config())}
+            check_effective(config, changed)
+            return config
+    raise ValueError(f"{path}: defines no config() that returns a dflop_jax.Config; add one")
 
 
 def _describe_folder(path: str) -> str:
-    """Describe a folder that was given as an experiment file, and the flag that it belongs to."""
     from dflop_jax.generate.published import is_published
 
     if is_published(path):
@@ -148,7 +138,6 @@ def _describe_folder(path: str) -> str:
 
 @contextmanager
 def _experiment_errors(file: Path, path: str) -> Iterator[None]:
-    """Raise ValueError for an error of an experiment file's own code, with the line if known."""
     try:
         yield
     except Exception as e:  # whatever its own code raises
@@ -161,35 +150,21 @@ def _experiment_errors(file: Path, path: str) -> Iterator[None]:
         raise ValueError(f"{location}: {kind}{e}; mend it there") from None
 
 
-# ---- options of several commands ----
-
-
-_OPTIONS = {
-    "--profile-file": ("JSON", "use this profile"),
-    "--plan-file": ("JSON", "use this plan"),
-    "--out": (
-        "FOLDER",
-        "write there (default: run_dir, or once a run has begun there, a folder in it that is "
-        "named after the question)",
-    ),
-}
-
-
-def add_options(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Add some of the options that several commands share."""
-    for flag in flags:
-        metavar, text = _OPTIONS[flag]
-        parser.add_argument(flag, metavar=metavar, help=text)
+PROFILE_FILE: Options = {"--profile-file": ("JSON", "use this profile")}
+PLAN_FILE: Options = {"--plan-file": ("JSON", "use this plan")}
+OUT_FOLDER: Options = {
+    "--out": ("FOLDER", "write there (default: run_dir, or once a run has begun there, a folder in "
+              "it that is named after the question)"),
+}  # fmt: skip
 
 
 def output_folder(args: argparse.Namespace, config: Config, *, is_kept: bool = True) -> Path:
-    """Return the folder of a command's answer; see `report.run_folder.answer_folder`."""
     return answer_folder(config.run_dir, answer_name(args), args.out, is_kept=is_kept)
 
 
 def answer_name(args: argparse.Namespace) -> str:
-    """Return a file name for a command's answer: the names of the command and the experiment, and
-    every option that the answer depends on."""
+    """Return a file name for a command's answer: the command, the experiment, and every option that
+    the answer depends on."""
     options = {k: v for k, v in vars(args).items() if k not in UNNAMED_ARGUMENTS and v is not None}
     experiment_stem = [Path(args.experiment).stem] if args.experiment else []
     name_parts = [args.command, *experiment_stem, *(f"{k}-{v}" for k, v in options.items())]
@@ -208,18 +183,14 @@ def load_record(args: argparse.Namespace, kind: type[T]) -> T | None:
 
 
 def finish_run(peers: ProcessGroup, exit_code: int = 0) -> None:
-    """End a command together with the other processes of its run, after which the end of a process
-    is no failure. Ends this process if not all get there."""
+    """End a command together with the other processes of its run, or this process alone."""
     from dflop_jax.distributed.initialize import SHUTDOWN_TIMEOUT_S, shutdown
     from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE, exit_with_message
 
     peers.close()
     if not shutdown():
-        reason = (
-            f"the run is over, and not all of its processes came to its end in "
-            f"{SHUTDOWN_TIMEOUT_S:g} s"
-        )
-        exit_with_message(reason, exit_code or TRANSIENT_FAILURE)
+        reason = "the run is over, and not all of its processes came to its end in"
+        exit_with_message(f"{reason} {SHUTDOWN_TIMEOUT_S:g} s", exit_code or TRANSIENT_FAILURE)
 
 
 FACTORY = "model.factory"
@@ -229,15 +200,9 @@ _MODELS_FUNCTION = re.compile(r"(models(?:\.[A-Za-z]\w*)+):([A-Za-z]\w*)", re.AS
 
 
 def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
-    """The configuration of a run folder, with the factory of the flag `--model.factory` if that is
-    given.
-
-    Its cache_dir is not taken from there: compiled programs are code, too.
-
-    Raises:
-      ValueError: a folder without a readable config.json, or one whose factory is neither a
-        function of this program's `models` nor named by the flag.
-    """
+    """The configuration of a run folder, without its cache_dir: compiled programs are code, too.
+    ValueError without a readable config.json, or where its factory is neither a function of this
+    program's `models` nor named by the flag `--model.factory`."""
     config = replace(read_run_config(folder), cache_dir=Config().cache_dir)
     if requested_factory := getattr(args, FACTORY):
         add_cwd_to_path()
@@ -253,7 +218,7 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
 
 
 def _why_untrusted(factory: str) -> str | None:
-    """Return why a factory is not trusted, or "" for no special reason; None for a function that a
+    """Return why a factory is not trusted ("": no special reason); None for a function that a
     module of this program's `models` defines."""
     match = _MODELS_FUNCTION.fullmatch(factory)
     if match is None:

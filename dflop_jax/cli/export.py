@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import FACTORY, folder_config
-from dflop_jax.cli.terminal import show
+from dflop_jax.cli.terminal import Options, add_options, show
 from dflop_jax.config_fields import dtype_name
 from dflop_jax.folders import make_folder
 
 if TYPE_CHECKING:
     from dflop_jax.checkpoint.store import CheckpointReader
+
+
+_OPTIONS: Options = {
+    "--module": ("NAME", "one module alone, such as llm or generator"),
+    "--ema": "the average of the parameters that train.ema keeps",
+    "--adapter": "the adapters alone, as peft reads them beside the model that they adapt",
+    f"--{FACTORY}": ("MODULE:FUNCTION", "build the model by this function; of a run folder only "
+                     "those below models. are called unless they are named here"),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,37 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dflop export RUN --out FOLDER [--dtype NAME] [options]"
     parser.add_argument("run_folder", metavar="RUN", help="run folder, for its newest checkpoint")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
-    parser.add_argument(
-        "--dtype", type=dtype_name, help="float32, bfloat16 or float16 (default: as it began)"
-    )
-    parser.add_argument(
-        "--module", metavar="NAME", help="one module alone, such as llm or generator"
-    )
-    parser.add_argument(
-        "--ema", action="store_true", help="the average of the parameters that train.ema keeps"
-    )
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="the adapters alone, as peft reads them beside the model that they adapt",
-    )
-    parser.add_argument(
-        "--weights",
-        metavar="FOLDER",
-        nargs="+",
-        help="where the weights that the run began with (model.weights) are now, if elsewhere",
-    )
-    parser.add_argument(
-        f"--{FACTORY}",
-        dest=FACTORY,
-        metavar="MODULE:FUNCTION",
-        help="build the model by this function; of a run folder only those below models. are "
-        "called unless they are named here",
-    )
+    dtype_help = "float32, bfloat16 or float16 (default: as it began)"
+    parser.add_argument("--dtype", type=dtype_name, help=dtype_help)
+    add_options(parser, _OPTIONS)
+    weights_help = "where the weights that the run began with (model.weights) are now, if elsewhere"
+    parser.add_argument("--weights", metavar="FOLDER", nargs="+", help=weights_help)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the folder, a matrix of a layer at a time."""
     from dflop_jax.train import load_params
     from dflop_jax.train.resume import frozen_parts
     from dflop_jax.train.run_context import build_trained_model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import folder_config, load_experiment, overrides
-from dflop_jax.cli.terminal import show
+from dflop_jax.cli.terminal import Options, add_options, positive_int, print_note, show
 from dflop_jax.config import Config, override
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dflop_jax.generate.sampling import Sampling
 
 
-# Numbers of a `generate.sampling.Sampling`, which is imported with jax: (default, help).
+# Numbers: (default, help); those of `generate.sampling.Sampling`, which is imported with jax.
 _SAMPLING = {
     "max_tokens": (64, "longest answer"),
     "temperature": (0.0, "0 takes the likeliest token"),
@@ -31,6 +31,18 @@ _SAMPLING = {
     "repetition_penalty": (1.0, "above 1: tokens that prompt and answer have are less likely"),
     "seed": (0, "of what is drawn"),
 }
+_NUMBERS = _SAMPLING | {
+    "batch": (16, "prompts of a file answered at once"),
+    "tp": (0, "devices that share one copy of the parameters; 0: as few as hold them"),
+    "flow_steps": (30, "Euler steps from noise to a clip"),
+}
+_OPTIONS: Options = {
+    "--checkpoint": ("RUN", "run folder, for its newest checkpoint, or one of its checkpoints "
+                     "(default: the experiment's run_dir)"),
+    "--prompt": ("TEXT", "what to ask"),
+    "--prompts": ("FILE", "file of prompts, in JSON lines"),
+    "--out": ("FOLDER", "write the clip there (default: RUN/generated)"),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,53 +54,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "published weights; a model of text to video writes its clip as a strip of frames (PNG) "
         "and as a GIF."
     )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="RUN",
-        help="run folder, for its newest checkpoint, or one of its checkpoints (default: the "
-        "experiment's run_dir)",
-    )
+    add_options(parser, _OPTIONS)
+    repeated: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     for kind, noun in (("image", "pictures"), ("video", "clips"), ("audio", "sounds")):
-        parser.add_argument(
-            f"--{kind}",
-            metavar="FILE",
-            nargs="+",
-            action="extend",
-            default=[],
-            help=f"{noun} that the prompt is about, in the order of its <{kind}> tags",
-        )
-    parser.add_argument("--prompt", metavar="TEXT", help="what to ask")
-    parser.add_argument("--prompts", metavar="FILE", help="file of prompts, in JSON lines")
-    parser.add_argument(
-        "--batch", type=int, default=16, help="prompts of a file answered at once (default: 16)"
-    )
-    for name, (default, text) in _SAMPLING.items():
+        help_text = f"{noun} that the prompt is about, in the order of its <{kind}> tags"
+        parser.add_argument(f"--{kind}", metavar="FILE", **repeated, help=help_text)
+    parser.add_argument("--stop", metavar="TEXT", **repeated, help="the answer ends before this")
+    for name, (default, text) in _NUMBERS.items():
         flag, help_text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
-        parser.add_argument(flag, type=type(default), default=default, help=help_text)
-    repeated: dict[str, Any] = {"metavar": "TEXT", "nargs": "+", "action": "extend", "default": []}
-    parser.add_argument("--stop", **repeated, help="the answer ends before this text")
-    parser.add_argument(
-        "--tp",
-        type=int,
-        default=0,
-        help="devices that share one copy of the parameters (default: 0, as few as hold them)",
-    )
-    clip = parser.add_argument_group("clips", "Of models that answer by a clip.")
-    clip.add_argument(
-        "--out", metavar="FOLDER", help="write the clip there (default: RUN/generated)"
-    )
-    clip.add_argument(
-        "--flow-steps", type=int, default=30, help="Euler steps from noise (default: 30)"
-    )
-    clip.add_argument(
-        "--latents",
-        metavar="TIME,ROWS,COLUMNS",
-        help="how large its latents are (default: as the embedded clips)",
-    )
+        kind = positive_int if name == "batch" else type(default)
+        parser.add_argument(flag, type=kind, default=default, metavar="N", help=help_text)
+    help_text = "how large the latents of a clip are (default: as the embedded clips)"
+    latents = "TIME,ROWS,COLUMNS"
+    parser.add_argument("--latents", type=_parse_latents, metavar=latents, help=help_text)
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Answer; the text goes to stdout as it comes, unless JSON is asked for. A clip is written."""
+    """Answer; the text goes to stdout as it comes, unless JSON is asked for."""
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import add_tags, check_media
@@ -98,7 +80,7 @@ def run(args: argparse.Namespace) -> Any:
 
     config, source = _resolve_config(args)
     if generates_clips(config):
-        return _generate_clip(args, config)
+        return _generate_clip(args, config, source)
     sampling = Sampling(**{name: vars(args)[name] for name in _SAMPLING}, stop=tuple(args.stop))
     media = {"image": args.image, "video": args.video, "audio": args.audio}
     prompts = None
@@ -106,8 +88,6 @@ def run(args: argparse.Namespace) -> Any:
     if args.prompts is not None:
         if args.prompt is not None or any(media.values()):
             raise ValueError("--prompts: its lines name prompts and media; leave out other ones")
-        if args.batch < 1:
-            raise ValueError(f"--batch {args.batch}: at least 1")
         prompts = read_prompts(args.prompts)
     elif args.prompt is None:
         raise ValueError("give --prompt TEXT, or --prompts FILE")
@@ -126,7 +106,7 @@ def run(args: argparse.Namespace) -> Any:
         if not answer.answer.strip():
             reason = f"its {len(answer.tokens)} tokens are no text"
             reason = reason if answer.tokens else "the model ended its turn at once"
-            print(f"the answer is empty: {reason}", file=sys.stderr)
+            print_note(f"the answer is empty: {reason}")
     return answer
 
 
@@ -142,19 +122,19 @@ def _answer_file(
         if not as_json:
             _write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
     if failed := [a.error for a in answers if a.error]:
-        warning = f"{len(failed)} of {len(answers)} prompts were not asked; the first: {failed[0]}"
-        print(warning, file=sys.stderr)
+        print_note(
+            f"{len(failed)} of {len(answers)} prompts were not asked; the first: {failed[0]}"
+        )
     return answers
 
 
 def _resolve_config(args: argparse.Namespace) -> tuple[Config, str]:
     """The configuration of a command line, and the folder of the parameters: EXPERIMENT is a file,
-    a run folder or a folder of published weights.
-
-    Raises:
-      ValueError: none of these.
-    """
+    a run folder or a folder of published weights; ValueError for none of these."""
+    from dflop_jax.distributed.devices import uses_cpu
     from dflop_jax.generate.published import is_published
+    from dflop_jax.preflight.derived_fields import with_settings
+    from dflop_jax.preflight.model_folder import folder_settings
 
     folder = Path(args.experiment)
     if not folder.exists():
@@ -163,24 +143,18 @@ def _resolve_config(args: argparse.Namespace) -> tuple[Config, str]:
             "or train it first"
         )
     if not folder.is_dir():
-        base = load_experiment(args.experiment)
+        config = load_experiment(args.experiment)
+    elif is_published(folder):
+        config = with_settings(Config(), folder_settings(folder, overrides(args)))
+        if not uses_cpu():
+            config = replace(config, model=replace(config.model, dtype="bfloat16"))
     else:
-        base = _published_config(args) if is_published(folder) else folder_config(folder, args)
-    config = override(base, overrides(args))
+        config = folder_config(folder, args)
+    config = override(config, overrides(args))
     return config, args.checkpoint or (args.experiment if folder.is_dir() else config.run_dir)
 
 
-def _published_config(args: argparse.Namespace) -> Config:
-    from dflop_jax.distributed.devices import uses_cpu
-    from dflop_jax.preflight.derived_fields import with_settings
-    from dflop_jax.preflight.model_folder import folder_settings
-
-    config = with_settings(Config(), folder_settings(Path(args.experiment), overrides(args)))
-    model = config.model if uses_cpu() else replace(config.model, dtype="bfloat16")
-    return replace(config, model=model)
-
-
-def _generate_clip(args: argparse.Namespace, config: Config) -> Any:
+def _generate_clip(args: argparse.Namespace, config: Config, source: str) -> Any:
     from dflop_jax.generate.clip import make_clip
     from dflop_jax.train.run_context import use_cache
 
@@ -190,27 +164,18 @@ def _generate_clip(args: argparse.Namespace, config: Config) -> Any:
         raise ValueError("the model makes a clip of one caption: give --prompt TEXT")
     run = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
-    answer = make_clip(
-        config,
-        args.checkpoint or run,
-        args.prompt,
-        args.out or Path(run) / "generated",
-        size=_parse_latents(args.latents),
-        flow_steps=args.flow_steps,
-        seed=args.seed,
-    )
+    folder = args.out or Path(run) / "generated"
+    sizes = {"size": args.latents, "flow_steps": args.flow_steps}
+    answer = make_clip(config, source, args.prompt, folder, **sizes, seed=args.seed)
     if not args.json:
         show(f"wrote {', '.join(answer.files)}")
     return answer
 
 
-def _parse_latents(text: str | None) -> tuple[int, int, int] | None:
-    """The numbers of --latents."""
-    if text is None:
-        return None
+def _parse_latents(text: str) -> tuple[int, int, int]:
     numbers = [part.strip() for part in text.split(",")]
     if len(numbers) != 3 or not all(n.isdecimal() for n in numbers):
-        raise ValueError(f"--latents {text!r}: write TIME,ROWS,COLUMNS, such as 4,6,6")
+        raise argparse.ArgumentTypeError(f"{text!r}: write TIME,ROWS,COLUMNS, such as 4,6,6")
     time, rows, columns = map(int, numbers)
     return time, rows, columns
 

@@ -8,16 +8,16 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from dflop_jax.cli.terminal import positive_int
 from dflop_jax.config import DistributedConfig
 from dflop_jax.distributed.process_exit import BAD_INPUT, PREEMPTED, TRANSIENT_FAILURE
 from dflop_jax.distributed.processes import DEVICES_ENV, LOCAL_PROCESSES_ENV, find_processes
-from dflop_jax.distributed.supervisor import Job, LaunchResult, supervise
+from dflop_jax.distributed.supervisor import LaunchResult, supervise
 
-# XLA on the CPU allocates new memory for the temporaries of every program. If glibc returns that
-# memory to the system after each program and takes it again in small pages, a large backward takes
-# 1.7 times as long, and up to three times on a virtual machine. These settings keep the memory, in
-# huge pages and one arena: other arenas return blocks above 64 MiB at once (measured with glibc
-# 2.36: 3 page faults a step instead of 480 to 1,000). Other allocators ignore the settings.
+# XLA on the CPU allocates new memory for the temporaries of every program. If glibc returns it to
+# the system after each program and takes it again in small pages, a large backward takes 1.7 times
+# as long, and up to three times on a virtual machine. These settings keep the memory, in huge pages
+# and one arena: other arenas return blocks above 64 MiB at once (measured with glibc 2.36).
 _MALLOC_TUNABLES = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
     f":glibc.malloc.mmap_threshold={1 << 40}:glibc.malloc.trim_threshold={1 << 40}"
@@ -36,30 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{PREEMPTED} when the processes saved and ended so, {TRANSIENT_FAILURE} when another "
         "start may succeed, as where a process was killed."
     )
-    parser.add_argument("-n", type=int, required=True, help="processes to start on this host")
-    parser.add_argument(
-        "--devices-per-process", type=int, metavar="D", help="default: plan.devices shared evenly"
-    )
+    help_text = "processes to start on this host"
+    parser.add_argument("-n", type=positive_int, required=True, metavar="N", help=help_text)
+    help_text = "default: plan.devices shared evenly"
+    parser.add_argument("--devices-per-process", type=positive_int, metavar="D", help=help_text)
     parser.add_argument("--pin", action="store_true", help="give each process cores of its own")
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="R",
-        help="start all processes again after a failure, R times at most; the run resumes from its "
-        f"newest checkpoint (default: 0); bad input (exit code {BAD_INPUT}) is not retried",
+    help_text = (
+        "start all processes again after a failure, R times at most; the run resumes from its "
+        f"newest checkpoint (default: 0); bad input (exit code {BAD_INPUT}) is not retried"
     )
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="R", help=help_text)
     parser.add_argument("process", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
 def run(args: argparse.Namespace) -> LaunchResult:
-    """Start the processes and wait for them; the result holds the exit code."""
+    command = args.process[args.process[:1] == ["--"] :]
+    n_devices, n_restarts = args.devices_per_process, args.max_restarts
     return launch(
-        args.process[1:] if args.process[:1] == ["--"] else args.process,
-        args.n,
-        devices_per_process=args.devices_per_process,
-        pin=args.pin,
-        max_restarts=args.max_restarts,
+        command, args.n, devices_per_process=n_devices, pin=args.pin, max_restarts=n_restarts
     )
 
 
@@ -74,26 +68,19 @@ def launch(
     """Run a command in `n` processes of this host that find each other, until all have ended.
 
     If one process fails, the supervisor ends the others, and starts all again while restarts are
-    left. If one ends as preempted, all have saved and end as well. SIGINT, SIGTERM and SIGHUP are
-    passed on once; a second signal kills. If this process dies, so do the others (on Linux). Call
-    it from the main thread.
+    left. SIGINT, SIGTERM and SIGHUP are passed on once; a second signal kills. If this process
+    dies, so do the others (on Linux). Call it from the main thread.
 
     Args:
       command: program and arguments; `dflop` and `python` mean those of this interpreter.
       devices_per_process: devices that each process uses; None leaves it to the plan.
       pin: give each process its own share of this process's cores.
-      max_restarts: how many times all processes are started again after a failure.
 
     Raises:
-      ValueError: too few processes or cores, no such command, or something else has started
-        several processes already.
+      ValueError: too few cores, no such command, or something else has started several processes.
     """
-    if n < 1:
-        raise ValueError(f"-n {n}: start at least 1 process")
     if max_restarts < 0:
         raise ValueError(f"--max-restarts {max_restarts} must be at least 0")
-    if devices_per_process is not None and devices_per_process < 1:
-        raise ValueError(f"--devices-per-process {devices_per_process} must be at least 1")
     program, cores = resolve(command), core_shares(n) if pin else [None] * n
     if LOCAL_PROCESSES_ENV not in os.environ:  # inside another launch the variables are its own
         found = find_processes(DistributedConfig())
@@ -103,12 +90,11 @@ def launch(
                 "starts those of one host; put the command itself in its place, one process a task"
             )
     environment = {**_MALLOC_TUNABLES, **os.environ, DEVICES_ENV: str(devices_per_process or "")}
-    return supervise(Job(program, environment, cores), max_restarts)
+    return supervise(program, environment, cores, max_restarts)
 
 
 def resolve(command: Sequence[str]) -> list[str]:
-    """Return the program of a command line with its arguments; `dflop` and `python` mean those of
-    this interpreter. ValueError where there is no such program."""
+    """Return the program of a command line with its arguments; ValueError where there is none."""
     if not command:
         raise ValueError(
             "no command; give it after --, such as: dflop launch -n 2 -- dflop train EXPERIMENT"
@@ -126,8 +112,8 @@ def resolve(command: Sequence[str]) -> list[str]:
 
 
 def core_shares(n: int) -> list[set[int] | None]:
-    """Return this process's cores in `n` parts whose sizes differ by at most one core. ValueError
-    where there are too few, or where the platform does not pin processes."""
+    """Return this process's cores in `n` parts whose sizes differ by at most one; ValueError where
+    there are too few, or where the platform does not pin processes."""
     if not hasattr(os, "sched_setaffinity"):
         raise ValueError("--pin: this platform does not tie processes to cores; leave it out")
     cores = sorted(os.sched_getaffinity(0))

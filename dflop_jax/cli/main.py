@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import gc
+import importlib
 import json
 import logging
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -22,62 +22,33 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from dflop_jax.checkpoint.format import StorageError
-from dflop_jax.cli import (
-    check,
-    compile,
-    export,
-    generate,
-    init,
-    launch,
-    plan,
-    profile,
-    report,
-    simulate,
-    train,
-    verify,
-)
 from dflop_jax.cli.derive_config import model_data_arguments
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.terminal import Parser
-from dflop_jax.distributed.process_exit import (
-    FAILED,
-    PREEMPTED,
-    TRANSIENT_FAILURE,
-    RunFailed,
-    exit_code_of,
-    exit_if_joined,
-    exit_process,
-    has_joined_run,
-)
+from dflop_jax.distributed import process_exit
 from dflop_jax.folders import DISK_FULL_ERRNOS
 
 
 class Command(NamedTuple):
-    """A module of this folder, with `add_arguments(parser)` and `run(args)`.
-
-    Attributes:
-      configuration: "" none; "experiment" one of an experiment; "model" also one of a model and
-        data that are named.
-    """
-
-    module: ModuleType
+    name: str  # also of the module of this folder that has its `add_arguments` and `run`
     help: str
+    # "": none; "experiment": one of an experiment; "model": also of a model and data by name
     configuration: Literal["", "experiment", "model"] = "model"
 
 
 COMMANDS = (
-    Command(launch, "start local processes that train together", ""),
-    Command(check, "look at machine, model and data without training, in 20 s"),
-    Command(profile, "measure the data's shapes and the model's times"),
-    Command(plan, "choose devices, parallelism and buckets for a policy"),
-    Command(compile, "compile a plan's programs for a GPU that is not here: do they fit?"),
-    Command(simulate, "run a plan on measured times, without training"),
-    Command(train, "profile and plan where needed, then train"),
-    Command(init, "write the experiment file that a command line amounts to"),
-    Command(generate, "show a trained model's answer to a prompt", "experiment"),
-    Command(export, "write a run's weights for transformers", ""),
-    Command(verify, "prove published weights: read, written again, beside transformers", ""),
-    Command(report, "show one run, or compare several in a table and a page", ""),
+    Command("launch", "start local processes that train together", ""),
+    Command("check", "look at machine, model and data without training, in 20 s"),
+    Command("profile", "measure the data's shapes and the model's times"),
+    Command("plan", "choose devices, parallelism and buckets for a policy"),
+    Command("compile", "compile a plan's programs for a GPU that is not here: do they fit?"),
+    Command("simulate", "run a plan on measured times, without training"),
+    Command("train", "profile and plan where needed, then train"),
+    Command("init", "write the experiment file that a command line amounts to"),
+    Command("generate", "show a trained model's answer to a prompt", "experiment"),
+    Command("export", "write a run's weights for transformers", ""),
+    Command("verify", "prove published weights: read, written again, beside transformers", ""),
+    Command("report", "show one run, or compare several in a table and a page", ""),
 )
 
 
@@ -97,26 +68,28 @@ OTHER_TRAINERS_FLAGS = {
 }
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "
-    f"{PREEMPTED} preempted: a signal ended the run, and what it had reached is saved, "
-    f"{TRANSIENT_FAILURE} try again: a process is gone or did not come, a port is in use, a lock "
-    "is held, "
-    "a disk is full."
+    f"{process_exit.PREEMPTED} preempted: a signal ended the run, and its progress is saved, "
+    f"{process_exit.TRANSIENT_FAILURE} try again: a process is gone or did not come, a port is in "
+    "use, a lock is held, a disk is full."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code."""
     try:
-        return exit_if_joined(_run(argv))
+        return process_exit.exit_if_joined(_run(argv))
     except Exception:
-        if not has_joined_run.is_set():
+        if not process_exit.has_joined_run.is_set():
             raise
         traceback.print_exc()
-        exit_process(FAILED)
+        process_exit.exit_process(process_exit.FAILED)
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    _reduce_gc()
+    # Tracing makes millions of objects that stay: to look for garbage among them takes a tenth of
+    # the time until the first step, and stops one process of a run while the others wait.
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 100)
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     logging.basicConfig(
@@ -128,19 +101,17 @@ def _run(argv: Sequence[str] | None) -> int:
         if unknown:
             _reject_arguments(unknown, parser, args.command)
         result = args.run(args)
-    except (ValueError, RunFailed, StorageError) as e:
-        print(f"dflop {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
-        return exit_code_of(e)
-    except OSError as e:
-        if e.errno not in DISK_FULL_ERRNOS:
-            raise
-        file_text = f"{e.filename}: " if e.filename else ""
-        remedy = "go on with --resume auto" if args.command == "train" else "give the command again"
-        print(
-            f"dflop {args.command}: {file_text}{e.strerror}; make room, then {remedy}",
-            file=sys.stderr,
-        )
-        return exit_code_of(e)
+    except (ValueError, process_exit.RunFailed, OSError) as e:
+        message = " ".join(str(e).split())
+        if isinstance(e, OSError) and not isinstance(e, StorageError):
+            if e.errno not in DISK_FULL_ERRNOS:
+                raise
+            is_train = args.command == "train"
+            remedy = "go on with --resume auto" if is_train else "give the command again"
+            file_text = f"{e.filename}: " if e.filename else ""
+            message = f"{file_text}{e.strerror}; make room, then {remedy}"
+        print(f"dflop {args.command}: {message}", file=sys.stderr)
+        return process_exit.exit_code_of(e)
     except KeyboardInterrupt:
         print(f"dflop {args.command}: interrupted", file=sys.stderr)
         return 1
@@ -150,20 +121,14 @@ def _run(argv: Sequence[str] | None) -> int:
     return getattr(result, "exit_code", dict_exit_code)
 
 
-def _reduce_gc() -> None:
-    """Tracing makes millions of objects that stay: looking for garbage among them takes a tenth of
-    the time until the first step, and stops one process of a run while the others wait."""
-    gc.freeze()
-    gc.set_threshold(200_000, 50, 100)
-
-
 def _reject_arguments(unknown: list[str], parser: Parser, command: str) -> None:
-    """Raise ValueError for what the parser does not know, with the nearest known flag. A misspelt
-    flag's value may have been taken for the experiment, so flags are named first."""
+    """Raise ValueError for what the parser does not know, with the nearest known flag; flags first,
+    as the value of a misspelt one may have been taken for the experiment."""
     flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         raise ValueError(f"unexpected argument {unknown[0]!r}; see dflop {command} --help")
-    known_flags = parser.flags_of(command)
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    known_flags = list(commands.choices[command]._option_string_actions)
     field = flags[0].removeprefix("--")
     equivalent = OTHER_TRAINERS_FLAGS.get(field.rpartition(".")[2].replace("-", "_"))
     nearest = difflib.get_close_matches(flags[0], known_flags, 1, cutoff=0.5)
@@ -175,7 +140,7 @@ def _reject_arguments(unknown: list[str], parser: Parser, command: str) -> None:
 
 
 class _ShowVersion(argparse.Action):
-    """`--version`, whose lookup of installed packages no other command waits for."""
+    """Looks up versions only where they are asked for: sources may not be installed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"dflop_jax {metadata.version('dflop_jax')}, jax {metadata.version('jax')}")
@@ -196,25 +161,24 @@ def _parser() -> Parser:
     common.add_argument("--json", action="store_true", help="print the result as JSON")
     common.add_argument("--verbose", action="store_true", help="log what happens underneath")
     experiment, front_door = experiment_arguments(), model_data_arguments()
+    named = "--model FOLDER_OR_NAME --data PATH_OR_NAME"
+    fields = "[--section.field VALUE ...]"
     parents_by_configuration = {
         "": ("RUN [RUN ...]", [common]),
-        "experiment": ("EXPERIMENT [--section.field VALUE ...]", [common, experiment]),
-        "model": (
-            "(EXPERIMENT | --model FOLDER_OR_NAME --data PATH_OR_NAME) [--section.field VALUE ...]",
-            [common, front_door],
-        ),
+        "experiment": (f"EXPERIMENT {fields}", [common, experiment]),
+        "model": (f"(EXPERIMENT | {named}) {fields}", [common, front_door]),
     }
     for command in COMMANDS:
-        name = command.module.__name__.rpartition(".")[2]
         usage, parents = parents_by_configuration[command.configuration]
         sub = commands.add_parser(
-            name,
+            command.name,
             help=command.help,
             description=f"{command.help[0].upper()}{command.help[1:]}.",
-            usage=f"dflop {name} {usage} [options]",
+            usage=f"dflop {command.name} {usage} [options]",
             parents=parents,
             allow_abbrev=False,
         )
-        command.module.add_arguments(sub)
-        sub.set_defaults(run=command.module.run)
+        module = importlib.import_module(f"dflop_jax.cli.{command.name}")
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
     return parser

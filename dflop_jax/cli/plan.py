@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.derive_config import early_checks, open_run_context
-from dflop_jax.cli.experiment import add_options, finish_run, output_folder
-from dflop_jax.cli.terminal import make_table, make_ticker, show
+from dflop_jax.cli.derive_config import check_early, open_run_context
+from dflop_jax.cli.experiment import OUT_FOLDER, PROFILE_FILE, finish_run, output_folder
+from dflop_jax.cli.terminal import Options, add_options, make_table, make_ticker, show
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
 from dflop_jax.report.number_format import duration, number, percent
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "--profile-file", "--out")
-    parser.add_argument(
-        "--explain", action="store_true", help="also show why others lost and what would help"
-    )
+    explain: Options = {"--explain": "also show why others lost and what would help"}
+    add_options(parser, PROFILE_FILE | OUT_FOLDER | explain)
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -43,17 +42,16 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train import planning
     from dflop_jax.train.step_figures import predict_run
 
-    context, profile = open_run_context(args, early_checks(args))
+    context, profile = open_run_context(args, partial(check_early, args, None))
     config = context.config
     options = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
     tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
     result = planning.make_plan(context, profile, tick, **options)
-    what_ifs = []
+    what_ifs, savings = [], []
     if args.explain:
-        what_ifs = planning.evaluate_changes(
-            context, profile, make_ticker("what would help", "searches")
-        )
-    savings = planning.explain_memory_savings(context, profile, result.plan) if args.explain else []
+        tick = make_ticker("what would help", "searches")
+        what_ifs = planning.evaluate_changes(context, profile, tick)
+        savings = planning.explain_memory_savings(context, profile, result.plan)
     kinds = kind_costs(profile)
     expected = predict_run(context, profile.data, result.plan)
     folder = output_folder(args, config)
@@ -108,40 +106,33 @@ def ranking_table(result: SearchResult, explain: bool) -> Table:
 
 
 def describe_choice(result: SearchResult) -> str:
-    """The plan in a line, with the buckets that it got at last, and its step with one bucket, as
-    the ranking has it."""
+    """The plan in a line, with its buckets, and its step with one bucket, as the ranking has it."""
     from dflop_jax.plan.memory import describe_savings
     from dflop_jax.plan.placement import layout_name
     from dflop_jax.report.summary import submesh_rows
 
-    plan = result.plan
-    meshes = ", ".join(
-        f"{name} {shape} on devices {devices}"
-        for name, devices, shape, _ in submesh_rows(plan.layout)
-    )
-    buckets = ", ".join(b.name for b in plan.layout.buckets)
-    if plan.layout.fan_in > 1:
-        buckets += (
-            f", up to {plan.layout.fan_in} groups of {' and '.join(plan.layout.divided)} for one"
-        )
-    if plan.layout.group_size > 1:
-        buckets += f", groups of {plan.layout.group_size} microbatches"
-    for s in plan.layout.segments:
+    plan, layout, predicted = result.plan, result.plan.layout, result.plan.predicted
+    rows = submesh_rows(layout)
+    meshes = ", ".join(f"{name} {shape} on devices {devices}" for name, devices, shape, _ in rows)
+    buckets = ", ".join(b.name for b in layout.buckets)
+    if layout.fan_in > 1:
+        buckets += f", up to {layout.fan_in} groups of {' and '.join(layout.divided)} for one"
+    if layout.group_size > 1:
+        buckets += f", groups of {layout.group_size} microbatches"
+    for s in layout.segments:
         buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
     if plan.scheduling.residuals:
-        buckets += f"; groups keep more where memory is left ({describe_savings(plan.layout)})"
-    ranked_key = plan.policy, layout_name(plan.layout)
+        buckets += f"; groups keep more where memory is left ({describe_savings(layout)})"
+    ranked_key = plan.policy, layout_name(layout)
     one_s = [c.makespan_s for c in result.candidates if (c.policy, c.name) == ranked_key]
     return (
-        f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
-        "a step"
-        + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
+        f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * predicted.makespan_s:.1f} ms a step"
+        + f" by {predicted.priced_by}" * bool(predicted.priced_by)
         + "".join(f" ({1e3 * s:.1f} ms with one bucket, as ranked)" for s in one_s[:1])
     )
 
 
 def describe_run(run: PredictedRun, module: str) -> str:
-    """What the run comes to by the plan's prediction, in a line."""
     mfu = "" if run.mfu is None else f", MFU {percent(run.mfu)}"
     return (
         f"expected: {run.steps:,} steps in {duration(run.run_s)}, {number(run.tokens_per_s)} "
@@ -150,33 +141,25 @@ def describe_run(run: PredictedRun, module: str) -> str:
 
 
 def link_table(links: Sequence[Link]) -> Table:
-    """What was measured of the links between devices."""
-    texts = {
-        (k.collective, k.across): f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}" for k in links
-    }
-    rows = (
-        (name, texts.get((name, False), "-"), texts.get((name, True), "-"))
-        for name in dict.fromkeys(k.collective for k in links)
-    )
+    texts = {(k.collective, k.across): f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}"
+             for k in links}  # fmt: skip
+    names = dict.fromkeys(k.collective for k in links)
+    rows = ((n, texts.get((n, False), "-"), texts.get((n, True), "-")) for n in names)
     title = "Measured links: GB/s of a device, ms of a step of a ring"
     return make_table(title, ("links", "in a node", "across nodes"), rows)
 
 
 def describe_limits(searched: Mapping[str, int], config: PlanConfig) -> str:
     """How far the search went, and which of it was the job's own choice."""
-    limit_texts = [
-        f"plan.{name} {n} ({'given' if getattr(config, name) else 'by the job'})"
-        for name, n in searched.items()
-    ]
+    sources = {name: "given" if getattr(config, name) else "by the job" for name in searched}
+    limits = ", ".join(f"plan.{name} {n} ({sources[name]})" for name, n in searched.items())
     return (
-        f"looked up to {', '.join(limit_texts)}; {config.drift:.0%} of the steps that plans are "
-        "judged by "
-        "hold other shares of media than the data's (plan.drift)"
+        f"looked up to {limits}; {config.drift:.0%} of the steps that plans are judged by hold "
+        "other shares of media than the data's (plan.drift)"
     )
 
 
 def kind_table(rows: Sequence[KindCost]) -> Table:
-    """What a layer of each kind takes, and all of them of their module's layers."""
     texts = (
         (layer_key(c.module, c.kind), str(c.layers), f"{c.shape.rows} x {c.shape.tokens}",
          f"{1e3 * c.forward_s:.2f}", f"{1e3 * c.backward_s:.2f}", f"{c.share:.0%}")
@@ -187,7 +170,6 @@ def kind_table(rows: Sequence[KindCost]) -> Table:
 
 
 def memory_table(rows: Sequence[Saving]) -> Table:
-    """What each module that saves memory pays for it, against the next cheaper way."""
     texts = (
         (s.module, s.chosen, s.cheaper if s.fits else f"{s.cheaper} (does not fit)",
          f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.paid_s:.1f}")
@@ -198,13 +180,11 @@ def memory_table(rows: Sequence[Saving]) -> Table:
 
 
 def what_if_table(changes: Sequence[WhatIf]) -> Table:
-    """Seconds for the same samples after each change, every time with the best plan for it."""
     current_s, rows = changes[0].makespan_s, []
     for w in changes:
         if w.makespan_s is None or current_s is None:
             rows.append((w.change, "-", "nothing fits"))
         else:
             rows.append((w.change, f"{1e3 * w.makespan_s:.1f}", f"{current_s / w.makespan_s:.2f}"))
-    return make_table(
-        "What would help (one bucket each)", ("what if", "step ms", "times as fast"), rows
-    )
+    columns = ("what if", "step ms", "times as fast")
+    return make_table("What would help (one bucket each)", columns, rows)

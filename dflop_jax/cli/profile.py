@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 from dflop_jax.cli.derive_config import open_run_context
-from dflop_jax.cli.experiment import add_options, finish_run, output_folder
-from dflop_jax.cli.terminal import make_table, show
+from dflop_jax.cli.experiment import OUT_FOLDER, finish_run, output_folder
+from dflop_jax.cli.terminal import add_options, make_table, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "--out")
+    add_options(parser, OUT_FOLDER)
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Write profile.json; shows a table of times and what a sample holds on average."""
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PROFILE
 
@@ -33,16 +31,12 @@ def run(args: argparse.Namespace) -> Any:
             shape = f"{t.shape.rows} x {t.shape.tokens}"
             rows.append([t.layers, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in times)])
         show(make_table("", columns, rows))
-        token_texts = [_describe_tokens(m, [load.tokens(m) for load in profile.data.loads])
-                for m in profile.model.n_layers]  # fmt: skip
-        show(
-            f"{profile.data.n_total} samples of {profile.data.source}: {', '.join(token_texts)}; "
-            f"wrote {output_file}"
-        )
+        texts = []
+        for m in profile.model.n_layers:
+            tokens = [load.tokens(m) for load in profile.data.loads]
+            mean = sum(tokens) / len(tokens)
+            texts.append(f"{mean:.1f} tokens of {m} on average (most {max(tokens)})")
+        samples = f"{profile.data.n_total} samples of {profile.data.source}"
+        show(f"{samples}: {', '.join(texts)}; wrote {output_file}")
     finish_run(context.peers)
     return profile.model
-
-
-def _describe_tokens(module: str, tokens: Sequence[int]) -> str:
-    mean = sum(tokens) / len(tokens)
-    return f"{mean:.1f} tokens of {module} on average (most {max(tokens)})"

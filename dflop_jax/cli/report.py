@@ -11,19 +11,14 @@ from dflop_jax.cli.terminal import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the base")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="the page, FILE.html, and the picture, FILE.png (default: report.html in the first "
-        "run's folder, and beside it report.png, of several runs compare.png here)",
+    help_text = (
+        "the page, FILE.html, and the picture, FILE.png (default: report.html in the first run's "
+        "folder, and beside it report.png, of several runs compare.png here)"
     )
+    parser.add_argument("--out", metavar="FILE", help=help_text)
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Write a page and a picture, and show the figures of one run or the comparison of several.
-
-    What runs wrote is only read.
-    """
     from dflop_jax.report.compare import compare, compare_json, summary_table
     from dflop_jax.report.html import write_page
     from dflop_jax.report.reader import read_runs
@@ -54,7 +49,6 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def trace_memory(folder: Path, plan: Any, trace: Any, labels: Any) -> Any:
-    """Memory over time of a run's trace, from its profile."""
     from dflop_jax.plan.memory import memory_of_trace
     from dflop_jax.records import Profile
     from dflop_jax.records.files import load

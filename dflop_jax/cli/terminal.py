@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -11,8 +10,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-NOTE_DELAY_S = 8.0  # seconds that notes wait for a mistake to be found
-PROGRESS_INTERVAL_S = 10.0  # seconds between lines of progress where they stay, as in a log
+PROGRESS_INTERVAL_S = 10.0  # between lines of progress where they stay, as in a log
 
 
 class _StoreOnce(argparse.Action):
@@ -34,8 +32,7 @@ class _StoreOnce(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line, with exit code 2, also for a flag of
-    one value that is given twice."""
+    """An argument parser that reports an error in one line, also for a flag that is given twice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,12 +42,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
-    def flags_of(self, command: str) -> list[str]:
-        """The flags of a sub-command."""
-        (commands,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
-        return [
-            flag for action in commands.choices[command]._actions for flag in action.option_strings
-        ]
+
+# Options, flag -> (name of its value, help), and switches, flag -> help.
+Options = dict[str, tuple[str, str] | str]
+
+
+def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
+    for flag, about in options.items():
+        if isinstance(about, str):
+            parser.add_argument(flag, action="store_true", help=about)
+        else:
+            parser.add_argument(flag, metavar=about[0], help=about[1])
+
+
+def positive_int(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
 
 
 def show(content: Any) -> None:
@@ -64,7 +72,6 @@ def show(content: Any) -> None:
 def make_table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any
 ) -> Table:
-    """A table with its title at the left; `options` are those of rich."""
     new_table = Table(*columns, title=title or None, title_justify="left", **options)
     for row in rows:
         new_table.add_row(*row)
@@ -72,54 +79,33 @@ def make_table(
 
 
 def print_note(line: str) -> None:
-    """Print a line to stderr, beside the answer."""
     Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
 
 
 class DelayedNotes:
-    """Lines for stderr that wait until they are ready, or for `NOTE_DELAY_S`: a mistake that is
-    found meanwhile stands alone, and whoever waits for long sees what for."""
+    """Lines for stderr that wait until they are shown, so that a mistake that is found meanwhile
+    stands alone; later ones are shown at once."""
 
     def __init__(self) -> None:
-        self._lines: list[str] | None = []
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(NOTE_DELAY_S, self.show)
-        self._timer.daemon = True
-        self._timer.start()
+        self._lines: list[str] = []
+        self._is_shown = False
 
     def add(self, line: str, shows_now: bool = False) -> None:
-        with self._lock:
-            if self._lines is not None:
-                self._lines.append(line)
-            else:
-                print_note(line)
-        if shows_now:
+        self._lines.append(line)
+        if shows_now or self._is_shown:
             self.show()
 
     def show(self) -> None:
-        """Print what waits, and what comes from now on at once."""
-        with self._lock:
-            lines, self._lines = self._lines or [], None
-            for line in lines:
-                print_note(line)
-        self._timer.cancel()
-
-    def drop(self) -> None:
-        """Never print what waits."""
-        self._timer.cancel()
-        with self._lock:
-            self._lines = []
+        for line in self._lines:
+            print_note(line)
+        self._lines, self._is_shown = [], True
 
 
 def make_ticker(
     name: str, unit: str = "", *, starts_shown: bool = False
 ) -> Callable[[int, int], None]:
     """A function that shows progress (done, total): as one rewritten line of a terminal, elsewhere
-    as a line now and then.
-
-    Args:
-      starts_shown: print the name before anything is done.
-    """
+    as a line now and then; with `starts_shown` the name before anything is done."""
     console = Console(stderr=True, soft_wrap=True)
     if starts_shown:
         console.print(name, end="\r" if console.is_terminal else "\n")

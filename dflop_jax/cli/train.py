@@ -6,19 +6,28 @@ import argparse
 from typing import Any
 
 from dflop_jax.cli.derive_config import derive_config, settings_notes
-from dflop_jax.cli.experiment import add_cwd_to_path, add_options, finish_run, load_record
-from dflop_jax.cli.terminal import show
-from dflop_jax.config import Config
-from dflop_jax.distributed.process_exit import (
-    FAILED,
-    PREEMPTED,
-    exit_with_message,
-    is_cli_process,
-    on_signal,
-    signal_name,
+from dflop_jax.cli.experiment import (
+    PLAN_FILE,
+    PROFILE_FILE,
+    add_cwd_to_path,
+    finish_run,
+    load_record,
 )
+from dflop_jax.cli.terminal import Options, add_options, show
+from dflop_jax.config import Config
+from dflop_jax.distributed import process_exit
+from dflop_jax.distributed.process_exit import PREEMPTED
 from dflop_jax.folders import tolerate_lost_log_lines
 from dflop_jax.records import Plan, Profile
+
+_OPTIONS: Options = PROFILE_FILE | PLAN_FILE | {
+    "--dry-run": "profile, plan and say what the steps would take, and end before the first one, "
+                 "without a run folder (dflop plan writes the plan)",
+    "--reset-optimizer": "with --resume: take the parameters only; the optimizer's state begins "
+                         "anew",
+    "--init-from": ("RUN[@STEP]", "begin with the parameters of another run's newest checkpoint, "
+                    "or of that step's: the same as --model.weights RUN[@STEP]"),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,84 +36,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{PREEMPTED} (1 without checkpoints); --resume auto goes on. A second one ends it at "
         "once. A dry run saves nothing and ends with 1."
     )
-    add_options(parser, "--profile-file", "--plan-file")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="profile, plan and say what the steps would take, and end before the first one, "
-        "without a run folder (dflop plan writes the plan)",
+    add_options(parser, _OPTIONS)
+    callbacks_help = (
+        "your own code that is told of steps, evaluations and saves (a dflop_jax.Callback, or what "
+        "makes one); may be given again"
     )
-    parser.add_argument(
-        "--callbacks",
-        action="append",
-        default=[],
-        metavar="MODULE:NAME",
-        help="your own code that is told of steps, evaluations and saves (a dflop_jax.Callback, or "
-        "what makes one); may be given again",
+    repeated: dict[str, Any] = {"action": "append", "default": [], "metavar": "MODULE:NAME"}
+    parser.add_argument("--callbacks", **repeated, help=callbacks_help)
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
+    resume_help = (
+        "continue the run in the folder from its newest whole checkpoint, if there is one, or from "
+        "that of a step, setting newer ones aside"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
-    parser.add_argument(
-        "--resume",
-        metavar="auto|STEP",
-        help="continue the run in the folder from its newest whole checkpoint, if there is one, or "
-        "from that of a step, setting newer ones aside",
-    )
-    parser.add_argument(
-        "--reset-optimizer",
-        action="store_true",
-        help="with --resume: take the parameters only; the optimizer's state begins anew",
-    )
-    parser.add_argument(
-        "--init-from",
-        metavar="RUN[@STEP]",
-        help="begin with the parameters of another run's newest checkpoint, or of that step's: the "
-        "same as --model.weights RUN[@STEP]",
-    )
+    existing.add_argument("--resume", type=_parse_resume, metavar="auto|STEP", help=resume_help)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Train; process 0 shows the summary, every process returns what the run came to: a
-    `train.callbacks.FitResult` with its first and last loss, and the exit code."""
+    """Train; process 0 shows the summary, every process returns a `train.callbacks.FitResult` with
+    its first and last loss, and the exit code."""
     trainers: list[Any] = []  # the one of this run, once it is there
 
     def stop(signum: int) -> None:
         """End outside of the steps, where nothing is to be saved: all that was done is, already."""
-        reason = f"{signal_name(signum)} came while no step ran"
-        exit_code = FAILED if args.dry_run else PREEMPTED
+        reason = f"{process_exit.signal_name(signum)} came while no step ran"
+        exit_code = process_exit.FAILED if args.dry_run else PREEMPTED
         for trainer in trainers:
             if not args.dry_run:
                 exit_code = _preempted_code(trainer.config)
             trainer.peers.fail(f"process {trainer.peers.process_index} ended: {reason}", exit_code)
-        exit_with_message(f"ended: {reason}; {_what_next(args, exit_code)}", exit_code)
+        unsaved = "a dry run" if args.dry_run else "a run without checkpoints"
+        remedy = f"{unsaved} saves nothing, give the command again"
+        remedy = "--resume auto goes on" if exit_code == PREEMPTED else remedy
+        process_exit.exit_with_message(f"ended: {reason}; {remedy}", exit_code)
 
     tolerate_lost_log_lines()
-    is_cli_process.set()
+    process_exit.is_cli_process.set()
     try:
-        with on_signal(stop):
+        with process_exit.on_signal(stop):
             return _train(args, trainers)
     finally:
         trainers.clear()
 
 
-def _what_next(args: argparse.Namespace, exit_code: int) -> str:
-    """What to do after a run that a signal ended."""
-    if exit_code == PREEMPTED:
-        return "--resume auto goes on"
-    reason = "a dry run" if args.dry_run else "a run without checkpoints"
-    return f"{reason} saves nothing, give the command again"
-
-
 def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
-    if args.overwrite and args.resume:
-        raise ValueError("--overwrite and --resume exclude each other; give one of them")
     if args.reset_optimizer and not args.resume:
         raise ValueError(
             "--reset-optimizer goes with --resume: leave it out, a new run begins with a fresh one"
         )
-    _resume_step(args.resume)
-    derived = derive_config(
-        args
-    )  # what a command line alone shows to be wrong, before jax is imported
+    derived = derive_config(args)  # what it alone shows to be wrong, before jax is imported
     from dflop_jax.report.run_folder import check_run_dir
 
     check_run_dir(derived.config.run_dir)
@@ -116,10 +96,10 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
         add_cwd_to_path()
     callbacks, profile = import_callbacks(args.callbacks), load_record(args, Profile)
     options = {"existing": _existing_run_policy(args), "callbacks": callbacks, "dry": args.dry_run}
-    with settings_notes(derived) as notes:
-        trainer = Trainer(derived.config, plan=plan, profile=profile, on_line=notes.add, **options)
-        trainers.append(trainer)
-        result = trainer.fit()
+    add_note = settings_notes(derived).add
+    trainer = Trainer(derived.config, plan=plan, profile=profile, on_line=add_note, **options)
+    trainers.append(trainer)
+    result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
     finish_run(trainer.peers, exit_code)
     if trainer.peers.is_primary and not args.json and result.losses:
@@ -135,21 +115,17 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
 
 
 def _existing_run_policy(args: argparse.Namespace) -> Any:
-    """What to do with another run in the folder, as for `Trainer`."""
     from dflop_jax.train.resume import Resume
 
     if args.resume:
-        return Resume(_resume_step(args.resume), args.reset_optimizer)
+        return Resume(None if args.resume == "auto" else int(args.resume), args.reset_optimizer)
     return "overwrite" if args.overwrite else "error"
 
 
-def _resume_step(resume: str | None) -> int | None:
-    """The step that --resume names; None for the newest."""
-    if resume in (None, "auto"):
-        return None
-    if not resume.isdecimal():
-        raise ValueError(f"--resume {resume}: give auto, or the step of a checkpoint")
-    return int(resume)
+def _parse_resume(text: str) -> str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: give auto, or the step of a checkpoint")
+    return text
 
 
 def _preempted_code(config: Config) -> int:

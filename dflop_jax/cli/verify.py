@@ -23,14 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gradients on pictures, clips, sounds and text must be theirs. Exit code 1 if not."
     )
     parser.add_argument("folder", metavar="FOLDER", help="published weights and their config.json")
-    parser.add_argument(
-        "--plan-file", metavar="FILE", help="read into this plan's shards (default: a plan that "
-        "cuts every module and splits its tensors)"
-    )  # fmt: skip
+    help_text = "read into its shards (default: a plan that cuts every module and splits tensors)"
+    parser.add_argument("--plan-file", metavar="FILE", help=help_text)
 
 
 def run(args: argparse.Namespace) -> VerifyResult:
-    """Verify, and show a table by groups of tensors."""
     from dflop_jax.verify.verify import verify
 
     result = verify(Path(args.folder), load_record(args, Plan), make_ticker("reading", "segments"))

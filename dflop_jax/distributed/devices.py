@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,11 +23,8 @@ from dflop_jax.records import USABLE_MEMORY
 
 
 def devices_per_process(processes: Processes, plan_devices: int) -> int:
-    """Return the number of devices of each process; 0 for all it has.
-
-    Raises:
-      ValueError: the plan's devices are not what the processes have, or cannot be shared evenly.
-    """
+    """Return the number of devices of each process, 0 for all it has; ValueError where the plan's
+    devices are not what the processes have, or cannot be shared evenly."""
     n_processes, n_each = processes.n_processes, processes.devices_per_process
     if n_each and plan_devices not in (0, n_processes * n_each):
         raise ValueError(
@@ -37,8 +34,7 @@ def devices_per_process(processes: Processes, plan_devices: int) -> int:
     if plan_devices % n_processes:
         raise ValueError(
             f"plan.devices={plan_devices} cannot be shared evenly by {n_processes} processes; give "
-            "a "
-            f"multiple of {n_processes}, or 0 for all devices"
+            f"a multiple of {n_processes}, or 0 for all devices"
         )
     return n_each or plan_devices // n_processes
 
@@ -81,14 +77,8 @@ def count_visible_gpus() -> int:
 
 
 def local_gpu_ids(processes: Processes, n_devices: int) -> list[int] | None:
-    """Return the indices of this process's GPUs among the visible ones; None for all of them.
-
-    If the number of processes on the host is known, each gets an equal part of the GPUs, of which
-    it uses `n_devices` (0: all).
-
-    Raises:
-      ValueError: there are not enough GPUs.
-    """
+    """Return the indices of this process's GPUs among the visible ones, None for all of them: of an
+    equal part for each process of the host, `n_devices` (0: all). ValueError for too few GPUs."""
     n_gpus, n_local = count_visible_gpus(), max(1, processes.n_local)
     if n_gpus == 1 and n_local > 1 and processes.source != "dflop launch":
         return None  # the cluster shows each process its own
@@ -96,8 +86,7 @@ def local_gpu_ids(processes: Processes, n_devices: int) -> list[int] | None:
     if n_share < max(1, n_devices):
         raise ValueError(
             f"{n_local} processes on this host need {max(1, n_devices)} GPUs each, {n_gpus} are "
-            "there: "
-            "start fewer"
+            "there: start fewer"
         )
     start = processes.local_index * n_share
     return list(range(start, start + (n_devices or n_share)))
@@ -105,12 +94,11 @@ def local_gpu_ids(processes: Processes, n_devices: int) -> list[int] | None:
 
 @cache
 def connect_process_pairs(devices: tuple[jax.Device, ...], peers: ProcessGroup) -> None:
-    """Connect every two processes for transfers between CPUs, both ways, once; all processes call
-    this.
+    """Connect every two processes for transfers between CPUs, once; all processes call this.
 
-    A process listens from the first array that it sends, and a process that tries to connect before
-    retries only after 2 s. So each process sends before the others receive. jax counts transfers,
-    so every process takes part in each, also if it neither sends nor receives.
+    A process listens from the first array that it sends, and who tries to connect before retries
+    after 2 s. So each process sends before the others receive. jax counts transfers, so every
+    process takes part in each, also if it neither sends nor receives.
     """
     first_devices = {d.process_index: d for d in reversed(devices)}
     received = []
@@ -141,55 +129,39 @@ MEMORY_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_F
 def set_xla_environment() -> None:
     """Set XLA's and NCCL's variables for this process; does nothing once jax is initialized."""
     if not is_jax_initialized():
-        settings = cpu_environment if uses_cpu() else gpu_environment
-        os.environ.update(settings(os.environ, is_xla_flag))
+        os.environ.update(xla_environment(os.environ, on_gpus=not uses_cpu()))
 
 
-def gpu_environment(
-    environment: Mapping[str, str], is_known_flag: Callable[[str], bool]
-) -> dict[str, str]:
-    """Return the variables to set beside those of `environment`, whose own settings stay.
-
-    Args:
-      is_known_flag: whether XLA has a flag; an unknown flag would end the process.
-    """
-    settings = {k: v for k, v in NCCL_VARIABLES.items() if k not in environment}
-    if not any(name in environment for name in MEMORY_FRACTION_VARIABLES):
-        settings[MEMORY_FRACTION_VARIABLES[0]] = str(USABLE_MEMORY)
-    return settings | cpu_environment(environment, is_known_flag, GPU_FLAGS)
-
-
-def cpu_environment(
-    environment: Mapping[str, str],
-    is_known_flag: Callable[[str], bool],
-    flags: Mapping[str, str] = CPU_FLAGS,
-) -> dict[str, str]:
-    """Return the variables of a process that computes on the CPU, which are flags alone."""
+def xla_environment(environment: Mapping[str, str], *, on_gpus: bool) -> dict[str, str]:
+    """Return the variables to set beside those of `environment`, whose own settings stay."""
+    settings: dict[str, str] = {}
+    flags = GPU_FLAGS if on_gpus else CPU_FLAGS
+    if on_gpus:
+        settings = {k: v for k, v in NCCL_VARIABLES.items() if k not in environment}
+        if not any(name in environment for name in MEMORY_FRACTION_VARIABLES):
+            settings[MEMORY_FRACTION_VARIABLES[0]] = str(USABLE_MEMORY)
     user_flags = environment.get("XLA_FLAGS", "")
     user_flag_names = {word.lstrip("-").partition("=")[0] for word in user_flags.split()}
+    # An unknown flag would end the process. XLA takes the last of two values, so ours come first.
     new_flags = [
-        f"--{k}={v}" for k, v in flags.items() if k not in user_flag_names and is_known_flag(k)
+        f"--{k}={v}" for k, v in flags.items() if k not in user_flag_names and is_xla_flag(k)
     ]
-    # XLA takes the last of two values, so ours come first.
-    return {"XLA_FLAGS": " ".join([*new_flags, user_flags]).strip()} if new_flags else {}
+    if new_flags:
+        settings["XLA_FLAGS"] = " ".join([*new_flags, user_flags]).strip()
+    return settings
 
 
 def is_xla_flag(flag: str) -> bool:
-    """Whether every installed library that reads XLA_FLAGS has the flag.
-
-    A flag's name stands alone between two zero bytes; the names of removed flags only occur in
-    descriptions of messages.
-    """
+    """Whether every installed library that reads XLA_FLAGS has the flag: its name alone between two
+    zero bytes. Names of removed flags occur in descriptions only."""
     for package, pattern in (("jaxlib", "libjax_common.so"), ("jax_plugins", "*/xla_*plugin.so")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or []) if spec else []:
             for library in Path(folder).glob(pattern):
-                with (
-                    library.open("rb") as f,
-                    mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as contents,
-                ):
-                    if contents.find(b"\0" + flag.encode() + b"\0") < 0:
-                        return False
+                with library.open("rb") as f:
+                    contents = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
+                if contents.find(b"\0" + flag.encode() + b"\0") < 0:
+                    return False
     return True
 
 
@@ -198,8 +170,7 @@ CGROUP = Path("/sys/fs/cgroup")  # of this process, where it is in a container o
 
 
 def available_host_bytes() -> int | None:
-    """Return the bytes that programs can still take from the host, or from this process's
-    container; None if neither is known."""
+    """Return the bytes that programs can still take from the host or container; None: unknown."""
     candidates = []
     if MEMINFO.exists():
         lines = dict(row.split(":") for row in MEMINFO.read_text().splitlines())

@@ -1,13 +1,11 @@
 """Messages between the processes of a run, over the key-value store of jax's coordination service.
 
 A message is bytes under a key that names one call; its last reader deletes it. It takes about 2 ms
-and lies in the memory of process 0. `runtime.communicator` exchanges arrays. All threads may send.
+and lies in the memory of process 0. `runtime.communicator` exchanges arrays.
 
-A thread in each process sends a heartbeat every second, learns whether another process failed, and
-measures the offset of its clock (the clocks of two hosts drift by about 20 ppm). Process 0 ends the
-run when a process is silent for `peer_timeout_s`. jax's own heartbeat timeout is
-`JAX_TIMEOUT_FACTOR` times as long, because jax ends a process by SIGABRT (exit code 134) without
-naming the lost one.
+A thread in each process sends heartbeats, learns whether another process failed, and measures the
+offset of its clock. Process 0 ends the run when a process is silent for `peer_timeout_s`. jax's own
+heartbeat timeout is longer, as jax ends a process by SIGABRT without naming the lost one.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ import msgspec
 from jax._src.distributed import State, global_state
 
 from dflop_jax.distributed.process_exit import (
+    END_TIMEOUT_S,
     FAILED,
     TRANSIENT_FAILURE,
     RunFailed,
@@ -39,18 +38,14 @@ from dflop_jax.distributed.process_exit import (
 )
 from dflop_jax.records import from_msgpack, to_msgpack
 
-JAX_TIMEOUT_FACTOR = 2  # jax's heartbeat timeout over `peer_timeout_s`
-HEARTBEAT_S = 1.0  # seconds between heartbeats; shorter for a timeout below 5 s
-HEARTBEATS_PER_TIMEOUT = 5
-# A blocking read of the service cannot be interrupted, so a wait polls. The service keeps 25 kB for
-# each poll that times out, until the key is written.
-POLL_S = 1.0
+JAX_TIMEOUT_FACTOR = 2  # jax's timeouts over ours
+# Seconds between heartbeats, and of a blocking read of the service, which cannot be interrupted, so
+# that a wait polls. The service keeps 25 kB for each poll that times out, until the key is written.
+HEARTBEAT_S = 1.0
 MESSAGE_TIMEOUT_S = 7200.0  # of a wait by default: the longest plan search or compilation
 EXIT_TIMEOUT_S = 300.0  # of a wait when Python ends; jax has the same
-ANNOUNCE_S = 3.0  # process 0 waits this long until the others have read why the run fails
 CLOCK_INTERVAL_S = 60.0  # between two measurements; clocks of two hosts drift by 1.2 ms in it
 N_ROUND_TRIPS = 8  # per measurement; the shortest counts, since most wait for a thread
-CLOCK_TIMEOUT_S = 5.0  # longest wait for process 0's time
 _ROOT = "dflop"  # of all keys
 _HEARTBEAT_KEYS, _FAILURE_KEYS, _ACKNOWLEDGED_KEYS, _CLOCK_KEYS = (
     f"{_ROOT}/{n}" for n in ("alive", "failure", "heard", "clock")
@@ -66,13 +61,11 @@ class _Failure(msgspec.Struct, frozen=True):
     """Why the run fails; every process ends with `exit_code`, after `on_hang` where `hangs`."""
 
     reason: str
-    exit_code: int
-    hangs: bool = False
+    exit_code: int = TRANSIENT_FAILURE
+    hangs: bool = True
 
 
 class _Heartbeat(msgspec.Struct, frozen=True):
-    """A heartbeat: its number, the host and pid of the process, and what `status` returned."""
-
     number: int
     host_and_pid: str
     status: bytes
@@ -82,22 +75,13 @@ class ProcessGroup:
     """The processes of a run, as seen from one of them. A run of one process needs no service.
 
     All processes make the same calls of each kind and key in the same order; calls under different
-    keys may come in any order. A key whose calls carry a `step` is used once per step, and a
-    process may leave out steps. `kind` is the type of a value, one that msgspec can encode.
+    keys may come in any order, also of several threads. A key whose calls carry a `step` is used
+    once per step, and a process may leave out steps. `kind` is the type of a value for msgspec.
 
     Args:
       client: jax's client of the coordination service (`connection`); None for one process.
       peer_timeout_s: silence after which process 0 treats a process as lost.
-      on_failure: called with a line and an exit code when another process fails; by default this
-        process ends with them.
-      clock: this process's clock in seconds, the one that traces use.
-
-    Attributes:
-      host_and_pid: the host name and process id of this process.
-      clock_offset_s: seconds to add to this process's clock to get process 0's clock.
-      message_timeout_s: deadline of every wait.
-      status: called with every heartbeat; process 0 reads the results from `statuses`.
-      on_hang: called with the reason before a run ends because a process hangs or is lost.
+      on_failure: called with a line and an exit code when another process fails.
     """
 
     def __init__(
@@ -109,15 +93,15 @@ class ProcessGroup:
         peer_timeout_s: float = 15.0,
         on_failure: Callable[[str, int], None] = exit_with_message,
         clock: Callable[[], float] = time.perf_counter,
-        message_timeout_s: float = MESSAGE_TIMEOUT_S,
     ):
         assert n_processes == 1 or client is not None, n_processes
         self.process_index, self.n_processes = process_index, n_processes
-        self.message_timeout_s, self._peer_timeout_s = message_timeout_s, peer_timeout_s
-        self.status: Callable[[], bytes] = bytes
-        self.on_hang: Callable[[str], None] = lambda reason: None
+        self.message_timeout_s = MESSAGE_TIMEOUT_S  # of every wait
+        self._peer_timeout_s = max(peer_timeout_s, 3 * HEARTBEAT_S)
+        self.status: Callable[[], bytes] = bytes  # called with every heartbeat, for `statuses`
+        self.on_hang: Callable[[str], None] = lambda reason: None  # before an end by a hang or loss
         self._client, self._on_failure = client, on_failure
-        self._clock, self.clock_offset_s = clock, 0.0
+        self._clock, self.clock_offset_s = clock, 0.0  # to add to get process 0's clock
         self.host_and_pid = f"{socket.gethostname()}, pid {os.getpid()}"
         self._changed = threading.Condition()
         self._run_number, self._call_counts, self._canceled_prefixes = 0, Counter[str](), set[str]()
@@ -133,10 +117,7 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this is process 0."""
         return self.process_index == 0
-
-    # ---- messages ----
 
     def begin_run(self) -> None:
         """Begin another run of the same processes, which reads no message of the run before."""
@@ -154,7 +135,7 @@ class ProcessGroup:
             self._canceled_prefixes.add(prefix)
 
     def broadcast(self, key: str, value: Any, kind: Any, *, step: int | None = None) -> Any:
-        """Return process 0's `value` on every process; the others wait for it.
+        """Return process 0's `value` on every process.
 
         Raises:
           RunFailed: the run has failed meanwhile, or waits for the key are canceled.
@@ -173,8 +154,7 @@ class ProcessGroup:
         return from_msgpack(data, kind)
 
     def gather(self, key: str, value: Any, kind: Any, *, step: int | None = None) -> list[Any]:
-        """Return the values of all processes, in order, on process 0, which waits; [] on others.
-        Raises the errors of `broadcast`."""
+        """Return the values of all processes, in order, on process 0; [] on others."""
         full_key, data = self._call_key("gather", key, step), to_msgpack(value)
         if not self.is_primary:
             self._call_service(key, "set_bytes", f"{full_key}/{self.process_index}", data)
@@ -190,8 +170,7 @@ class ProcessGroup:
         return [from_msgpack(messages[p], kind) for p in range(self.n_processes)]
 
     def all_gather(self, key: str, value: Any, kind: Any, *, step: int | None = None) -> list[Any]:
-        """Return the values of all processes, in order, on every process. Raises the errors of
-        `broadcast`."""
+        """Return the values of all processes, in order, on every process."""
         values = self.gather(key, value, kind, step=step)
         return self.broadcast(key, values, list[kind], step=step)
 
@@ -203,20 +182,17 @@ class ProcessGroup:
         """On process 0: the newest status of each process that has sent one."""
         return {p: heartbeat.status for p, (heartbeat, _) in list(self._heartbeats.items())}
 
-    # ---- the end ----
-
     def fail(self, reason: str, exit_code: int = FAILED) -> None:
         """End all other processes with this reason and exit code; a thread of this one that waits
         gets RunFailed."""
-        self._end_run(_Failure(reason, exit_code), caller_exits=True)
+        self._end_run(_Failure(reason, exit_code, hangs=False), caller_exits=True)
 
     def end_hung_run(self, reason: str) -> None:
         """End every process, this one as well, since one of them hangs or is lost."""
-        self._end_run(_Failure(reason, TRANSIENT_FAILURE, hangs=True))
+        self._end_run(_Failure(reason))
 
     def wait_for_peer_loss(self) -> None:
-        """Wait until process 0 would have noticed the loss of another process, which may have
-        caused the error of this one."""
+        """Wait until process 0 would have noticed a loss, which may cause an error of this one."""
         self._pause(self._peer_timeout_s + 3 * HEARTBEAT_S if self.n_processes > 1 else 0.0)
 
     def close(self) -> None:
@@ -240,9 +216,7 @@ class ProcessGroup:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._n_blocked, 3 * POLL_S)
-
-    # ---- keys and waits ----
+            self._changed.wait_for(lambda: not self._n_blocked, 3 * HEARTBEAT_S)
 
     def _call_key(self, kind: str, key: str, step: int | None) -> str:
         """The key of a call: no two calls of a run have the same."""
@@ -254,7 +228,6 @@ class ProcessGroup:
             return f"{_ROOT}/{self._run_number}/{name}/{number}"
 
     def _call_service(self, key: str, call: str, *args: Any) -> Any:
-        """Call the service; TransientError where it is gone."""
         try:
             return getattr(self._client, f"key_value_{call}")(*args)
         except jax.errors.JaxRuntimeError as e:
@@ -271,7 +244,7 @@ class ProcessGroup:
                     raise RunFailed(f"waiting for {key!r}: the run has ended: start it again")
                 self._n_blocked += 1
             try:
-                poll_ms = max(1, round(1000 * min(remaining_s, POLL_S)))
+                poll_ms = max(1, round(1000 * min(remaining_s, HEARTBEAT_S)))
                 return self._client.blocking_key_value_get_bytes(full_key, poll_ms)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
@@ -282,14 +255,11 @@ class ProcessGroup:
                     self._changed.notify_all()
         raise TransientError(f"process {sender} did not send {key!r} in {wait_s:g} s: start again")
 
-    # ---- threads ----
-
     def _send_heartbeats(self) -> None:
         """Thread: send heartbeats, and look for failures and the time of process 0."""
         key, clock_measured_s = f"{_HEARTBEAT_KEYS}/{self.process_index}", float("-inf")
-        interval_s = min(HEARTBEAT_S, self._peer_timeout_s / HEARTBEATS_PER_TIMEOUT)
         for number in itertools.count():
-            if self._pause(interval_s if number else 0.0):
+            if self._pause(HEARTBEAT_S if number else 0.0):
                 return
             # Where the service is gone, jax ends this process.
             with suppress(jax.errors.JaxRuntimeError, RunFailed):
@@ -298,7 +268,7 @@ class ProcessGroup:
                 if failures := self._client.key_value_dir_get_bytes(_FAILURE_KEYS):
                     self._end_run(from_msgpack(failures[0][1], _Failure), is_known=True)
                 elif self.is_primary:
-                    self._check_heartbeats(interval_s)
+                    self._check_heartbeats()
                 elif time.monotonic() - clock_measured_s > CLOCK_INTERVAL_S:
                     self.clock_offset_s = self._measure_clock_offset()
                     clock_measured_s = time.monotonic()
@@ -308,12 +278,12 @@ class ProcessGroup:
         with self._changed:
             return self._changed.wait_for(lambda: self._closing or self._failed, seconds)
 
-    def _check_heartbeats(self, interval_s: float) -> None:
+    def _check_heartbeats(self) -> None:
         """On process 0: end the run when a process has been silent for `peer_timeout_s`."""
         now_s, silent = time.monotonic(), {}
         _, own_s = self._heartbeats.get(0, (None, now_s))
         # After a pause of this process, such as Ctrl-Z, the others may have been paused, too.
-        was_paused = now_s - own_s > interval_s + self._peer_timeout_s / 2
+        was_paused = now_s - own_s > HEARTBEAT_S + self._peer_timeout_s / 2
         for key, value in self._client.key_value_dir_get_bytes(_HEARTBEAT_KEYS):
             process, heartbeat = _last_number(key), from_msgpack(value, _Heartbeat)
             previous = self._heartbeats.get(process)
@@ -328,59 +298,57 @@ class ProcessGroup:
             self.end_hung_run(f"{names}; the run ends, continue it with --resume auto")
 
     def _measure_clock_offset(self) -> float:
-        """Return the offset to process 0's clock from the shortest of several round trips. Both
-        ways count as equally long, so the error is at most half of the trip."""
+        """Return the offset to process 0's clock by the shortest of several round trips, whose two
+        ways count as equally long."""
         round_trips: list[tuple[float, float]] = []
         for _ in range(N_ROUND_TRIPS):
             name = f"{_CLOCK_KEYS}/{self._client.key_value_increment(f'{_CLOCK_KEYS}s', 1)}"
             sent_s = self._clock()
             self._client.key_value_set_bytes(name, b"")
-            answer = self._receive(f"{name}/answer", "the time", 0, CLOCK_TIMEOUT_S)
+            answer = self._receive(f"{name}/answer", "the time", 0, END_TIMEOUT_S)
             received_s = self._clock()
             self._client.key_value_delete(name)
-            midpoint_s = (sent_s + received_s) / 2
-            round_trips.append((received_s - sent_s, from_msgpack(answer, float) - midpoint_s))
+            offset_s = from_msgpack(answer, float) - (sent_s + received_s) / 2
+            round_trips.append((received_s - sent_s, offset_s))
         return min(round_trips)[1]
 
     def _serve_clock(self) -> None:
-        """Thread of process 0: answer each request for the time in turn."""
+        """Thread of process 0: answer each request for the time."""
         with suppress(jax.errors.JaxRuntimeError, RunFailed):
             for number in itertools.count(1):
-                self._receive(f"{_CLOCK_KEYS}/{number}", "a request", 0, float("inf"))
-                time_message = to_msgpack(self._clock())
-                self._client.key_value_set_bytes(f"{_CLOCK_KEYS}/{number}/answer", time_message)
-
-    # ---- failures ----
+                name = f"{_CLOCK_KEYS}/{number}"
+                self._receive(name, "a request", 0, float("inf"))
+                self._client.key_value_set_bytes(f"{name}/answer", to_msgpack(self._clock()))
 
     def _end_run(
         self, failure: _Failure, is_known: bool = False, caller_exits: bool = False
     ) -> None:
-        """End the run unless it has ended or failed before. `is_known`: another process has
-        announced the failure. `caller_exits`: the calling thread ends this process."""
+        """End the run unless it has ended before. `is_known`: another process has announced the
+        failure. `caller_exits`: the calling thread ends this process."""
         with self._changed:
             is_first = not (self._closing or self._failed)
             self._failed |= is_first
             self._changed.notify_all()
         if not is_first:
             if caller_exits and not self._closing:  # another thread may end this process meanwhile
-                self._announced.wait(2 * ANNOUNCE_S)
+                self._announced.wait(2 * END_TIMEOUT_S)
             return
         if failure.hangs:
             self.on_hang(failure.reason)
         if self.n_processes > 1:  # in a thread, since the service may be gone
-            run_with_timeout(ANNOUNCE_S, self._announce, None if is_known else failure)
+            run_with_timeout(END_TIMEOUT_S, self._announce, None if is_known else failure)
         if not caller_exits:
             self._on_failure(failure.reason, failure.exit_code)  # does not return in a real run
         self._announced.set()
 
     def _announce(self, failure: _Failure | None) -> None:
-        """Announce a failure, and acknowledge one. Process 0 waits until the others have
-        acknowledged it, since the service ends with process 0."""
-        client, deadline = self._client, time.monotonic() + ANNOUNCE_S
+        """Announce a failure, and acknowledge one. Process 0, with which the service ends, waits
+        until the others have acknowledged it."""
+        client, deadline = self._client, time.monotonic() + END_TIMEOUT_S
+        if failure:
+            with suppress(jax.errors.JaxRuntimeError):  # another process was first
+                client.key_value_set_bytes(f"{_FAILURE_KEYS}/first", to_msgpack(failure))
         with suppress(jax.errors.JaxRuntimeError):
-            if failure:
-                with suppress(jax.errors.JaxRuntimeError):  # another process was first
-                    client.key_value_set_bytes(f"{_FAILURE_KEYS}/first", to_msgpack(failure))
             own_key = f"{_ACKNOWLEDGED_KEYS}/{self.process_index}"
             client.key_value_set_bytes(own_key, b"", allow_overwrite=True)
             while self.is_primary and time.monotonic() < deadline:
@@ -391,10 +359,9 @@ class ProcessGroup:
 
 
 def _last_number(key: str) -> int:
-    """The process that a key ends with."""
     return int(key.rpartition("/")[2])
 
 
 def _service_lost(key: str, error: Exception) -> TransientError:
-    reason = (str(error).splitlines() or [""])[0]
+    reason = str(error).partition("\n")[0]
     return TransientError(f"{key!r} was not exchanged with process 0 ({reason}): start again")

@@ -21,16 +21,15 @@ from dflop_jax.folders import DISK_FULL_ERRNOS
 FAILED = 1
 BAD_INPUT = 2
 PREEMPTED = 3  # a signal ended the run, and its progress is saved
-ABORTED = 134  # what a shell calls SIGABRT, by which jax ends a process that has lost another
 TRANSIENT_FAILURE = 4  # another start may succeed
+ABORTED = 128 + signal.SIGABRT  # of a shell, where jax ends a process that has lost another
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One Ctrl-C may come twice, from the terminal and from a program that passes it on.
 SIGNAL_DEBOUNCE_S = 0.3
-STDERR_TIMEOUT_S = 1.0  # longest wait for standard error to take the last line
+END_TIMEOUT_S = 3.0  # longest wait at an end for what may be gone: a reader, a disk, a process
 
 has_joined_run = threading.Event()  # this process is one of several, and has not left them
-# Called with an exit code other than 0 before this process ends.
-exit_callbacks: list[Callable[[int], None]] = []
+exit_callbacks: list[Callable[[int], None]] = []  # before an end with an exit code other than 0
 is_cli_process = threading.Event()  # this process runs a command of ours, and may end by itself
 
 
@@ -39,23 +38,20 @@ class RunFailed(RuntimeError):
 
 
 class TransientError(RunFailed):
-    """A failure that may succeed when retried: a process is gone or did not start, a port is in
-    use, another process holds a lock."""
+    """A failure that may succeed when retried: a process is gone, a port or a folder is in use."""
 
 
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a command that ends by an error."""
-    if isinstance(error, TransientError) or (
-        isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
-    ):
+    if isinstance(error, TransientError) or getattr(error, "errno", 0) in DISK_FULL_ERRNOS:
         return TRANSIENT_FAILURE
     return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 
 @contextmanager
 def preemption(log: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """Yield an event that SIGINT, SIGTERM or SIGHUP sets, so that the run can save and end. A
-    second signal ends this process at once. Has an effect in the main thread only."""
+    """Yield an event that SIGINT, SIGTERM or SIGHUP sets, so that the run can save and end; a
+    second signal ends this process at once."""
     preempted, is_second = threading.Event(), False
 
     def handle_signal(signum: int) -> None:
@@ -77,9 +73,9 @@ def on_signal(
     handler: Callable[[int, FrameType | None], None] = lambda *_: None,
 ) -> Iterator[None]:
     """Call `callback` with each SIGINT, SIGTERM and SIGHUP that arrives in the context, in a thread
-    of its own, since the main thread, which runs `handler`, may be inside a library that never
-    returns. Signals that are ignored (by nohup, by a shell's background job) stay ignored, in child
-    processes too. Does nothing outside the main thread.
+    of its own: the main thread, which runs `handler`, may be inside a library that never returns.
+    Signals that are ignored (by nohup, by a shell's background job) stay ignored. Does nothing
+    outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -111,7 +107,7 @@ def on_signal(
         os.close(write_fd)  # which ends the thread
         # Free here what `callback` refers to: a daemon thread that frees arrays while the
         # interpreter ends is stopped inside jax, which aborts the process.
-        watcher.join(STDERR_TIMEOUT_S)
+        watcher.join(END_TIMEOUT_S)
 
 
 def describe_exit(process: int, code: int) -> str:
@@ -134,14 +130,13 @@ def signal_name(signum: int) -> str:
 
 
 def exit_with_message(reason: str, exit_code: int) -> NoReturn:
-    """Print the reason and end this process at once: its other threads may wait forever for a
-    process that is gone, or hold standard error."""
+    """Print the reason and end this process at once: its other threads may wait forever."""
 
     def print_reason() -> None:
         with suppress(OSError, ValueError):  # nobody is there to read it
             print(f"dflop: {reason}", file=sys.stderr, flush=True)
 
-    run_with_timeout(STDERR_TIMEOUT_S, print_reason)
+    run_with_timeout(END_TIMEOUT_S, print_reason)
     os._exit(exit_code)
 
 
@@ -149,8 +144,7 @@ def run_with_timeout(
     seconds: float, function: Callable[..., object], *args: Any, **kwargs: Any
 ) -> bool:
     """Call a function in a thread of its own, wait for it at most `seconds`, and return whether it
-    has returned. Nothing interrupts a wait for a process that is gone, a disk, or a reader. Raises
-    the function's error."""
+    has returned. Raises the function's error."""
     future = Future[object]()
 
     def run() -> None:
@@ -166,23 +160,20 @@ def run_with_timeout(
 
 
 def limit_exit_time(seconds: float) -> None:
-    """Limit the seconds that this process takes once Python ends: jax then waits for the other
-    processes, some of which may be gone, longer than launchers do. After that time the process
-    writes its stacks and ends with exit code 1."""
+    """Let this process write its stacks and end with exit code 1 so long after Python's end, where
+    jax waits for other processes longer than launchers do."""
     atexit.register(faulthandler.dump_traceback_later, seconds, exit=True)
 
 
 def exit_if_joined(exit_code: int) -> int:
-    """Return the exit code, or end this process with it if it is still in a run, since jax would
-    wait for other processes, which may be busy or gone."""
+    """Return the exit code; a process that is still in a run ends, as jax would wait for others."""
     if has_joined_run.is_set():
         exit_process(exit_code)
     return exit_code
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End this process now, after its output is written and a failure is sent to the other
-    processes."""
+    """End this process now, after a failure is sent to the others and its output is written."""
     for callback in exit_callbacks if exit_code else ():
         callback(exit_code)
     sys.stdout.flush()

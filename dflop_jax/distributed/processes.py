@@ -13,7 +13,6 @@ The module also has what a process knows of its supervisor (`dflop launch`) and 
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import logging
 import os
 import random
@@ -24,7 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from dflop_jax.config import DistributedConfig
 
@@ -54,7 +54,7 @@ def launch_name() -> str:
 
 @cache  # once a process
 def report_step() -> None:
-    """Report that a step is done. The supervisor waits longer before each restart without one."""
+    """Report that a step is done; the supervisor waits longer after starts without one."""
     if file := os.environ.get(STEP_FILE_ENV):
         with suppress(OSError):  # the supervisor has gone, and this process goes with it
             Path(file).touch()
@@ -62,34 +62,17 @@ def report_step() -> None:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run.
-
-    Attributes:
-      n_processes: number of processes.
-      index: index of this process, from 0.
-      coordinator: where process 0 listens; None for one process.
-      source: what describes the processes, for messages.
-      n_local: processes of the run on this host; 0 if unknown.
-      local_index: index of this process on its host.
-      devices_per_process: devices that a process uses; 0 if not set.
-
-    Raises:
-      ValueError: index and number do not go together.
-    """
+    """The processes of a run; ValueError where index and number do not go together."""
 
     n_processes: int = 1
-    index: int = 0
-    coordinator: Address | None = None
-    source: str = "one process"
-    n_local: int = 0
-    local_index: int = 0
-    devices_per_process: int = 0
+    index: int = 0  # of this process
+    coordinator: Address | None = None  # where process 0 listens; None for one process
+    source: str = "one process"  # what describes the processes, for messages
+    n_local: int = 0  # processes of the run on this host; 0 if unknown
+    local_index: int = 0  # of this process on its host
+    devices_per_process: int = 0  # that a process uses; 0 if not set
 
     def __post_init__(self) -> None:
-        if self.n_processes < 1:
-            raise ValueError(
-                f"{self.source}: {self.n_processes} processes; there must be at least 1"
-            )
         if not 0 <= self.index < self.n_processes:
             raise ValueError(
                 f"{self.source}: process {self.index} of {self.n_processes}; "
@@ -98,11 +81,7 @@ class Processes:
 
 
 def find_processes(config: DistributedConfig) -> Processes:
-    """Return the processes of this run.
-
-    Raises:
-      ValueError: flags or environment are incomplete or wrong.
-    """
+    """Return the processes of this run; ValueError for an incomplete or wrong description."""
     processes = (
         _from_flags(config)
         or _from_launcher()
@@ -121,7 +100,7 @@ def _from_flags(config: DistributedConfig) -> Processes | None:
         return None
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given too: all three, or none")
-    coordinator = _parse_address("distributed.coordinator", config.coordinator)
+    coordinator = parse_address("distributed.coordinator", config.coordinator)
     return Processes(config.num_processes, config.process_id, coordinator, "distributed")
 
 
@@ -132,11 +111,10 @@ def _from_launcher() -> Processes | None:
     if missing := [n for n in names if not os.environ.get(n)]:
         raise ValueError(f"{' and '.join(missing)} must be set too: all of {', '.join(names)}")
     n_processes, index = _environment_int(NUM_PROCESSES_ENV), _environment_int(PROCESS_ID_ENV)
-    coordinator = _parse_address(COORDINATOR_ENV, os.environ[COORDINATOR_ENV])
-    if LOCAL_PROCESSES_ENV in os.environ:
-        local = _environment_int(LOCAL_PROCESSES_ENV), _environment_int(LOCAL_INDEX_ENV)
-        return Processes(n_processes, index, coordinator, "dflop launch", *local)
-    return Processes(n_processes, index, coordinator, "DFLOP_* variables")
+    coordinator = parse_address(COORDINATOR_ENV, os.environ[COORDINATOR_ENV])
+    source = "dflop launch" if LOCAL_PROCESSES_ENV in os.environ else "DFLOP_* variables"
+    local = _environment_int(LOCAL_PROCESSES_ENV, 0), _environment_int(LOCAL_INDEX_ENV, 0)
+    return Processes(n_processes, index, coordinator, source, *local)
 
 
 def _from_slurm() -> Processes | None:
@@ -148,24 +126,21 @@ def _from_slurm() -> Processes | None:
     # outside brackets; the port is that which jax derives from the job's number.
     nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
     first_node, port = nodes.partition(",")[0], 61_440 + _environment_int("SLURM_JOB_ID") % 4096
+    counts: list[int] = []  # tasks by node: `2(x3),1` is three nodes of two, one of one
+    text, node = (
+        os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
+        _environment_int("SLURM_NODEID", 0),
+    )
+    for tasks, n_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(n_nodes or 1)
     return Processes(
         n_processes,
         _environment_int("SLURM_PROCID"),
         _coordinator_address(lambda configured: f"{first_node}:{configured or port}"),
         "Slurm",
-        _slurm_local_tasks(),
+        counts[node] if node < len(counts) else 0,
         _environment_int("SLURM_LOCALID"),
     )
-
-
-def _slurm_local_tasks() -> int:
-    """Return the tasks of this step on this node; `2(x3),1` is three nodes of two, one of one."""
-    counts: list[int] = []
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(tasks)] * int(nodes or 1)
-    node = _environment_int("SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else 0
 
 
 def _from_open_mpi() -> Processes | None:
@@ -213,28 +188,17 @@ def _from_kubernetes() -> Processes | None:
             f"Kubernetes does not say which pods belong together ({' '.join(str(e).split())[:200]}"
             f"); set {COORDINATOR_ENV}, {NUM_PROCESSES_ENV} and {PROCESS_ID_ENV} instead"
         ) from None
-    return Processes(
-        n_processes, _environment_int("JOB_COMPLETION_INDEX"), address, "Kubernetes", 1
-    )
-
-
-# ---- words of the environment ----
+    index = _environment_int("JOB_COMPLETION_INDEX")
+    return Processes(n_processes, index, address, "Kubernetes", 1)
 
 
 def _coordinator_address(find_address: Callable[[str | None], str]) -> Address:
     configured = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if configured:
-        return _parse_address("JAX_COORDINATOR_ADDRESS", configured)
+        return parse_address("JAX_COORDINATOR_ADDRESS", configured)
     text = find_address(os.environ.get("JAX_COORDINATOR_PORT"))
     host, _, port = text.rpartition(":")  # an IPv6 host comes without brackets
-    return _parse_address("the cluster's coordinator", f"[{host}]:{port}" if ":" in host else text)
-
-
-def _parse_address(name: str, text: str) -> Address:
-    try:
-        return Address.parse(text)
-    except ValueError as e:
-        raise ValueError(f"{name}: {e}") from None
+    return parse_address("the cluster's coordinator", f"[{host}]:{port}" if ":" in host else text)
 
 
 def _environment_int(name: str, default: int | None = None) -> int:
@@ -249,43 +213,20 @@ def _environment_int(name: str, default: int | None = None) -> int:
 
 LISTEN_PORTS = range(20_000, 32_000)  # below those of outgoing connections on Linux and macOS
 LOOPBACK = "127.0.0.1"
-ALL_INTERFACES = ""
 
 
-@dataclass(frozen=True)
-class Address:
-    """A host (name or IP) and a port.
-
-    Raises:
-      ValueError: the port is not in 1..65535.
-    """
+class Address(NamedTuple):
+    """A host (name or IP) and a port."""
 
     host: str
     port: int
 
-    def __post_init__(self) -> None:
-        if not (self.host and 1 <= self.port <= 65535):
-            raise ValueError(f"{self} is no HOST:PORT with a port from 1 to 65535; give one")
-
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """Return the address in `HOST:PORT` (`[HOST]:PORT` for IPv6); ValueError for other text."""
-        host, _, port = text.strip().rpartition(":")
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        if not port.isascii() or not port.isdigit() or (":" in bare and bare == host):
-            raise ValueError(f"{text!r} is no HOST:PORT (such as node7:29400); give one")
-        return cls(bare, int(port))
-
     def interface(self) -> str:
-        """Return the IP of this host to listen on so that others reach it at this address.
-
-        ALL_INTERFACES if it is unknown: this host's name resolves to loopback here but not
-        elsewhere, or the address is translated on the way to this host.
-        """
-        # A host's own name is for all, even where it resolves to 127.0.1.1.
+        """Return the IP of this host to listen on so that others reach it at this address; "", for
+        all interfaces, if the name resolves to loopback here, or the address is translated."""
         if self.host == "localhost" or is_loopback(self.host):
             return "::1" if ":" in self.host else LOOPBACK
         try:
@@ -295,26 +236,31 @@ class Address:
             with socket.socket(family) as s:
                 s.bind((str(name[0]), 0))
         except OSError:
-            return ALL_INTERFACES
-        return ALL_INTERFACES if is_loopback(str(name[0])) else str(name[0])
+            return ""
+        return "" if is_loopback(str(name[0])) else str(name[0])
+
+
+def parse_address(name: str, text: str) -> Address:
+    """Return the address in `HOST:PORT` (`[HOST]:PORT` for IPv6); ValueError, which begins with
+    `name`, for other text."""
+    try:
+        url = urlsplit(f"//{text.strip()}")
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = port = None
+    if not (host and port):
+        raise ValueError(f"{name}: {text!r} is no HOST:PORT (such as node7:29400); give one")
+    return Address(host, port)
 
 
 def free_port() -> int:
-    """Return a port of this host that is free now.
-
-    The port is outside the range of outgoing connections: one of those could take it before we
-    listen, even a connection to that port, which would then reach itself.
-    """
-    for port in random.SystemRandom().sample(LISTEN_PORTS, 100):
-        with socket.socket() as s:
-            try:
-                s.bind(("", port))
-            except OSError:
-                continue
+    """Return a port of this host that is free now, outside the range of outgoing connections: one
+    of those could take it before we listen, even a connection to that port."""
+    while True:
+        port = random.SystemRandom().choice(LISTEN_PORTS)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("", port))
             return port
-    raise ValueError(
-        f"no free port found from {LISTEN_PORTS[0]} to {LISTEN_PORTS[-1]}; end what holds them"
-    )
 
 
 def ip_of_socket(name: Any) -> str:
@@ -323,8 +269,4 @@ def ip_of_socket(name: Any) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an IP is a loopback address; False for names."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
+    return host.startswith("127.") or host == "::1"

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from dflop_jax.checkpoint.state_arrays import parameter_arrays, read_array
-from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
+from dflop_jax.checkpoint.checkpointer import parameter_arrays, read_array
+from dflop_jax.checkpoint.format import CorruptCheckpoint
+from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
 from dflop_jax.config import Config
 from dflop_jax.config_fields import RATES, named_numbers
 from dflop_jax.contract import MultimodalModel, Params, fold_adapters

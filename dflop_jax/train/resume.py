@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.checkpoint.format import CorruptCheckpoint, OtherVersion
 from dflop_jax.checkpoint.store import (
     DAMAGED,
     OTHER_VERSION,
     PASSED_OVER,
     CheckpointReader,
     CheckpointStore,
-    CorruptCheckpoint,
-    OtherVersion,
 )
 from dflop_jax.config import Config, fields
 from dflop_jax.data.media.medium import LIMITS

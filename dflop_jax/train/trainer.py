@@ -296,9 +296,7 @@ def watch_for_hangs(context: RunContext) -> AbstractContextManager[Any]:
     context.sections.begin(START)
     ends = context.peers.n_processes > 1 or is_cli_process.is_set()
     folder, end = Path(context.config.run_dir, run_folder.HUNG), None if ends else log.error
-    return HangWatch(
-        context.sections, context.peers, folder, min_deadline_s=settings.hang_min_s, end_run=end
-    )
+    return HangWatch(context.sections, context.peers, folder, end)
 
 
 @contextmanager

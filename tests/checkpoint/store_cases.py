@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflop_jax.checkpoint.store import ArrayBox, ArraySpec, CheckpointReader, CheckpointStore
+from dflop_jax.checkpoint.format import ArrayBox, ArraySpec
+from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
 
 DTYPES = ["float32", "bfloat16", "int32", "uint32", "bool", "float16", "int64", "complex64"]
 DTYPES += ["float8_e4m3fn"]
@@ -98,26 +97,3 @@ def assert_holds(reader: CheckpointReader, case: Case) -> None:
     assert set(reader.specs) == set(case.arrays)
     for name, array in case.arrays.items():
         assert same(reader.read(name, (0,) * array.ndim, array.shape), array), name
-
-
-def save_forever(root: Path, ready: Connection) -> None:
-    """Process to be killed: saves the case of step n as step n, and says so after the first."""
-    store = CheckpointStore(root, keep=2)
-    for step in count(max(store.steps(), default=0) + 1):
-        save(store, step, random_case(step, n_processes=2), {"step": step})
-        if ready is not None:
-            ready.send(step)
-            ready = None
-
-
-def save_with_small_files_allowed(root: Path, most_bytes: int, answer: Connection) -> None:
-    """Process that may write no file above `most_bytes`: what a save then says, and leaves."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-    store = CheckpointStore(root)
-    try:
-        save(store, 2, random_case(2, most=40, ranks=(2,)))
-    except OSError as e:
-        store.discard(2)  # as process 0 does
-        answer.send((type(e).__name__, e.errno, str(e)))

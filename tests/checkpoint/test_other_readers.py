@@ -11,11 +11,9 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from dflop_jax.checkpoint.format import SAFETENSORS
-from dflop_jax.checkpoint.store import ArrayBox, ArraySpec, CheckpointStore
+from dflop_jax.checkpoint.format import SAFETENSORS, ArrayBox, ArraySpec
 from tests.checkpoint.store_cases import (
     Case,
-    alone,
     random_array,
     random_case,
     same,
@@ -25,11 +23,6 @@ from tests.checkpoint.store_cases import (
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
 (READER,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 FOLDER = "runs/run/checkpoints/00000200"
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore(tmp_path / "checkpoints")
 
 
 def read_as_documented(folder: Path) -> dict[str, np.ndarray]:
@@ -45,24 +38,6 @@ def test_numpy_alone_reads_every_leaf(store, seed):
     leaves = read_as_documented(folder)
     assert leaves.keys() == case.arrays.keys()
     assert all(same(leaves[name], array) for name, array in case.arrays.items())
-
-
-def test_numpy_alone_reads_a_file_of_several_blocks(store):
-    array = np.arange(900_000, dtype=np.float32)  # 3.4 MiB
-    folder = save(store, 1, alone("x", array))
-    (part,) = json.loads((folder / "manifest.json").read_text())["files"]
-    assert len(part["crc32s"]) == 4
-    assert same(read_as_documented(folder)["x"], array)
-
-
-def test_pieces_lie_in_the_order_of_name_and_start(store):
-    folder = save(store, 1, random_case(3, n_processes=2, n_arrays=12))
-    for part in json.loads((folder / "manifest.json").read_text())["files"]:
-        pieces = part["boxes"]
-        order = [(p["name"], p["start"]) for p in pieces]
-        assert len(order) > 5
-        assert order == sorted(order)
-        assert [p["offset_bytes"] for p in pieces] == sorted(p["offset_bytes"] for p in pieces)
 
 
 def test_the_documented_reader_refuses_what_is_lost_or_damaged(store):

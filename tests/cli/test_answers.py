@@ -1,7 +1,6 @@
 """What a run left stays as it is, whatever is asked of its folder and in whatever state that is."""
 
 import argparse
-import json
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ from dflop_jax.contract import edges_of
 from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from dflop_jax.records import Plan
 from dflop_jax.records.files import load
-from dflop_jax.report.run_folder import RunFolder, answer_folder, holds_run
+from dflop_jax.report.run_folder import RunFolder, answer_folder
 from models import llava
 from tests.cli.command_line import refused, run
 from tests.plans import NANO, nano_profile
@@ -101,7 +100,7 @@ def changed(left):
 
 @pytest.mark.slow(first=2)
 @pytest.mark.filterwarnings("ignore:os.fork")  # dflop launch itself does not import jax
-@pytest.mark.parametrize("command", [c.module.__name__.rpartition(".")[2] for c in COMMANDS])
+@pytest.mark.parametrize("command", [c.name for c in COMMANDS])
 def test_every_command_leaves_a_finished_run_as_it_was(left, capsys, monkeypatch, command):
     if command == "verify":
         run(capsys, "export", *ASKED["export"][0][0])
@@ -159,29 +158,6 @@ def test_a_running_run_is_not_disturbed(left, capsys):
             assert changed(left) == []
 
 
-def test_a_run_that_has_only_begun_is_known(tmp_path):
-    assert not holds_run(tmp_path / "run")
-    RunFolder(tmp_path / "run").close()
-    assert holds_run(tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", ["plan.json", "profile.json"])
-def test_a_run_of_another_version(left, capsys, name):
-    record = json.loads(left[f"run/{name}"]) | {"version": 2}
-    Path("run", name).write_text(json.dumps(record))
-    left = files("run")
-    flag, said = f"--{name.partition('.')[0]}-file", f"run/{name}: version 2, this program reads "
-    profile = PROFILE if name == "plan.json" else ()
-    assert said in refused(capsys, "simulate", "nano.py", *profile, flag, f"run/{name}")
-    if name == "plan.json":
-        assert said in refused(capsys, "report", "run")
-        assert run(capsys, "plan", *ASKED["plan"][0][0])[::2] == (0, "")
-    else:  # of which only memory over time comes
-        assert run(capsys, "report", "run")[::2] == (0, "")
-        assert f"memory over time is not known: {said}" in Path("run/report.html").read_text()
-    assert changed(left) == []
-
-
 DAMAGES = {
     "empty": lambda data: b"",
     "cut": lambda data: data[: data.index(b":", len(data) // 2)],  # never at the end of a row
@@ -213,28 +189,6 @@ def test_answers_of_a_run_whose_configuration_is_damaged(left, capsys, damage):
     assert "run/config.json: not a configuration" in refused(
         capsys, "generate", *ASKED["generate"][0][0]
     )
-
-
-def test_a_run_whose_every_record_is_damaged_is_known_as_one(left, capsys):
-    for file in Path("run").rglob("*.*"):
-        if file.is_file():
-            file.write_bytes(b"")
-    left = files("run")
-    args, _, wrote = ASKED["plan"][0]
-    assert run(capsys, "plan", *args)[::2] == (0, "")
-    assert load(Plan, f"{wrote}/plan.json").layout.n_devices == 2
-    assert changed(left) == []
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_resuming_drops_rows_that_are_none(left, damage):
-    damaged = DAMAGES[damage](left["run/metrics.jsonl"])
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-        Path("run", name).write_bytes(damaged + b'\n{"step":0}\n')
-    with RunFolder("run", existing="resume") as folder:
-        folder.restart(1)
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-        assert Path("run", name).read_bytes().endswith(b'{"step":0}\n')
 
 
 def test_a_run_whose_only_checkpoint_is_damaged(left, capsys):

@@ -1,11 +1,10 @@
 """Notes that wait for a mistake to be found, and tables that fit."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.cli import plan, terminal
+from dflop_jax.cli import plan
 from dflop_jax.cli.terminal import DelayedNotes, make_table, show
 
 LIMIT_S = 30.0
@@ -24,27 +23,6 @@ def test_notes_wait_until_they_are_ready(capsys):
     assert shown(capsys) == ["a", "b", "c"]
     notes.show()
     assert shown(capsys) == []
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_notes_that_are_dropped_never_come(capsys, n):
-    notes = DelayedNotes()
-    for k in range(n):
-        notes.add(f"{k}")
-    notes.drop()
-    notes.show()
-    assert shown(capsys) == []
-
-
-def test_notes_come_when_it_takes_long(capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "NOTE_DELAY_S", 0.01)
-    notes, seen, stop_s = DelayedNotes(), [], time.monotonic() + LIMIT_S
-    notes.add("a")
-    while not seen and time.monotonic() < stop_s:
-        time.sleep(0.01)
-        seen = shown(capsys)
-    notes.add("b")
-    assert seen + shown(capsys) == ["a", "b"]
 
 
 def placements(name):

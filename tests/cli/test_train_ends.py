@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.cli import main, train
+from dflop_jax.cli import main
 from dflop_jax.config import Config, DistributedConfig
+from dflop_jax.distributed import process_exit
 from dflop_jax.train import trainer
 
 LIMIT_S = 30.0
@@ -25,12 +26,8 @@ def runs(monkeypatch):
     its peers were told."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     told = []
-    peers = SimpleNamespace(
-        process_index=1,
-        is_primary=False,
-        close=lambda: None,
-        fail=lambda *words: told.append(words),
-    )
+    peers = SimpleNamespace(process_index=1, is_primary=False, close=lambda: None)
+    peers.fail = lambda *words: told.append(words)
 
     def use(fit):
         def make(config, **_):
@@ -53,35 +50,30 @@ def test_a_preempted_run_has_an_exit_code_of_its_own(runs, capsys, every_s, code
     assert f'"exit_code": {code}' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
-    "flags, code, says",
+    "signum, flags, code, says",
     [
-        ("--checkpoint.every_s 50", 3, "--resume auto goes on"),
-        ("--checkpoint.every_s 0", 1, f"a run without checkpoints {NOTHING}"),
-        ("--dry-run", 1, f"a dry run {NOTHING}"),
+        (signal.SIGINT, "--checkpoint.every_s 50", 3, "--resume auto goes on"),
+        (signal.SIGTERM, "--checkpoint.every_s 0", 1, f"a run without checkpoints {NOTHING}"),
+        (signal.SIGHUP, "--dry-run", 1, f"a dry run {NOTHING}"),
     ],
 )
 def test_a_signal_while_no_step_runs_ends_all_at_once(runs, monkeypatch, signum, flags, code, says):
     ended, over = [], threading.Event()
-
-    def exit_with_message(*words):
-        ended.append(words)
-        over.set()
 
     def fit(config):
         os.kill(os.getpid(), signum)
         assert over.wait(LIMIT_S)
         raise ValueError("the end of this test")
 
-    monkeypatch.setattr(train, "exit_with_message", exit_with_message)
+    exits = "exit_with_message"
+    monkeypatch.setattr(process_exit, exits, lambda *words: (ended.append(words), over.set()))
     monkeypatch.setattr(signal, "getsignal", lambda s: signal.SIG_DFL)  # under nohup, too
     told = runs(fit)
     main([*DEMO, *flags.split()])
-    assert told == [(f"process 1 ended: {signum.name} came while no step ran", code)]
-    ((why, its_code),) = ended
-    assert its_code == code
-    assert why == f"ended: {signum.name} came while no step ran; {says}"
+    reason = f"ended: {signum.name} came while no step ran"
+    assert told == [(f"process 1 {reason}", code)]
+    assert ended == [(f"{reason}; {says}", code)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -101,10 +93,3 @@ def test_the_others_are_told_of_an_error_before_anything_is_cleaned_up(monkeypat
     with pytest.raises(ValueError, match="no room"):
         run.fit()
     assert order[:2] == [("process 1 stopped: no room", 2), "cleaned up"]
-
-
-def test_the_exit_codes_are_in_the_help(capsys):
-    for command, says in (([], "3 preempted"), (["train"], "exit code 3"), (["launch"], "is 3")):
-        with pytest.raises(SystemExit):
-            main([*command, "--help"])
-        assert says in " ".join(capsys.readouterr().out.split())

@@ -1,7 +1,4 @@
-"""Programs for `dflop launch` that need no jax, and ways to start them.
-
-Waits have long limits and are left as soon as they can be: a loaded machine only makes them slower.
-"""
+"""Programs for `dflop launch` that need no jax, and ways to start them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import pytest
 
 LIMIT_S = 60.0  # nothing here takes more than a few seconds
 
-# What the launched programs do, by their first argument; they know their number.
+# What the launched programs do, by their first argument.
 CHILD = """
 import os, signal, subprocess, sys, time
 index, what, folder = int(os.environ["DFLOP_PROCESS_ID"]), sys.argv[1], sys.argv[2]
@@ -32,21 +29,25 @@ def wait_for(name):
     while not os.path.exists(os.path.join(folder, name)):
         time.sleep(0.02)
 
+def on_signals(does):
+    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(s, does)
+    note(f"ready{index}")
+
 if what == "speak":
     # A line is one write: process 0 has the launcher's own output, and writes as it likes.
+    note(f"env{index}", "\\n".join(f"{k}={v}" for k, v in os.environ.items()))
+    note(f"cores{index}", " ".join(map(str, sorted(os.sched_getaffinity(0)))))
     sys.stdout.write(f"out {index}\\n")
     sys.stderr.write(f"err {index}\\n")
     sys.stdout.write("no newline" if index else "")
-elif what == "environment":
-    note(f"env{index}", "\\n".join(f"{k}={v}" for k, v in os.environ.items()))
 elif what == "fail":
+    own = subprocess.Popen(["sleep", "600"])
+    note(f"pids{index}", f"{os.getpid()} {own.pid}")
     if index == 1:
+        wait_for("pids0")
         print("last words", file=sys.stderr)
         sys.exit(7)
-    forever()
-elif what == "die":
-    if index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     forever()
 elif what == "stop":
     note(f"pid{index}", os.getpid())
@@ -67,44 +68,25 @@ elif what == "starts":  # process 1 ends each start as the next of the codes say
         sys.exit(codes[restarts])
     forever()
 elif what == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    note(f"ready{index}")
+    on_signals(signal.SIG_IGN)
     if index == 1:
         wait_for("ready0")
         sys.exit(3)
     forever()
 elif what == "save":
-    def save(signum, _):
-        note(f"saved{index}", signum)
-        sys.exit(0)
-    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(s, save)
-    note(f"ready{index}")
+    on_signals(lambda signum, _: (note(f"saved{index}", signum), sys.exit(0)))
     forever()
 elif what == "deaf":
-    for s in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(s, lambda *_: note(f"heard{index}"))
-    note(f"ready{index}")
+    on_signals(lambda *_: note(f"heard{index}"))
     forever()
 elif what == "count":
     seen = []
-    signal.signal(signal.SIGINT, lambda signum, _: seen.append(signum))
-    signal.signal(signal.SIGTERM, lambda signum, _: seen.append(signum))
-    note(f"ready{index}")
+    on_signals(lambda signum, _: seen.append(signum))
     while not seen:
         time.sleep(0.02)
     time.sleep(0.5 * index)  # process 0 ends before the other has saved
     note(f"seen{index}", seen)
     sys.exit(3)
-elif what == "family":
-    own = subprocess.Popen(["sleep", "600"])
-    note(f"pids{index}", f"{os.getpid()} {own.pid}")
-    if len(sys.argv) > 3 and index == 1:
-        wait_for("pids0")
-        sys.exit(5)
-    forever()
-elif what == "cores":
-    note(f"cores{index}", " ".join(map(str, sorted(os.sched_getaffinity(0)))))
 elif what == "flood":
     if index == 1:
         for _ in range(5000):
@@ -128,11 +110,32 @@ def launcher(*args: str) -> list[str]:
     return [sys.executable, "-m", "dflop_jax.cli", "launch", *args]
 
 
-def run(*args: str, **named):
+def run(*args: str):
     """A finished launch, with what it wrote."""
     return subprocess.run(
-        launcher(*args), capture_output=True, text=True, timeout=LIMIT_S, check=False, **named
+        launcher(*args), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
+
+
+def patched(command: list[str], patches: str, **options) -> list[str]:
+    """Command line of a launch of two with other constants of the supervisor."""
+    code = (
+        "from dflop_jax.distributed import supervisor as s; from dflop_jax.cli import launch as l; "
+        f"{patches}; print(l.launch({command!r}, 2, **{options!r}))"
+    )
+    return [sys.executable, "-c", code]
+
+
+def run_patched(command: list[str], patches: str, **options):
+    """The printed result of a `patched` launch, and its standard error."""
+    done = subprocess.run(
+        patched(command, patches, **options),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    return done.stdout.strip(), done.stderr
 
 
 def wait_for(condition) -> None:
@@ -142,7 +145,6 @@ def wait_for(condition) -> None:
         time.sleep(0.02)
 
 
-def run_code(code: str) -> subprocess.CompletedProcess[str]:
-    """What Python prints that runs some code to its end."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+def wait_for_files(folder, name: str) -> None:
+    """Wait until both processes have made their file."""
+    wait_for(lambda: all((folder / f"{name}{i}").exists() for i in range(2)))

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import pytest
 
+from dflop_jax.distributed import messages
 from dflop_jax.distributed.messages import ProcessGroup
 
 LIMIT_S = 15.0  # of waits that end as soon as what they wait for is there
 
 
 class Service:
-    """The calls of `DistributedRuntimeClient` that messages use, over a dictionary. One that is
-    `stopped` answers nobody."""
+    """The calls of `DistributedRuntimeClient` that messages use, over a dictionary."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -54,33 +55,48 @@ class Service:
             return int(self.values[key])
 
     def messages(self) -> list[str]:
-        """The keys that hold messages, without signs of life and clocks."""
         return [k for k in self.values if "/broadcast/" in k or "/gather/" in k]
 
 
 @dataclass
 class Job:
-    """Processes of one run, and what each was told of failures."""
-
     groups: list[ProcessGroup]
     service: Service
     failures: list[list[tuple[str, int]]] = field(default_factory=list)
 
     def together(self, run: Callable[[ProcessGroup], Any]) -> list[Any]:
-        """Call `run` in all processes at once; return what each returned."""
+        """What `run` returns in each process, called in all at once."""
         with ThreadPoolExecutor(len(self.groups)) as pool:
             return [f.result(LIMIT_S) for f in [pool.submit(run, g) for g in self.groups]]
 
     def stop(self) -> None:
-        """End the threads of all processes."""
         for group in self.groups:
             group._stop_threads()
 
     def wait_for_failures(self, at: list[int]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not all(self.failures[p] for p in at):
-            assert time.monotonic() < deadline, f"not everybody failed: {self.failures}"
-            time.sleep(0.01)
+        wait_for(lambda: all(self.failures[p] for p in at))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.perf_counter() + LIMIT_S
+    while not condition():
+        assert time.perf_counter() < deadline, "waited in vain"
+        threading.Event().wait(0.01)
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Makes a job of `n` processes, whose threads end with the test."""
+    made = []
+    monkeypatch.setattr(messages, "HEARTBEAT_S", 0.05)
+
+    def make(*args, **kwargs):
+        made.append(make_job(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
 
 
 def make_job(
@@ -92,15 +108,14 @@ def make_job(
     job = Job([], Service(), [[] for _ in range(n)])
     for p in range(n):
         told = job.failures[p]
-        job.groups.append(
-            ProcessGroup(
-                p,
-                n,
-                job.service if n > 1 else None,
-                peer_timeout_s=timeout_s,
-                on_failure=lambda why, code, told=told: told.append((why, code)),
-                clock=clock(p),
-                message_timeout_s=wait_s,
-            )
+        group = ProcessGroup(
+            p,
+            n,
+            job.service,
+            peer_timeout_s=timeout_s,
+            on_failure=lambda why, code, told=told: told.append((why, code)),
+            clock=clock(p),
         )
+        group.message_timeout_s = wait_s
+        job.groups.append(group)
     return job

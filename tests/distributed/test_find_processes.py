@@ -14,7 +14,7 @@ from dflop_jax.config import DistributedConfig
 from dflop_jax.distributed import processes
 from dflop_jax.distributed.processes import Address, Processes, find_processes
 
-AT = Address("node1", 29400)
+AT, LOCAL = Address("node1", 29400), Address("127.0.0.1", 4000)
 FLAGS = DistributedConfig(coordinator="node1:29400", num_processes=2, process_id=1)
 LAUNCHED = {
     "DFLOP_COORDINATOR": "127.0.0.1:4000",
@@ -60,83 +60,49 @@ def environment(monkeypatch):
     return put
 
 
+def slurm(node, index=3, n_local=2, local_index=1):
+    return Processes(5, index, Address(*node), "Slurm", n_local, local_index)
+
+
+def open_mpi(*address):
+    return Processes(4, 2, Address(*address), "Open MPI", 2)
+
+
 @pytest.mark.parametrize(
-    "config, values, found",
+    "values, found",
     [
-        (DistributedConfig(), {}, Processes()),
-        (FLAGS, {}, Processes(2, 1, AT, "distributed")),
-        (FLAGS, LAUNCHED | SLURM, Processes(2, 1, AT, "distributed")),
-        (
-            DistributedConfig(),
-            LAUNCHED | SLURM,
-            Processes(4, 3, Address("127.0.0.1", 4000), "dflop launch", 4, 3),
-        ),
-        (
-            DistributedConfig(),
-            {k: v for k, v in LAUNCHED.items() if "LOCAL" not in k},
-            Processes(4, 3, Address("127.0.0.1", 4000), "DFLOP_* variables"),
-        ),
+        ({}, Processes()),
+        (LAUNCHED | SLURM, Processes(4, 3, LOCAL, "dflop launch", 4, 3)),
+        ({k: v for k, v in LAUNCHED.items() if "LOCAL" not in k},
+         Processes(4, 3, LOCAL, "DFLOP_* variables")),
         # jax's rule for the port: 61440 + the job's number modulo 4096
-        (DistributedConfig(), SLURM, Processes(5, 3, Address("node05", 61441), "Slurm", 2, 1)),
-        (
-            DistributedConfig(),
-            SLURM | {"SLURM_NODEID": "2", "SLURM_PROCID": "4", "SLURM_LOCALID": "0"},
-            Processes(5, 4, Address("node05", 61441), "Slurm", 1, 0),
-        ),
-        *(
-            (
-                DistributedConfig(),
-                SLURM | {"SLURM_STEP_NODELIST": nodes},
-                Processes(5, 3, Address(first, 61441), "Slurm", 2, 1),
-            )
-            for nodes, first in {
-                "rack[1-2]n[01-02]": "rack1n01",
-                "r[2,4]-n[007,9-12]-ib,login": "r2-n007-ib",
-                "a-1,b[1-3]": "a-1",
-            }.items()
-        ),
-        (
-            DistributedConfig(),
-            SLURM | {"JAX_COORDINATOR_PORT": "5000"},
-            Processes(5, 3, Address("node05", 5000), "Slurm", 2, 1),
-        ),
-        (
-            DistributedConfig(),
-            SLURM | {"JAX_COORDINATOR_ADDRESS": "ib0:7"},
-            Processes(5, 3, Address("ib0", 7), "Slurm", 2, 1),
-        ),
+        (SLURM, slurm(("node05", 61441))),
+        (SLURM | {"SLURM_NODEID": "2", "SLURM_PROCID": "4", "SLURM_LOCALID": "0"},
+         slurm(("node05", 61441), 4, 1, 0)),
+        *((SLURM | {"SLURM_STEP_NODELIST": nodes}, slurm((first, 61441))) for nodes, first in (
+            ("rack[1-2]n[01-02]", "rack1n01"), ("r[2,4]-n[007,9-12]-ib,login", "r2-n007-ib"),
+            ("a-1,b[1-3]", "a-1"))),
+        (SLURM | {"JAX_COORDINATOR_PORT": "5000"}, slurm(("node05", 5000))),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "ib0:7"}, slurm(("ib0", 7))),
         # a batch script outside srun, the shell of salloc, a step of one task
-        (DistributedConfig(), {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, Processes()),
-        (DistributedConfig(), SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, Processes()),
-        (
-            DistributedConfig(),
-            OPEN_MPI,
-            Processes(4, 2, Address("10.96.0.1", 61440 + 1531576320 // 4096 % 4096), "Open MPI", 2),
-        ),
-        (
-            DistributedConfig(),
-            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,26::2]:1"},
-            Processes(4, 2, Address("fe80::1", 61441), "Open MPI", 2),
-        ),
-        (
-            DistributedConfig(),
-            OPEN_MPI | {"JAX_COORDINATOR_PORT": "5000"},
-            Processes(4, 2, Address("10.96.0.1", 5000), "Open MPI", 2),
-        ),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, Processes()),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, Processes()),
+        (OPEN_MPI, open_mpi("10.96.0.1", 61440 + 1531576320 // 4096 % 4096)),
+        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,26::2]:1"},
+         open_mpi("fe80::1", 61441)),
+        (OPEN_MPI | {"JAX_COORDINATOR_PORT": "5000"}, open_mpi("10.96.0.1", 5000)),
         # what has a whole address has its port
-        (
-            DistributedConfig(),
-            OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "ib0:7", "JAX_COORDINATOR_PORT": "5000"},
-            Processes(4, 2, Address("ib0", 7), "Open MPI", 2),
-        ),
-        (DistributedConfig(), OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, Processes()),
-        (DistributedConfig(), {"DFLOP_DEVICES_PER_PROCESS": "3"}, Processes(devices_per_process=3)),
-        (DistributedConfig(), {"DFLOP_COORDINATOR": "", "DFLOP_NUM_PROCESSES": ""}, Processes()),
+        (OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "ib0:7", "JAX_COORDINATOR_PORT": "5000"},
+         open_mpi("ib0", 7)),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, Processes()),
+        ({"DFLOP_DEVICES_PER_PROCESS": "3"}, Processes(devices_per_process=3)),
+        ({"DFLOP_COORDINATOR": "", "DFLOP_NUM_PROCESSES": ""}, Processes()),
     ],
-)
-def test_processes_are_found(environment, config, values, found):
+)  # fmt: skip
+def test_processes_are_found(environment, values, found):
     environment(values)
-    assert find_processes(config) == found
+    assert find_processes(DistributedConfig()) == found
+    assert find_processes(FLAGS).source == "distributed"  # flags win
 
 
 def test_open_mpi_5_needs_to_be_told_the_coordinator(environment, monkeypatch):
@@ -176,10 +142,6 @@ def test_kubernetes(environment, monkeypatch, caplog):
     monkeypatch.setattr("jax._src.clusters.K8sCluster", _Cluster)
     expected = Processes(3, 1, Address("pod-0.svc", 55527), "Kubernetes", 1)
     assert find_processes(DistributedConfig()) == expected
-    with monkeypatch.context() as patch:
-        patch.setenv("JAX_COORDINATOR_PORT", "5000")
-        found = find_processes(DistributedConfig())
-        assert found == Processes(3, 1, Address("pod-0.svc", 5000), "Kubernetes", 1)
     monkeypatch.setattr(_Cluster, "number", 1)
     assert find_processes(DistributedConfig()) == Processes()
     monkeypatch.setattr(_Cluster, "number", 0)

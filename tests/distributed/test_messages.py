@@ -3,6 +3,7 @@ coordination service, and two processes over jax's own."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,19 +13,14 @@ import pytest
 
 from dflop_jax.distributed import messages
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.distributed.process_exit import FAILED, TRANSIENT_FAILURE, RunFailed, TransientError
-from tests.distributed.service import LIMIT_S
+from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE, RunFailed, TransientError
+from tests.distributed.service import LIMIT_S, job, wait_for  # noqa: F401
 
-SIZES = [0, 1, 1000, 10_000_000]
-BIG = 10_000_000
 SILENCE_S = 1.0
 
 
-# ---- messages ----
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 32])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("n", [1, 2, 32])
+@pytest.mark.parametrize("size", [0, 1, 10_000_000])
 def test_broadcast_gives_all_the_value_of_process_0(job, n, size):
     value = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     made = job(n)
@@ -33,22 +29,13 @@ def test_broadcast_gives_all_the_value_of_process_0(job, n, size):
     assert made.service.messages() == []  # all are deleted
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 32])
+@pytest.mark.parametrize("n", [1, 2, 32])
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 def test_gather_gives_process_0_all_values_in_order(job, n, size):
     made = job(n)
     got = made.together(lambda g: g.gather("key", bytes([g.process_index]) * size, bytes))
     assert got == [[bytes([p]) * size for p in range(n)], *([[]] * (n - 1))]
     assert made.service.messages() == []
-
-
-@pytest.mark.parametrize("n", [1, 2, 32])
-def test_records_are_gathered_in_order(job, n):
-    rows = [[0.1 * p, 1e300, -p, 0.0] for p in range(n)]
-    made = job(n)
-    gathered = made.together(lambda g: g.all_gather("key", rows[g.process_index], list[float]))
-    assert gathered == [rows] * n
-    assert made.together(lambda g: g.broadcast("r", [g.process_index], list[int])) == [[0]] * n
 
 
 @pytest.mark.parametrize("n", [1, 2, 32])
@@ -72,51 +59,23 @@ def test_messages_of_different_keys_come_in_any_order(job):
         other.gather(key, key.upper(), str)
     assert [other.broadcast(k, None, str) for k in "cab"] == ["c", "a", "b"]
     assert [hub.gather(k, "", str) for k in "bca"] == [["", "B"], ["", "C"], ["", "A"]]
-
-
-def test_messages_of_one_key_keep_their_order(job):
-    hub, other = job(2).groups
-    for value in range(3):
-        hub.broadcast("key", value, int)
-    assert [other.broadcast("key", None, int) for _ in range(3)] == [0, 1, 2]
-
-
-def test_every_call_has_a_key_of_its_own(job):
-    made = job(3)
-    made.together(lambda g: [g.all_gather("same", 1, int) for _ in range(5)])
-    made.together(ProcessGroup.begin_run)
-    made.together(lambda g: g.all_gather("same", 1, int))
-    kept = [k for k in made.service.written if "/broadcast/" in k or "/gather/" in k]
-    assert len(kept) == len(set(kept)) == 6 * 3
-
-
-def test_steps_may_be_left_out_and_leave_no_counters(job):
-    hub, other = job(2).groups
     for step in range(3):
         hub.broadcast("schedule", step, int, step=step)
-    assert other.broadcast("schedule", None, int, step=2) == 2
-    assert not hub._call_counts
+    assert other.broadcast("schedule", None, int, step=2) == 2  # steps may be left out
+    assert not hub._call_counts.keys() & {"broadcast/schedule"}
 
 
 def test_threads_of_a_process_use_different_keys_at_once(job):
-    four = job(4)
-    blob = bytes(100_000)
-
     def run(group: ProcessGroup) -> list[Any]:
         def talk(name: str) -> list[Any]:
-            said: list[Any] = []
-            for i in range(20):
-                said.append(group.all_gather(name, [group.process_index, i], list[int], step=i))
-                said.append(
-                    group.broadcast(name, blob if group.is_primary else None, bytes) == blob
-                )
-            return said
+            kind, index = list[int], group.process_index
+            return [group.all_gather(name, [index, i], kind, step=i) for i in range(20)]
 
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(talk, ("feed", "steps")))
 
-    expected = [x for i in range(20) for x in ([[p, i] for p in range(4)], True)]
-    assert four.together(run) == [[expected, expected]] * 4
+    expected = [[[p, i] for p in range(4)] for i in range(20)]
+    assert job(4).together(run) == [[expected, expected]] * 4
 
 
 def test_no_message_of_a_run_reaches_the_next(job):
@@ -131,14 +90,6 @@ def test_no_message_of_a_run_reaches_the_next(job):
     assert hub.gather("count", "", str) == ["", "new"]
     two.together(ProcessGroup.begin_run)
     assert two.service.messages() == []
-
-
-def test_a_process_may_be_a_run_ahead(job):
-    hub, other = job(2).groups
-    hub.begin_run()
-    hub.broadcast("key", "second", str)
-    other.begin_run()
-    assert other.broadcast("key", None, str) == "second"
 
 
 def test_a_thread_that_waits_for_an_abandoned_key_is_told(job):
@@ -185,9 +136,6 @@ def test_a_service_that_is_gone_is_told_in_a_line(job, monkeypatch):
         made.groups[1].broadcast("plan", None, str)
 
 
-# ---- clocks ----
-
-
 def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, monkeypatch):
     """With clocks that are apart, as those of hosts are, and one that then runs on."""
     monkeypatch.setattr(messages, "CLOCK_INTERVAL_S", 0.1)
@@ -199,36 +147,29 @@ def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, monkeypatch):
     four = job(4, clock=clock)
 
     def await_offsets(*expected: float) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while [g.clock_offset_s for g in four.groups] != pytest.approx(expected, abs=0.5):
-            assert time.monotonic() < deadline, [g.clock_offset_s for g in four.groups]
-            time.sleep(0.02)
+        wait_for(
+            lambda: [g.clock_offset_s for g in four.groups] == pytest.approx(expected, abs=0.5)
+        )
 
     await_offsets(0.0, -1000.0, -4000.0, -9000.0)
     ahead_s[2] += 500.0
     await_offsets(0.0, -1000.0, -4500.0, -9000.0)
 
 
-# ---- failures ----
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_silent_process_ends_the_run(job, n):
-    many = job(n, timeout_s=SILENCE_S)
+def test_a_silent_process_ends_the_run(job):
+    many = job(4, timeout_s=SILENCE_S)
     time.sleep(1.5 * SILENCE_S)
     assert not any(many.failures)  # signs of life are enough
     silent, hung = many.groups[1], []
     many.groups[0].on_hang = hung.append
     silent.status = lambda: time.sleep(3 * SILENCE_S) or b""
     start = time.monotonic()
-    others = [p for p in range(n) if p != 1]
+    others = [0, 2, 3]
     many.wait_for_failures(others)
     assert SILENCE_S / 2 < time.monotonic() - start < 5 * SILENCE_S
     for p in others:
         ((line, code),) = many.failures[p]
-        assert line.startswith("process 1 (")
-        assert "is silent for" in line
-        assert "pid" in line
+        assert re.match(r"process 1 \(.*pid.*is silent for", line)
         assert code == TRANSIENT_FAILURE
     assert len(hung) == 1  # before the end
 
@@ -260,15 +201,8 @@ def test_a_failure_reaches_all_processes_and_all_waiting_threads(job, failing):
     line = ("process 2 stopped: no space left on device", 2)
     assert [many.failures[p] for p in others] == [[line]] * 3
     assert many.failures[failing] == []
+    many.groups[others[0]].fail("another, which comes too late")
     many.groups[failing].close()  # no more to say, and nobody to wait for
-
-
-def test_the_first_of_two_failures_is_told(job):
-    many = job(3)
-    for p in (2, 1):
-        many.groups[p].fail(f"process {p} stopped")
-    many.wait_for_failures([0])
-    assert many.failures[0] == [("process 2 stopped", FAILED)]
 
 
 def test_a_close_of_all_is_no_failure(job):
@@ -294,13 +228,3 @@ def test_an_error_by_a_lost_process_is_told_as_its_loss(job):
     assert made.failures[0][0][0].startswith("process 1 ")
     made.groups[0].fail("an error of its own")
     assert len(made.failures[0]) == 1
-
-
-def test_process_0_reads_the_status_of_all(job):
-    many = job(3)
-    for group in many.groups:
-        group.status = lambda group=group: b"here %d" % group.process_index
-    deadline = time.monotonic() + LIMIT_S
-    while many.groups[0].statuses() != {p: b"here %d" % p for p in range(3)}:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

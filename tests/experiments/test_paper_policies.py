@@ -22,16 +22,10 @@ class Model:
 class Drawn:
     def __call__(self, n, seed):
         rng, size = np.random.default_rng(seed), Model()().piece_tokens
-        return [
-            Load(
-                {
-                    "vision": (size["vision"],) * int(rng.integers(0, 4)),
-                    "audio": (size["audio"],) * int(rng.integers(0, 2)),
-                    "llm": (int(rng.integers(64, 512)),),
-                }
-            )
-            for _ in range(n)
-        ]
+        drawn = rng.integers((0, 0, 64), (4, 2, 512), (n, 3)).tolist()
+        vision, audio = size["vision"], size["audio"]
+        return [Load({"vision": (vision,) * v, "audio": (audio,) * a, "llm": (t,)})
+                for v, a, t in drawn]  # fmt: skip
 
 
 TINY = Case("VLM-tiny", Model(), Drawn(), 4, 16)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflop_jax.cli import check, terminal
+from dflop_jax.cli import check
 from dflop_jax.config import DataConfig, ModelConfig
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.train.run_context import build_model
@@ -19,7 +19,6 @@ from tests.front.made import llava_data, processor_files
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(terminal, "NOTE_DELAY_S", 1e6)
     monkeypatch.setattr(check, "MAX_SECONDS", 300.0)  # however slow the machine is
     monkeypatch.setattr(check, "SAMPLE_TIMEOUT_S", 60.0)
 

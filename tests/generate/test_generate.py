@@ -116,7 +116,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         ),
         (["nano.py", "--prompts", "gone.jsonl"], "gone.jsonl: no such file or directory; check"),
         (["nano.py", "--prompts", "empty.jsonl"], "empty.jsonl: is empty; give a line for each"),
-        (["nano.py", "--prompts", "ask.jsonl", "--batch", "0"], "--batch 0: at least 1"),
+        (["nano.py", "--prompts", "ask.jsonl", "--batch", "0"], "--batch: 0 must be at least 1"),
         (["nano.py", "--prompts", "typo.jsonl"], "typo.jsonl:2: Object contains unknown field `im"),
         (["nano.py", "--prompt", ""], "the prompt is empty; ask something with --prompt TEXT"),
         (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),

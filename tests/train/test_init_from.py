@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dflop_jax.checkpoint.state_arrays import parameter_arrays
+from dflop_jax.checkpoint.checkpointer import parameter_arrays
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.records import Shape
 from dflop_jax.runtime.executor import Executor

@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", metavar="TEXT", **repeated, help="the answer ends before this")
     for name, (default, text) in _NUMBERS.items():
         flag, help_text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
-        kind = positive_int if name == "batch" else type(default)
-        parser.add_argument(flag, type=kind, default=default, metavar="N", help=help_text)
+        number_type: Any = positive_int if name == "batch" else type(default)
+        parser.add_argument(flag, type=number_type, default=default, metavar="N", help=help_text)
     help_text = "how large the latents of a clip are (default: as the embedded clips)"
     latents = "TIME,ROWS,COLUMNS"
     parser.add_argument("--latents", type=_parse_latents, metavar=latents, help=help_text)

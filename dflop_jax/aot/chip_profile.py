@@ -99,7 +99,7 @@ def compile_profile(
     shapes: Mapping[str, Sequence[Shape]],
     degrees: Sequence[int],
     n_devices: int,
-    on_progress: OnProgress = lambda done, of: None,
+    on_progress: OnProgress = lambda *_: None,
 ) -> ModelProfile:
     """A profile from compiled programs for the chip `plan.hardware`, at tensor-parallel `degrees`.
     `shapes`: per-rank shapes of each module, a small and a large one."""

@@ -64,7 +64,7 @@ class Compiler:
 
 
 def compile_plan(
-    config: Config, plan: Plan, compiler: Compiler, on_progress: OnProgress = lambda done, of: None
+    config: Config, plan: Plan, compiler: Compiler, on_progress: OnProgress = lambda *_: None
 ) -> CompileReport:
     """Compile every program of a plan for the chip `config.plan.hardware`. A program at which the
     compiler dies is reported so. A compiler compiles programs once that are equal in several plans;
@@ -107,7 +107,7 @@ def compile_probes(
     config: Config,
     model: MultimodalModel,
     probes: Sequence[Probe],
-    on_progress: OnProgress = lambda done, of: None,
+    on_progress: OnProgress = lambda *_: None,
 ) -> dict[Probe, ProbeResult]:
     """Results of probes on the chip `config.plan.hardware`, cached on disk."""
     files = _result_files(config, model, probes)

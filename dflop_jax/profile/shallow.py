@@ -38,8 +38,10 @@ class _SingleKindModule:
         value = getattr(self.module, name)
         if name in ("inputs", "freeze_groups"):  # of this kind and of parts that are not stacked
             stacked = contract.stacked_parts(self.module)
-            own = {self._stacked_part(part): part for part in (contract.LAYERS, contract.ADAPTER)}
-            return {own.get(p, p): v for p, v in value.items() if p in own or p not in stacked}
+            renamed = {self._stacked_part(p): p for p in (contract.LAYERS, contract.ADAPTER)}
+            return {
+                renamed.get(p, p): v for p, v in value.items() if p in renamed or p not in stacked
+            }
         by_kind = name == "attention_flops" or (name == "skips" and isinstance(value, Mapping))
         return value.get(self.kind) if by_kind else value
 

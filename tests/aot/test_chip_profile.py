@@ -100,7 +100,7 @@ def test_prices_of_other_depths_and_shapes_match_their_programs(tmp_path, monkey
 
 @pytest.mark.parametrize("remat", AGAIN)
 def test_task_with_loss_costs_what_its_program_takes(tmp_path, monkeypatch, remat):
-    costs = CostModel(profile(tmp_path, monkeypatch)[0])
+    costs = CostModel(profile(tmp_path, monkeypatch, degrees=(1,))[0])
     whole = SegmentPlan("llm", "llm", 0, 28, "m", True, True, remat)
     probe = Probe("llm", 1, Shape(1, 640), 28, remat)
     got = group_s(costs, whole, MeshShape(), 1, 1, 640, BACKWARD)

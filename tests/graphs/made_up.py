@@ -132,14 +132,8 @@ class MadeUp:
     edges = (
         {"source": "sights", "target": "words", "name": "seen", "sources": 2},
         {"source": "smells", "target": "words", "name": "seen"},
-        {
-            "source": "sights",
-            "target": "words",
-            "name": "deep",
-            "tap": "early",
-            "enters": 4,
-            "sources": 2,
-        },
+        {"source": "sights", "target": "words", "name": "deep"}
+        | {"tap": "early", "enters": 4, "sources": 2},
         {"source": "words", "target": "echoes", "name": "heard", "tap": "last"},
     )
 
@@ -211,9 +205,8 @@ class MadeUpData:
                 "weights": rng.integers(0, 3, heard).astype(np.float32),
             }
             pieces["echoes"] = (heard,)
-            places["words", "echoes"] = FeatureGather(
-                rng.integers(0, t, (heard, 1)).astype(np.int32)
-            )
+            heard_of = rng.integers(0, t, (heard, 1)).astype(np.int32)
+            places["words", "echoes"] = FeatureGather(heard_of)
         return Sample(fields, places, Load(pieces))
 
 

@@ -15,28 +15,20 @@ from tests.runtime import plain
 from tests.runtime.test_gradients import assert_norm, assert_trees_close, grads_of
 
 MODEL = MadeUp()
-SHAPES = {
-    "sights": Shape(3, 64),
-    "smells": Shape(16, GRAINS),
-    "words": Shape(2, 192),
-    "echoes": Shape(1, 40),
-}
+SHAPES = {"sights": Shape(3, 64), "smells": Shape(16, GRAINS), "words": Shape(2, 192),
+          "echoes": Shape(1, 40)}  # fmt: skip
 TWO = (1, 2, 1)  # data ranks
 LAYOUTS = {  # see `graph_plan`
     "all apart": {
-        "sights": [(1, 0), (3, 1)],
-        "smells": [(2, 2, TWO)],
-        "words": [(2, 4), (4, 5), (6, 6)],
-        "echoes": [(2, 7)],
+        "sights": [(1, 0), (3, 1)], "smells": [(2, 2, TWO)],
+        "words": [(2, 4), (4, 5), (6, 6)], "echoes": [(2, 7)],
     },
     "two ranks each, shared": {
-        "sights": [(3, 0, TWO)],
-        "smells": [(2, 0)],
-        "words": [(3, 2, TWO), (6, 4, TWO)],
-        "echoes": [(2, 4, TWO)],
+        "sights": [(3, 0, TWO)], "smells": [(2, 0)],
+        "words": [(3, 2, TWO), (6, 4, TWO)], "echoes": [(2, 4, TWO)],
     },
     "one device": {m: [(module.n_layers, 0)] for m, module in MODEL.modules.items()},
-}
+}  # fmt: skip
 
 
 def make_plan(layout, fan_in=1):

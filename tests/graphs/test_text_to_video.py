@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -15,20 +16,9 @@ from dflop_jax.contract import edges_of
 from dflop_jax.data.datasets import clips
 from dflop_jax.data.datasets.clip_lists import draw_clips, frames_of
 from dflop_jax.generate.clip import write_clip
-from dflop_jax.records import (
-    Bucket,
-    DataProfile,
-    LayerTiming,
-    Layout,
-    Plan,
-    Profile,
-    Recompute,
-    SegmentPlan,
-    Shape,
-    SubmeshPlan,
-)
+from dflop_jax.records import DataProfile, LayerTiming, Profile, Recompute, Shape
 from models import wan
-from tests.plans import profile_of
+from tests.plans import graph_plan, profile_of
 
 MODEL = wan.build("nano+wan-nano")
 SIZES = ((4, 2, 2, 4), (4, 1, 4, 4))  # of latents; few, so that the oracle compiles few programs
@@ -67,9 +57,6 @@ def samples_of(path):
     return [source.sample(i) for i in range(len(source))]
 
 
-# ---- pictures ----
-
-
 def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
     latents = draw_clips("", 4, 0, "train", 48)[1].read()
     frames = frames_of(latents, 4)
@@ -80,9 +67,6 @@ def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
     np.testing.assert_array_equal(pixels, np.concatenate(frames, axis=1))
     with Image.open(moving) as image:
         assert image.n_frames == len(frames)
-
-
-# ---- runs ----
 
 
 def config(folder) -> Config:
@@ -99,18 +83,8 @@ def config(folder) -> Config:
     )  # fmt: skip
 
 
-PLAN = Plan(
-    "dflop",
-    Layout(
-        (SubmeshPlan("llm", 0, 1, 1, 1), SubmeshPlan("generator", 1, 1, 1, 1)),
-        (
-            SegmentPlan("llm", "llm", 0, 4, "llm", True, True),
-            SegmentPlan("generator", "generator", 0, 2, "generator", True, True),
-        ),
-        (Bucket.from_shapes({"llm": Shape(1, 32), "generator": Shape(1, 64)}),),
-        edges=edges_of(MODEL),
-    ),
-)
+SHAPES = {"llm": Shape(1, 32), "generator": Shape(1, 64)}
+PLAN = replace(graph_plan(MODEL, {"llm": [(4, 0)], "generator": [(2, 1)]}, SHAPES), policy="dflop")
 
 
 def made_up_profile(path):

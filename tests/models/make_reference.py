@@ -32,11 +32,9 @@ def write_random_folder(path, model):
 
 def run_transformers(model, folder):
     """(products and largest entry of the logits, projected gradients) in float64."""
-    config = model.weights.config
-    found = reference.run_reference(
-        folder, config["model_type"], config["architectures"][0], mixed_samples(model), double=True
-    )
-    map_ = model.weights
+    map_, samples = model.weights, mixed_samples(model)
+    kind, name = map_.config["model_type"], map_.config["architectures"][0]
+    found = reference.run_reference(folder, kind, name, samples, double=True)
     names = {t.name for t in map_.tensors}
     gradients = {map_.canonical(n): a for n, a in found.gradients.items()}
     products, largest = cases.project(np.concatenate(found.logits), "logits")

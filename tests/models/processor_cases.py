@@ -44,17 +44,14 @@ SETTINGS = {
 
 UNTIED = dataclasses.replace(DECODERS["nano"], tied=False)
 TOWER = VisionSize(PX, 14, 32, 1, 4, 64, post_norm=False)
+INTERN_TOWER = dataclasses.replace(TOWER, merge=2, form="internvit")
+GEMMA3_TOWER = dataclasses.replace(TOWER, post_norm=True)
 GEMMA4_TOWER = Gemma4VisionSize(32, 1, 4, 4, 8, 64, patch_px=4, side=512)
 SOUND = dataclasses.replace(AUDIO["whisper-nano"], frames=200, mel_bins=16)
 MODELS = {
     "llava_onevision": PublishedComposition(ModelSize(UNTIED, TOWER, layout="anyres"), F32),
-    "internvl": PublishedComposition(
-        ModelSize(UNTIED, dataclasses.replace(TOWER, merge=2, form="internvit"), layout="dynamic"),
-        F32,
-    ),
-    "gemma3": Gemma3(
-        Gemma3Size(GEMMA3["gemma3-nano"].decoder, dataclasses.replace(TOWER, post_norm=True)), F32
-    ),
+    "internvl": PublishedComposition(ModelSize(UNTIED, INTERN_TOWER, layout="dynamic"), F32),
+    "gemma3": Gemma3(Gemma3Size(GEMMA3["gemma3-nano"].decoder, GEMMA3_TOWER), F32),
     "gemma4": Gemma4(Gemma4Size(GEMMA4["gemma4-nano"].decoder, GEMMA4_TOWER), F32),
     "qwen2_audio": PublishedComposition(ModelSize(UNTIED, audio=SOUND), F32),
 }
@@ -62,10 +59,8 @@ MODELS = {
 
 def write_processors(folder, kind, pictures, clips=None):
     """(a folder of a model of a kind with these settings of its processors, its configuration)."""
-    config = {
-        "model_type": kind,
-        **(HF_CONFIG if kind == "qwen3_vl" else MODELS[kind].weights.config),
-    }
+    own = HF_CONFIG if kind == "qwen3_vl" else MODELS[kind].weights.config
+    config = {"model_type": kind, **own}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(pictures))

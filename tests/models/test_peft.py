@@ -10,13 +10,7 @@ from dflop_jax.generate.row import pack_row
 from dflop_jax.verify import compare, reference
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.verify.verify import LOGIT_TOLERANCE, MAX_ROUNDING_RATIO
-from dflop_jax.weights import (
-    Folder,
-    ModuleParams,
-    read_config,
-    write_adapter,
-    write_folder,
-)
+from dflop_jax.weights import Folder, ModuleParams, read_config, write_adapter, write_folder
 from models import gemma4, internvl, qwen3_5, qwen3_vl
 from tests.train.lora_cases import with_adapters
 from tests.verify import gemma_folders, qwen3_5_folders
@@ -26,12 +20,11 @@ ALPHA, RANK = 12.0, 2
 pytestmark = pytest.mark.slow
 
 
-def loaded(map_, *, meta=False):
+def loaded(map_):
     """transformers' model of a map's configuration."""
-    kind, transformers, torch = map_.config["model_type"], load("transformers"), load("torch")
-    config = transformers.AutoConfig.for_model(**{"model_type": kind, **map_.config})
-    with torch.device("meta" if meta else "cpu"):
-        return getattr(transformers, map_.config["architectures"][0])(config)
+    transformers = load("transformers")
+    config = transformers.AutoConfig.for_model(**map_.config)
+    return getattr(transformers, map_.config["architectures"][0])(config)
 
 
 def base_of(folder, model):
@@ -126,11 +119,10 @@ def test_every_matrix_of_a_native_tower_can_be_adapted(tmp_path):
     """A fused matrix, a convolution over frames, mergers of taps."""
     plain = qwen3_vl.build("qwen3-vl-tiny")
     model = plain.with_lora(2, ALPHA, targets=("vision", "connector"))
-    map_ = model.weights
-    shapes = {name: {} for name in model.modules}
-    params = with_adapters(model, shapes, 1)
-    write_adapter(tmp_path / "adapter", map_, params, rank=2, alpha=ALPHA)
-    adapted = load("peft").PeftModel.from_pretrained(loaded(map_), tmp_path / "adapter")
+    params = with_adapters(model, {name: {} for name in model.modules}, 1)
+    write_adapter(tmp_path / "adapter", model.weights, params, rank=2, alpha=ALPHA)
+    base = loaded(model.weights)
+    adapted = load("peft").PeftModel.from_pretrained(base, tmp_path / "adapter")
     held = {n for n, _ in adapted.named_parameters() if ".lora_A." in n}
     assert len(held) == sum(
         module.n_layers if part == "adapter" else 1

@@ -30,13 +30,11 @@ CLIP_SIZES = dict.fromkeys(("llava_onevision", "internvl"), cases.SQUARE)
 @pytest.mark.parametrize("kind", cases.SETTINGS)
 def test_pictures_are_those_of_the_published_processor(tmp_path, kind):
     """Tokens, and the numbers that the tower reads."""
-    model, limits = cases.read_model(
-        *cases.write_processors(tmp_path / kind, kind, cases.SETTINGS[kind])
-    )
+    folder = cases.write_processors(tmp_path / kind, kind, cases.SETTINGS[kind])
+    model, limits = cases.read_model(*folder)
     medium = MediaSpec.of(model.preprocessing, model.piece_tokens).prepared(limits)["vision"]
-    processing, name = model.size.vision.processing, "pixels"
-    if kind in ("qwen3_vl", "gemma4"):
-        name = "patches"
+    processing = model.size.vision.processing
+    name = "patches" if kind in ("qwen3_vl", "gemma4") else "pixels"
     with np.load(FILE) as stored:
         tokens, values = stored[f"processors/{kind}/tokens"], stored[f"processors/{kind}/values"]
     for picture, n_tokens, want in zip(cases.pictures(), tokens, values, strict=True):

@@ -41,9 +41,8 @@ def assert_gradients(got, want, sizes, rounding=1.0):
 @pytest.mark.parametrize("name", cases.MODELS)
 def test_logits_and_gradients_equal_transformers(stored, name):
     model = cases.MODELS[name]()
-    logits, gradients = compare.run_model(
-        model, random_params(model, cases.SEED), mixed_samples(model)
-    )
+    params = random_params(model, cases.SEED)
+    logits, gradients = compare.run_model(model, params, mixed_samples(model))
     products, largest = cases.project(logits, "logits")
     want = stored[f"{name}/logits"]
     assert abs(largest - stored[f"{name}/largest"]) <= 8 * LOGITS * max(1.0, largest)
@@ -68,9 +67,8 @@ def test_the_generator_of_clips_equals_diffusers(stored):
     want = stored["wan/text_gradient"]
     scale = GRADIENTS * np.abs(want).max()
     np.testing.assert_allclose(text_grad[0, states], want, rtol=0, atol=scale)
-    arrays = cases.gradients_by_tensor(
-        cases.GENERATOR.weights, {"generator": jax.device_get(grads)}
-    )
+    grads = {"generator": jax.device_get(grads)}
+    arrays = cases.gradients_by_tensor(cases.GENERATOR.weights, grads)
     table = cases.project_gradients(arrays)
     assert_gradients(table, stored["wan/gradients"], {n: a.size for n, a in arrays.items()})
 

@@ -166,7 +166,7 @@ def _bound_layout(context: SearchContext, layout: Layout) -> Space:
         pairs = zip(*(size.tolist() for size in sizes))
         whole_shapes[m] = [Shape(r, t) if r else None for r, t in pairs]
     whole_buckets = [
-        Bucket.from_shapes({m: shapes[c] for m, shapes in whole_shapes.items()})
+        Bucket.from_shapes({m: of_module[c] for m, of_module in whole_shapes.items()})
         for c in range(len(n_groups))
     ]
     divided = [with_sub_microbatches(replace(layout, buckets=(b,)), context) for b in whole_buckets]
@@ -179,8 +179,8 @@ def _bound_layout(context: SearchContext, layout: Layout) -> Space:
     for m in layout.modules:
         directions, resources, _ = graph.module_key(m)
         segments = layout.segments_of(m)
-        found = [one.buckets[0].shape(m) for one in divided]
-        rows, tokens = np.array([(s.rows, s.tokens) if s else (0, 0) for s in found]).T[:, None]
+        shapes = [one.buckets[0].shape(m) for one in divided]
+        rows, tokens = np.array([(s.rows, s.tokens) if s else (0, 0) for s in shapes]).T[:, None]
         counts = [_sub_microbatch_counts(context, m, n, x) for n, x in zip(n_groups, divided)]
         mean_subs, max_subs = np.array(counts).T
         sub_microbatches[m] = mean_subs[None]

@@ -183,12 +183,9 @@ class PlanEvaluator:
         return plan.with_scheduling(work_budget=budget(plan.predicted.makespan_s))
 
     def with_lookahead(self, plan: Plan, prices: Prices | None = None) -> Plan:
-        """The plan with the lookahead that is fastest by list scheduling and fits into memory. An
-        order that was searched for one lookahead would favour that one.
-
-        The plan itself where groups share the free memory, for which its lookahead was chosen, and
-        on one set of devices, where no order is faster.
-        """
+        """The plan with the lookahead that is fastest by list scheduling and fits into memory; an
+        order that was searched for one lookahead would favour that one. The plan itself where
+        groups share the free memory, or all are on one set of devices."""
         scheduling = plan.scheduling
         is_alone = len(set(submesh_resources(plan.layout).values())) == 1
         if scheduling.grouping != "balanced" or scheduling.residuals or is_alone:
@@ -297,18 +294,11 @@ def simulate(
     trainable: Collection[str] | None = None,
     noise: Noise | None = None,
 ) -> Trace:
-    """Schedule global batches and run them, one after another, on the profile's times.
+    """Schedule global batches (loads) and run them, one after another, on the times of a profile.
 
-    Args:
-      batches: loads of each global batch.
-      trainable: names of segments with trainable parameters; None: all.
-      noise: as for `simulate_step`. Schedules are made without noise, as in a run.
-
-    Returns:
-      One trace of all steps, `source` "simulated"; groups keep counting from step to step.
-
-    Raises:
-      ValueError: a sample fits no bucket, or the profile lacks a degree that the plan uses.
+    Returns one trace of all steps, in which groups keep counting. Segments that are not `trainable`
+    (None: all are) have no optimizer. `noise` is as for `simulate_step`; schedules are made without
+    it, as in a run. ValueError: a sample fits no bucket, or the profile lacks a degree of the plan.
     """
     names = [s.name for s in plan.layout.segments] if trainable is None else trainable
     prices = layout_prices(plan.layout, CostModel(profile))

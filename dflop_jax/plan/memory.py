@@ -163,8 +163,8 @@ def memory_over_time(
         constant, times_s = table.constant_bytes.get(name, 0.0), sorted(change)
         live_bytes = accumulate(change[time_s] for time_s in times_s)
         points = [(t, constant + max(0.0, n)) for t, n in zip(times_s, live_bytes)]
-        is_over = times_s[-1] < trace.makespan_s
-        curves[name] = (*points, *[(trace.makespan_s, points[-1][1])] * is_over)
+        ends_early = times_s[-1] < trace.makespan_s
+        curves[name] = (*points, *[(trace.makespan_s, points[-1][1])] * ends_early)
     return curves
 
 
@@ -172,11 +172,8 @@ def memory_of_trace(
     layout: Layout, profile: ModelProfile, trace: Trace, shapes_by_name: Mapping[int, str]
 ) -> dict[str, StepFunction]:
     """`memory_over_time` of a saved trace, whose groups are named "module:ROWSxTOKENS", with
-    " +SEGMENT" for each that runs them under its second recompute policy.
-
-    Raises:
-      ValueError: a group's shape is not known, or the trace is of another plan.
-    """
+    " +SEGMENT" for each that runs them under its second recompute policy; ValueError if the trace
+    is of another plan."""
     known = {f"{m}:{shape.name}": shape for m in layout.modules for shape in layout.shapes(m)}
     groups = {e.group for e in trace.events if e.group >= 0}
     words = {g: shapes_by_name.get(g, "").split(" +") for g in groups}

@@ -178,27 +178,27 @@ class SearchContext:
         rows the number is that which is cheapest per token; each has room for the longest piece,
         all of them for the largest sample. 0 rows where no sample has a piece."""
         volume = self.volumes[module]
-        share: Array = volume.mean_per_batch * HEADROOM / (microbatches * data)  # of a rank
+        rank_volume: Array = volume.mean_per_batch * HEADROOM / (microbatches * data)  # of a rank
         if module in self.profile.piece_tokens:
-            pieces = np.maximum(_ceil(share), _ceil(volume.max_per_sample / data)).astype(int)
-            return pieces, np.full(pieces.shape, self.profile.piece_tokens[module])
-        best_rows: Array = np.zeros(np.shape(share), int)
+            n_rows = np.maximum(_ceil(rank_volume), _ceil(volume.max_per_sample / data)).astype(int)
+            return n_rows, np.full(n_rows.shape, self.profile.piece_tokens[module])
+        best_rows: Array = np.zeros(np.shape(rank_volume), int)
         best_tokens: Array = best_rows
         best_s: Array = np.inf  # per token
         kinds = Counter(self.profile.layer_kinds(module)).items()
         for rows in ROW_COUNTS if volume.max_per_sample else ():
             # First fit cannot fail where each row has room for an even share of the largest sample
             # and one piece more.
-            least, largest = volume.max_piece_tokens + 0.0 * data, volume.max_per_sample
+            min_tokens, largest = volume.max_piece_tokens + 0.0 * data, volume.max_per_sample
             if volume.has_many_pieces:
-                least = np.minimum(largest, largest / (rows * data) + least)
-            shortest = self._round_up(least)
-            tokens = np.maximum(self._round_up(share / rows), shortest).astype(int)
+                min_tokens = np.minimum(largest, largest / (rows * data) + min_tokens)
+            shortest = self._round_up(min_tokens)
+            tokens = np.maximum(self._round_up(rank_volume / rows), shortest).astype(int)
             predictions = self.costs.predict(module, model, rows, tokens)
             layers_s = sum(n * predictions.layer(kind, "layer_backward") for kind, n in kinds)
             token_s = layers_s / (rows * tokens)
-            # More rows than the share fills would only pad.
-            is_filled = (rows == 1) | (share > (rows - 0.5) * shortest)
+            # More rows than the volume fills would only pad.
+            is_filled = (rows == 1) | (rank_volume > (rows - 0.5) * shortest)
             is_cheaper = is_filled & (token_s < best_s * (1 - ROUNDING))
             best_rows = np.where(is_cheaper, rows, best_rows)
             best_tokens = np.where(is_cheaper, tokens, best_tokens)

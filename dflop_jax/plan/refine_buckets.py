@@ -37,12 +37,11 @@ _N_SIZED = {"quick": 2, "full": 3}
 def refine_candidates(
     search: BestFirstSearch, ranked: Sequence[Candidate], tail: Sequence[Load]
 ) -> list[Plan]:
-    """Plans of the best candidates with suitable buckets, fastest first, with their mean trial as
-    the predicted makespan.
+    """Plans of the best candidates with suitable buckets, fastest first by their mean trial.
 
     The fastest of the ranked candidates and the first of other policies get chosen buckets, with
-    effort "full" at several granularities. The integer program of shapes is solved for the fastest
-    of these. Plans get room for the samples of `tail`, and second recompute policies.
+    effort "full" at several granularities, the fastest of these by the integer program. Plans get
+    room for the samples of `tail`, and second recompute policies.
     """
     evaluator = search.evaluator
     if ranked[0].plan.scheduling.grouping == "arrival":
@@ -224,12 +223,8 @@ def _with_free_bytes(plan: Plan, backward: set[str], evaluator: PlanEvaluator) -
 
 
 def with_spare_bucket(plan: Plan, tail: Sequence[Load], evaluator: PlanEvaluator) -> Plan:
-    """The plan with a bucket for samples of `tail` that none of its buckets holds, since they are
-    larger than the profiled ones.
-
-    The plan itself where there is none, or where memory has no room for such a bucket with the
-    plan's options: then these samples are not trained on (`data.oversize`).
-    """
+    """The plan with a bucket for samples of `tail` that are larger than the profiled ones; without
+    it where memory has no room for such a bucket with the plan's options (`data.oversize`)."""
     oversize = [tail[i] for i in oversize_samples(tail, plan)] if tail else []
     if not oversize:
         return plan

@@ -73,14 +73,10 @@ def largest_module_bytes(
 
 
 def parallel_limits(module_bytes: float, memory_bytes: float, node: int) -> tuple[int, int]:
-    """(max_model, max_stage) for a module of so many bytes. A power of two of devices shares them,
-    by tensor parallelism alone where a node has as many, and by a pipeline alone of at most a
-    node's devices or of what the largest tensor parallelism leaves.
-
-    Args:
-      memory_bytes: that a plan may fill; 0: unknown, and nothing needs to be shared.
-      node: devices of a node.
-    """
+    """(max_model, max_stage) for a module of so many bytes and devices of `memory_bytes` (0: not
+    known, nothing is shared). A power of two of devices shares them, by tensor parallelism alone
+    where a `node` has as many, and by a pipeline alone of at most a node's devices or of what the
+    largest tensor parallelism leaves."""
     n_devices = _power_of_two(module_bytes / memory_bytes) if memory_bytes else 1
     in_node = min(n_devices, node)
     max_model = max(DEFAULT_LIMITS["max_model"], in_node)
@@ -101,11 +97,11 @@ def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) 
         per_token.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
         for m, n in profile.n_layers.items()
     )
-    microbatches = least = DEFAULT_LIMITS["max_microbatches"]
+    microbatches = min_microbatches = DEFAULT_LIMITS["max_microbatches"]
     if memory_bytes:  # that inputs of as many groups as a pipeline has stages fill a share of
         bytes_per_device = spec.global_batch * sample_bytes / spec.n_devices
         needed = _power_of_two(stage * bytes_per_device / (INPUTS_SHARE * memory_bytes))
-        microbatches = max(least, min(needed, GROUPS_PER_BATCH[-1]))
+        microbatches = max(min_microbatches, min(needed, GROUPS_PER_BATCH[-1]))
     microbatches = config.max_microbatches or microbatches
     config = replace(config, max_model=model, max_stage=stage, max_microbatches=microbatches)
     return replace(spec, config=replace(config, node=node))

@@ -142,9 +142,9 @@ class TimingSession:
         and the others leave free what it was short of; ValueError where memory holds none.
         """
         finalists = plans_to_time(plans, n)
-        for together in (finalists, *([p] for p in plans if p not in finalists)):
-            alone, timed = len(together) == 1, list[Candidate]()
-            for plan in together:
+        for plan_group in (finalists, *([p] for p in plans if p not in finalists)):
+            alone, timed = len(plan_group) == 1, list[Candidate]()
+            for plan in plan_group:
                 timed += self._time_candidate(plan, is_timed=n > 0, alone=alone)
             while timed := [c for c in timed if self.evaluator.fits(c.plan)]:
                 fastest, *timed = successive_halving(self.evaluator, timed)

@@ -37,8 +37,8 @@ class Edge:
     def __post_init__(self) -> None:
         is_named = self.source != self.target and bool(self.name) and self.sources >= 1
         require(is_named, f"an edge joins two modules by a field, sources >= 1, got {self}")
-        is_placed = (self.leaves >= 0) == bool(self.tap) and min(self.leaves, self.enters) >= -1
-        require(is_placed, f"an edge from a tap says after how many layers it leaves, got {self}")
+        has_layers = (self.leaves >= 0) == bool(self.tap) and min(self.leaves, self.enters) >= -1
+        require(has_layers, f"an edge from a tap says after how many layers it leaves, got {self}")
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class Layout:
             require(len(set(names)) == len(names), f"{kind} names repeat: {names}")
         meshes = {m.name for m in self.submeshes}
         for s in self.segments:
-            is_known = s.submesh in meshes
-            require(is_known, f"segment {s.name!r} lies on unknown submesh {s.submesh!r}")
+            has_submesh = s.submesh in meshes
+            require(has_submesh, f"segment {s.name!r} lies on unknown submesh {s.submesh!r}")
             self._check_stages(s)
         for module in self.modules:
             segments = self.segments_of(module)
@@ -200,9 +200,9 @@ class Layout:
         names = [module for module, _ in groupby(s.module for s in self.segments)]
         require(len(names) == len(set(names)), f"segments must stand module by module, got {names}")
         for e in self.edges:
-            known = [names.index(m) for m in (e.source, e.target) if m in names]
+            indices = [names.index(m) for m in (e.source, e.target) if m in names]
             require(
-                len(known) == 2 and known[0] < known[1],
+                len(indices) == 2 and indices[0] < indices[1],
                 f"edge {e.source} -> {e.target} must join modules of the plan, the source first; "
                 f"it has {names}",
             )
@@ -318,8 +318,8 @@ class Scheduling:
             n = getattr(self, name)
             require(n >= 0, f"{name} {n} must not be negative")
         for name, kind in (("order", Order), ("grouping", Grouping)):
-            value, known = getattr(self, name), get_args(kind)
-            require(value in known, f"{name} {value!r} is not {' or '.join(known)}")
+            value, values = getattr(self, name), get_args(kind)
+            require(value in values, f"{name} {value!r} is not {' or '.join(values)}")
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,8 @@ class ModelProfile:
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")
         for t in self.timings:
-            named, known = (*t.content_forward_s, *t.content_backward_s), self.features(t.module)
-            unknown = [name for name in named if name not in known]
+            named, features = (*t.content_forward_s, *t.content_backward_s), self.features(t.module)
+            unknown = [name for name in named if name not in features]
             require(not unknown, f"{t.module!r} has no content {unknown[:1]}; profile again")
         for module, kinds in self.kinds.items():
             n = self.n_layers.get(module)
@@ -175,8 +175,8 @@ class ModelProfile:
     def has_bfloat16_params(self, module: str) -> bool:
         """Whether a module's programs work on bfloat16 parameters, beside float32 masters."""
         layers = (self.layer_dims[layer_key(module, k)] for k in set(self.layer_kinds(module)))
-        parts = self.ends_dims[module], *layers
-        return any(p.working_bytes < 4 for dims in parts for p in dims)
+        dims_by_part = self.ends_dims[module], *layers
+        return any(p.working_bytes < 4 for dims in dims_by_part for p in dims)
 
 
 @dataclass(frozen=True)

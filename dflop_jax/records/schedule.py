@@ -24,12 +24,9 @@ NO_GROUP = -1  # the group of a task that runs once a step
 
 @dataclass(frozen=True, eq=False)
 class PackedPieces:
-    """The rows of n pieces of a module, from the scheduler to the packer: columns `piece_id`,
-    `microbatch`, `rank`, `row`, int64 [4, n].
-
-    `piece_id` is the piece's number among the module's pieces of the global batch. The piece is in
-    `row` of data `rank` of `microbatch`; pieces of one row are packed in the order of the entries.
-    """
+    """The rows of n pieces of a module, from the scheduler to the packer: columns `piece_id` (the
+    number among the module's pieces of the global batch), `microbatch`, `rank`, `row`, int64
+    [4, n]. Pieces of one row are packed in the order of the entries."""
 
     columns: np.ndarray
 
@@ -160,8 +157,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for module in {g.module for g in self.groups}:
-            pieces = np.concatenate([g.pieces.piece_id for g in self.groups if g.module == module])
-            is_unique = np.bincount(pieces).max(initial=0) <= 1
+            numbers = [g.pieces.piece_id for g in self.groups if g.module == module]
+            is_unique = np.bincount(np.concatenate(numbers)).max(initial=0) <= 1
             require(is_unique, f"a piece of {module!r} is scheduled twice")
         feeders = Counter((f, g.module) for g in self.groups for f in g.feeds)
         for i, g in enumerate(self.groups):

@@ -86,13 +86,8 @@ def number_tasks(
     seconds: Callable[[Task], float],
     sends: Sends | None = None,
 ) -> StepTasks:
-    """The tasks of a step with these groups; the limits are those of 1F1B
-    (`task_graph.in_flight_limit`).
-
-    Args:
-      seconds: of each task when nothing slows it down.
-      sends: from each task to its readers over links.
-    """
+    """The tasks of a step with these groups, whose limits are those of 1F1B (`in_flight_limit`), by
+    the seconds of each when nothing slows it down, and the sends to its readers over links."""
     segments = {s.name: i for i, s in enumerate(plan.layout.segments)}
     resource, sends = segment_resources(plan.layout), sends or {}
     task_s = [seconds(t) for t in graph.tasks]
@@ -248,8 +243,8 @@ class _Queues:
         max_live, in_flight = self._problem.max_live, self._in_flight
         best_queue: list[tuple[int, int]] = []
         for s in self._segments[resource]:
-            queue, has_room = self._opens[s], full or in_flight[s] < max_live[s]
-            if queue and has_room and (not best_queue or queue[0] < best_queue[0]):
+            queue, can_open = self._opens[s], full or in_flight[s] < max_live[s]
+            if queue and can_open and (not best_queue or queue[0] < best_queue[0]):
                 best_queue = queue
         other_queue = self._others[resource]
         if other_queue and best_queue:

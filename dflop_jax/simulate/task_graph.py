@@ -188,13 +188,10 @@ def in_flight_changes(order: Sequence[Task]) -> list[int]:
 
 
 def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
-    """1F1B: how many groups a segment may have forwarded but not yet run backward.
-
-    It is the number of resources from the segment to the end of the pipeline, the classical
-    warm-up depth plus one, and the plan's lookahead; segments that share devices with all that
-    follow run depth-first. Where several groups of a module feed one group, it is as many times
-    more; without `groups`, as many as the plan allows.
-    """
+    """1F1B: how many groups a segment may have forwarded but not yet run backward: the number of
+    resources from the segment to the end of the pipeline, the classical warm-up depth plus one, and
+    the plan's lookahead; segments that share devices with all that follow run depth-first. Where
+    several groups of a module feed one group, as many times more; without `groups`, as planned."""
     layout, resource = plan.layout, segment_resources(plan.layout)
     module = {s.name: s.module for s in layout.segments}
     fed, readers_of = feeding_groups(groups), defaultdict[str, list[str]](list)

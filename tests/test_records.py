@@ -109,19 +109,15 @@ def head(**changes):
     return json.dumps(whole | changes)
 
 
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("", "not JSON"),
-        ('{"record": "Sha', "not JSON"),
-        ("[1, 2]", "holds no record, expected Shape"),
-        (head(record="Plan"), "holds Plan, expected Shape"),
-        (head(version=99), "version 99, this program reads"),
-        (head(value={"rows": "x", "tokens": 8}), r"Expected `int`, got `str` - at `\$.rows`"),
-        (head(value={"rows": 1}), "missing required field `tokens`"),
-        (head(value={"rows": 0, "tokens": 8}), "a shape needs rows, tokens >= 1"),
-    ],
-)
+@pytest.mark.parametrize("text, says", [
+    ("", "not JSON"), ('{"record": "Sha', "not JSON"),
+    ("[1, 2]", "holds no record, expected Shape"),
+    (head(record="Plan"), "holds Plan, expected Shape"),
+    (head(version=99), "version 99, this program reads"),
+    (head(value={"rows": "x", "tokens": 8}), r"Expected `int`, got `str` - at `\$.rows`"),
+    (head(value={"rows": 1}), "missing required field `tokens`"),
+    (head(value={"rows": 0, "tokens": 8}), "a shape needs rows, tokens >= 1"),
+])  # fmt: skip
 def test_a_bad_file_is_named_in_one_line(text, says, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(text)
@@ -272,10 +268,6 @@ def test_what_shapes_schedules_and_traces_derive():
     prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, (0.5,))})
     assert prices.task_s(LAYOUT, SCHEDULE, TASK) == 257.0
     assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", NO_GROUP, "reduce")) == 0.0
-    rows = (("a", 0.0, 1.0), ("a", 2.0, 4.0), ("b", 1.0, 2.0))
-    trace = Trace(0, "m", tuple(Event(m, "x", 0, "forward", *span) for m, *span in rows))
-    assert trace.makespan_s == 4.0
-    assert trace.busy_fraction() == {"a": 0.75, "b": 0.25}
     assert (Trace(0, "m", ()).makespan_s, Trace(0, "m", ()).busy_fraction()) == (0.0, {})
     assert Trace(0, "m", (Event("a", "x", 0, "f", 0.0, 0.0),)).busy_fraction() == {"a": 0.0}
 

@@ -8,7 +8,6 @@ import pytest
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.evaluate import buckets_with_shares
 from dflop_jax.plan.module_tables import SearchContext
-from dflop_jax.plan.refine_buckets import with_second_remat
 from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.records import REMAT, Bucket, Load, Shape
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
@@ -90,10 +89,3 @@ def test_second_remat_uses_free_memory(unlimited_plan, share):
             sum(evaluator.simulate_trial(p, i) for i in range(2)) for p in (plan, plain)
         )
         assert with_s < without_s
-
-
-def test_no_second_remat_without_limit_or_recompute(unlimited_plan):
-    for limit in (0.0, 1e12):
-        config = replace(CONFIG, policy="dip")
-        evaluator = prepared(4, profile_with_few_residuals(), config=config, memory_bytes=limit)
-        assert with_second_remat(unlimited_plan, evaluator) == []

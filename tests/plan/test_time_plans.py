@@ -67,9 +67,8 @@ def halved(evaluator, **plans):
 def test_trials_end_when_plans_are_certainly_different(seconds, apart, known, order, asked):
     """Trials differ threefold, but the plans run the same ones."""
     evaluator = Evaluator(seconds, apart=apart)
-    got = halved(
-        evaluator, **{n: candidate(n, trial_seconds=trials) for n, trials in known.items()}
-    )
+    begun = {n: candidate(n, trial_seconds=trials) for n, trials in known.items()}
+    got = halved(evaluator, **begun)
     assert order is None or got == [*order]
     assert evaluator.asked == asked
     assert len(seconds) < 2 or evaluator.looked == dict.fromkeys(asked, 1)
@@ -96,14 +95,9 @@ def test_second_remat_must_save_more_than_its_programs_cost(saved, worth):
 GIB = 2**30
 
 
-def plan(name, seconds):
-    return replace(chain(1), policy=name, predicted=Predicted(seconds)).with_scheduling(
-        free_bytes={"l0": 2.0 * GIB}
-    )
-
-
 # By the profile a is the fastest, on the devices d.
-PLANS = [plan("a", 1.0), plan("b", 2.0), plan("c", 3.0), plan("d", 4.0)]
+FREE = chain(1).with_scheduling(free_bytes={"l0": 2.0 * GIB})
+PLANS = [replace(FREE, policy=p, predicted=Predicted(i + 1.0)) for i, p in enumerate("abcd")]
 TOOK_S = {"a": 4.0, "b": 3.0, "c": 2.0, "d": 1.0}
 
 
@@ -176,16 +170,12 @@ def test_the_fastest_plan_that_the_devices_hold_is_taken(n, refused, expected, f
     assert best.predicted.chosen_by_s == (i + 1.0 if 0 < n <= i else 0.0)
 
 
-@pytest.mark.parametrize(
-    "short, remedy", [(1.0, "memory_bytes 6.442e+09, "), (0.0, "memory_bytes 1.02e+10, ")]
-)
+@pytest.mark.parametrize("short, remedy", [(1.0, "6.442e"), (0.0, "1.02e")])
 def test_error_names_a_remedy_where_no_plan_fits(short, remedy):
     """10 GiB less 1 GiB for each of four; or, where nothing is known, less what plans leave."""
-    every = {p.policy: short for p in PLANS}
-    with pytest.raises(ValueError, match=r"no plan of the fastest .* \(4 tried\): d is large") as e:
-        chosen(3, no_step=every)
-    assert remedy in str(e.value)
-    assert "\n" not in str(e.value)
+    message = rf"no plan of the fastest .* \(4 tried\): d is large; .*memory_bytes {remedy}.*, "
+    with pytest.raises(ValueError, match=message):
+        chosen(3, no_step={p.policy: short for p in PLANS})
 
 
 @pytest.mark.parametrize("policies, n, expected", [

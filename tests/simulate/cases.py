@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from dflop_jax.records import (
@@ -97,11 +98,8 @@ def prices(plan, seconds, sends=None, concurrency=float("inf")):
             step_end[Task(segment, NO_GROUP, direction)] = value
         for s in shape or SHAPES if direction in (FORWARD, BACKWARD) else ():
             programs[ProgramId(segment, s, direction)] = Price(value)
-    priced = {
-        SendId(a, b, shape, d): value
-        for (a, b, d), value in (sends or {}).items()
-        for shape in SHAPES
-    }
+    each = itertools.product((sends or {}).items(), SHAPES)
+    priced = {SendId(a, b, shape, d): value for ((a, b, d), value), shape in each}
     return Prices(programs, step_end, priced, concurrency)
 
 
@@ -130,10 +128,8 @@ def random_plan(rng):
     """A graph with meshes of several devices, some shared, some overlapping in part."""
     modules, edges = GRAPHS[int(rng.integers(0, len(GRAPHS)))]
     plan = graph(*modules, edges=edges, order=str(rng.choice(["1f1b", "gpipe"])))
-    submeshes = tuple(
-        SubmeshPlan(m.name, int(rng.integers(0, 8)), 1, 1, int(rng.integers(1, 4)))
-        for m in plan.layout.submeshes
-    )
+    blocks = ((m.name, *rng.integers((0, 1), (8, 4)).tolist()) for m in plan.layout.submeshes)
+    submeshes = tuple(SubmeshPlan(name, first, 1, 1, n) for name, first, n in blocks)
     return plan.with_layout(submeshes=submeshes)
 
 
@@ -162,19 +158,16 @@ def random_prices(rng, plan, *, sends=False, concurrency=float("inf")):
     def one():
         return float(rng.exponential()) * (rng.random() < 0.9)
 
+    keys = list(itertools.product(SHAPES, (FORWARD, BACKWARD)))
     programs = {
-        ProgramId(n, shape, d): Price(one(), (0.1 * one(),))
-        for n in names(plan)
-        for shape in SHAPES
-        for d in (FORWARD, BACKWARD)
+        ProgramId(n, *key): Price(one(), (0.1 * one(),))
+        for n, key in itertools.product(names(plan), keys)
         if rng.random() < 0.95
     }
     step_end = {Task(n, NO_GROUP, d): one() for n in names(plan) for d in (REDUCE, UPDATE)}
     priced = {
-        SendId(link.source, link.target, shape, d): float(rng.exponential()) * (rng.random() < 0.7)
-        for link in segment_links(plan.layout)
-        for shape in SHAPES
-        for d in (FORWARD, BACKWARD)
+        SendId(link.source, link.target, *key): float(rng.exponential()) * (rng.random() < 0.7)
+        for link, key in itertools.product(segment_links(plan.layout), keys)
     }
     return Prices(programs, step_end, priced if sends else {}, concurrency)
 

@@ -265,9 +265,6 @@ def test_what_shapes_schedules_and_traces_derive():
     assert first_piece_numbers([], "llm") == (0,)
     assert TILES.pieces.piece_id.tolist() == [0, 1, 2]
     assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
-    prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, (0.5,))})
-    assert prices.task_s(LAYOUT, SCHEDULE, TASK) == 257.0
-    assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", NO_GROUP, "reduce")) == 0.0
     assert (Trace(0, "m", ()).makespan_s, Trace(0, "m", ()).busy_fraction()) == (0.0, {})
     assert Trace(0, "m", (Event("a", "x", 0, "f", 0.0, 0.0),)).busy_fraction() == {"a": 0.0}
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.records.data import Shape, content_seconds, require
-from dflop_jax.records.plan import Layout
-from dflop_jax.records.schedule import NO_GROUP, Direction, Group, Schedule, Task
+from dflop_jax.records.schedule import Direction, Group, Task
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,6 @@ class Prices:
         invalid = [s for s in all_seconds if not 0 <= s < math.inf]
         require(not invalid, f"prices must be finite and not negative, got {invalid[:3]}")
         require(self.concurrency > 0, "concurrency must be above 0")
-
-    def task_s(self, layout: Layout, schedule: Schedule, task: Task) -> float:
-        """Seconds of a task that runs alone; 0 if it has no price."""
-        if task.group == NO_GROUP:
-            return self.step_end.get(task, 0.0)
-        group = schedule.groups[task.group]
-        price = self.programs.get(ProgramId.for_task(task, group))
-        return price.seconds(group.content) if price else 0.0
 
 
 @dataclass(frozen=True)

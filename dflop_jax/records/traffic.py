@@ -76,16 +76,10 @@ def crossing_traffic(read_VD: np.ndarray, node_V: Ints) -> CrossingTraffic:
     return CrossingTraffic(amount, node_V[:, None] != node_V[home_D])
 
 
-def home_rank(rank: int, n_source_ranks: int, n_target_ranks: int) -> int:
-    """The source rank that receives what a target rank reads, on the same device if possible."""
-    common = gcd(n_source_ranks, n_target_ranks)
-    return rank // (n_target_ranks // common) * (n_source_ranks // common)
-
-
 def home_ranks(n_source_ranks: int, n_target_ranks: int) -> Ints:
-    """[D]: the `home_rank` of each target rank."""
-    ranks = range(n_target_ranks)
-    return np.array([home_rank(rank, n_source_ranks, n_target_ranks) for rank in ranks])
+    """[D]: the source rank that receives what a target rank reads, if possible on its device."""
+    common = gcd(n_source_ranks, n_target_ranks)
+    return np.arange(n_target_ranks) // (n_target_ranks // common) * (n_source_ranks // common)
 
 
 def rank_nodes(plan: Plan, module: str) -> Ints:

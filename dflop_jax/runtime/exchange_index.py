@@ -1,6 +1,6 @@
 """Which features an exchange moves between data ranks, and at which row of which table they lie.
 
-A data rank of the target has a `home_rank` among the source's data ranks, which receives its
+A data rank of the target has one of the source's, its home (`home_ranks`), which receives its
 features. That rank reads its own features in place; from every other rank it requests `capacity`
 features a round, each feature once. Requests above the capacity are moved in further rounds of the
 same program.
@@ -19,7 +19,7 @@ from math import gcd
 
 import numpy as np
 
-from dflop_jax.records import home_rank
+from dflop_jax.records import home_ranks
 
 IndexArrays = tuple[np.ndarray, ...]
 
@@ -53,8 +53,7 @@ class ExchangeIndex:
     @cached_property
     def home_ranks(self) -> list[int]:
         """The home rank of each target rank."""
-        n = self.target_ranks
-        return [home_rank(rank, self.source_ranks, n) for rank in range(n)]
+        return home_ranks(self.source_ranks, self.target_ranks).tolist()
 
     @property
     def own_features(self) -> int:

@@ -37,7 +37,7 @@ from dflop_jax.records import (
 from dflop_jax.records.data import require
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.batch_scheduler import assign_groups
-from dflop_jax.simulate.steps import simulate_step
+from dflop_jax.simulate.steps import simulate_step, task_seconds
 from dflop_jax.simulate.task_graph import segment_resources
 
 # Sampled steps over which a factor is the median; twice as many follow a change half as fast.
@@ -145,6 +145,7 @@ def expected_times(
     long ones.
     """
     trace = simulate_step(plan, schedule, prices, trainable)
+    seconds = task_seconds(schedule, prices)
     host_s = prices.host_s if prices.shares_cores else 0.0
     resource_of = segment_resources(plan.layout)
     busy_s = [0.0] * (max(resource_of.values()) + 1)
@@ -152,7 +153,7 @@ def expected_times(
     events = []
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
-            task_s = prices.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
+            task_s = seconds(Task(e.segment, e.group, e.direction))
             simulated_s = e.end_s - e.start_s
             device_share = max(1 - host_s / task_s, 0.0) if task_s else 1.0
             busy_s[resource_of[e.segment]] += simulated_s

@@ -142,7 +142,7 @@ def simulate_order(
 
 
 def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
-    """A function like `prices.task_s` that looks every program up only once."""
+    """A function of a task to its seconds when it runs alone; 0 if it has no price."""
     first_group: dict[tuple[Shape, tuple[str, ...]], int] = {}
     kinds = [(g.shape, g.remat_less) for g in schedule.groups]
     same_program = [first_group.setdefault(kind, i) for i, kind in enumerate(kinds)]

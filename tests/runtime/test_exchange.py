@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.records import home_rank
+from dflop_jax.records import home_ranks
 from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.exchange import Exchange, scatter_gradient
 from dflop_jax.runtime.exchange_index import ExchangeIndex
@@ -205,7 +205,7 @@ def followed(r, rounds, index):
         for (m, row, token, k), slot in np.ndenumerate(arrays[-1]):
             if slot < 0:
                 continue
-            rank, home = row // per_rank, home_rank(row // per_rank, r.source_ranks, r.target_ranks)
+            rank, home = row // per_rank, r.home_ranks[row // per_rank]
             source, place = home, slot - r.received_rows
             if place < 0:
                 source, rest = divmod(slot, r.blocks * r.capacity)
@@ -251,4 +251,4 @@ HOMES = [(1, 3, [0, 0, 0]), (4, 4, [0, 1, 2, 3]), (4, 2, [0, 2]), (2, 4, [0, 0, 
 
 @pytest.mark.parametrize("low, high, homes", [*HOMES, (6, 4, [0, 0, 3, 3])])
 def test_homes_lie_on_the_ranks_devices(low, high, homes):
-    assert [home_rank(rank, low, high) for rank in range(high)] == homes
+    assert home_ranks(low, high).tolist() == homes

@@ -19,7 +19,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
     crossing_traffic,
-    home_rank,
+    home_ranks,
     rank_nodes,
     rank_traffic,
 )
@@ -139,7 +139,7 @@ def test_crossing_traffic_equals_plain_loops(seed):
     read, node = rng.integers(0, 9, (low, high)), rng.integers(0, 3, low)
     moved = {True: 0, False: 0}
     for v, d in np.ndindex(low, high):
-        home = home_rank(d, low, high)
+        home = home_ranks(low, high)[d]
         moved[bool(node[v] != node[home])] += read[v, d] * (v != home)
     got = crossing_traffic(read, node)
     assert (got.across_nodes, got.in_node) == (moved[True], moved[False])

@@ -89,6 +89,15 @@ def spans_of(trace):
     return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in events}
 
 
+def alone_s(priced, schedule, task):
+    """Seconds of a task that runs alone; 0 if it has no price."""
+    if task.group == NO_GROUP:
+        return priced.step_end.get(task, 0.0)
+    group = schedule.groups[task.group]
+    price = priced.programs.get(ProgramId(task.segment, group.shape, task.direction))
+    return price.seconds(group.content) if price else 0.0
+
+
 def prices(plan, seconds, sends=None, concurrency=float("inf")):
     """Prices by hand: `seconds` by (segment, direction[, shape]), `sends` by (source, target,
     direction), at any shape."""

@@ -15,6 +15,7 @@ from dflop_jax.simulate.task_order import order_tasks
 from tests.simulate.cases import (
     ONE,
     TWO,
+    alone_s,
     batch,
     chain,
     names,
@@ -44,7 +45,7 @@ def longest_paths(plan, schedule, priced, order, graph):
     submesh = {s.name: s.submesh for s in plan.layout.segments}
     long, edges, turns = {}, [], defaultdict(list)
     for task in order:
-        long[task] = priced.task_s(plan.layout, schedule, task)
+        long[task] = alone_s(priced, schedule, task)
         turns[resource[task.segment]].append(task)
         for other in (t for t in order if task in graph.waits_for[t]):
             size = priced.sends.get(crossing(submesh, schedule, task, other), 0.0)
@@ -124,7 +125,7 @@ def played(plan, schedule, priced, trainable, awaited):
         if submesh[task.segment] in awaited:
             now = max(now, free.get(on, 0.0))
         start = max([now, free.get(on, 0.0), *(spans[d][1] for d in graph.waits_for[task])])
-        spans[task] = start, start + priced.task_s(plan.layout, schedule, task)
+        spans[task] = start, start + alone_s(priced, schedule, task)
         free[on] = spans[task][1]
     return spans
 

@@ -19,6 +19,7 @@ from dflop_jax.simulate.steps import (
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import both_orders, order_tasks
 from tests.simulate.cases import (
+    alone_s,
     batch,
     chain,
     names,
@@ -59,7 +60,7 @@ def test_shared_cores_conserve_work():
                 share = size[trace.events[i].submesh] * min(1.0, cores / total)
                 done[i] += (b - a) * share / alone
         for i, e in enumerate(trace.events):
-            want = priced.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
+            want = alone_s(priced, schedule, Task(e.segment, e.group, e.direction))
             assert done[i] == pytest.approx(want, abs=1e-6)
         free = simulate_step(plan, schedule, priced, trainable)
         assert trace.makespan_s >= free.makespan_s - 1e-9
@@ -96,7 +97,7 @@ def test_list_order_is_the_better_of_two():
     for _ in range(60):
         plan, schedule, priced, trainable = random_case(rng, sends=True)
         graph = step_graph(plan.layout, schedule.groups, trainable)
-        numbers = both_orders(plan, graph, schedule.groups, partial(priced.task_s, plan, schedule))
+        numbers = both_orders(plan, graph, schedule.groups, partial(alone_s, priced, schedule))
         orders = [tuple(graph.tasks[t] for t in order) for order in numbers]
         assert orders[0] == order_tasks(plan, graph, schedule.groups)
         textbook_s, priced_s = (

@@ -160,12 +160,9 @@ BAD_LAYOUTS = {
     "lies on unknown submesh 'gone'": {"segments": (VISION, changed(LLM, submesh="gone"))},
     "3 layers do not divide into 2 stages": {"segments": (VISION, changed(LLM, stop=3))},
     "3 rounds need .* it has stage=2 and 8 layers: choose": {"segments": (VISION, IN_ROUNDS)},
-    "3 rounds need several stages.* stage=1": {"segments": (changed(VISION, rounds=3), LLM)},
     "must be a multiple of stage=2": {"group_size": 3},
-    "do not join end to end": {"segments": (VISION, changed(LLM, last=False))},
     "'vision' do not join": {"segments": (changed(VISION, first=False), LLM)},
     "the source first; it has .'llm', 'vision'.": {"segments": (LLM, VISION)},
-    "must join modules of the plan": {"segments": (VISION,)},
     "'llm' have zero=.1, 3.; give": {"segments": (VISION, LOW, changed(HIGH, zero=3))},
     "module by module": {"segments": (LOW, VISION, HIGH), "edges": ()},
     "modules .'llm'. that the plan lacks": {"segments": (VISION,), "edges": ()},
@@ -248,12 +245,6 @@ def test_an_edge_leaves_one_segment_and_enters_one(edge, sends, reads):
 
     assert [i for i, s in enumerate(parts("v")) if s.sends(edge)] == sends
     assert [i for i, s in enumerate(parts("l")) if s.reads(edge)] == reads
-
-
-def test_segments_of_a_module_share_their_data_ranks():
-    layout = changed(LAYOUT, segments=(VISION, LOW, changed(HIGH, submesh="dec")))
-    with pytest.raises(ValueError, match="'llm' differ in data parallelism"):
-        layout.data_ranks("llm")
 
 
 def test_what_shapes_schedules_and_traces_derive():

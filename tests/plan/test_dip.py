@@ -9,26 +9,14 @@ import pytest
 from dflop_jax.plan.best_first import sorted_candidates
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import (
-    MAX_SUB_MICROBATCHES,
     MIN_EFFICIENCY,
     choose_rounds,
-    chunked_layout,
     dip_layouts,
     dip_spaces,
     efficient_rows,
-    with_sub_microbatches,
 )
 from dflop_jax.plan.search import search_plan
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    Bucket,
-    Load,
-    MeshShape,
-    SegmentPlan,
-    Shape,
-    SubmeshPlan,
-)
+from dflop_jax.records import BACKWARD, FORWARD, Load, MeshShape, SegmentPlan
 from dflop_jax.schedule import schedule_batch
 from tests.plans import group_s
 
@@ -87,27 +75,6 @@ def test_every_rank_holds_chunks_of_every_module(n_devices, tp):
             assert [s.submesh for s in chunks] == rounds[m] * [m.name for m in placed.submeshes]
             layers = [layer for s in chunks for layer in range(s.start, s.stop)]
             assert layers == list(range(context.n_layers[m]))
-
-
-@pytest.mark.parametrize("tiles", [1, 8, 9, 24, 200])
-def test_encoders_run_in_efficient_sub_microbatches(tiles):
-    context = prepared(deep_profile(1e-3)).context
-    ranks = [SubmeshPlan(f"rank{r}", 2 * r, data=2) for r in range(2)]
-    placed = chunked_layout(context, ranks, {"vision": 1, "llm": 1})
-    sizes = (tiles, 256), (1, 128)
-    buckets = tuple(
-        Bucket.from_shapes({"vision": Shape(n, TILE), "llm": Shape(1, t)}) for n, t in sizes
-    )
-    layout = with_sub_microbatches(dataclasses.replace(placed, buckets=buckets), context)
-    efficient = efficient_rows(context, "vision", 1, TILE)
-    assert layout.fan_in == min(MAX_SUB_MICROBATCHES, -(-tiles // efficient))
-    if layout.fan_in == 1:
-        assert layout.buckets == buckets
-        return
-    (shape,) = layout.shapes("vision")
-    assert shape.rows * layout.fan_in >= tiles
-    assert shape.rows >= efficient
-    assert layout.shapes("llm") == (Shape(1, 256), Shape(1, 128))
 
 
 def every_candidate_s(evaluator):

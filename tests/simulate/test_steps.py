@@ -18,15 +18,7 @@ from dflop_jax.simulate.steps import (
 )
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import both_orders, order_tasks
-from tests.simulate.cases import (
-    alone_s,
-    batch,
-    chain,
-    names,
-    prices,
-    random_case,
-    same_prices,
-)
+from tests.simulate.cases import alone_s, batch, chain, names, prices, random_case, same_prices
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])

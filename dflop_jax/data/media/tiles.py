@@ -154,11 +154,6 @@ class DynamicTiling(VisionLayout):
     tile_px: int = 448
     tokens_per_tile: int = 256
     max_tiles: int = 12
-    min_tiles: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_tiles <= self.max_tiles or min(self.tile_px, self.tokens_per_tile) < 1:
-            raise ValueError(f"{self}: sizes must be at least 1, min_tiles at most max_tiles")
 
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
         tiles = np.multiply(*self.grids(widths, heights))
@@ -178,7 +173,7 @@ class DynamicTiling(VisionLayout):
         rows, cols = np.ones((2, len(widths)), np.int64)
         min_distance = np.full(len(widths), np.inf)
         sides = range(1, self.max_tiles + 1)
-        grids = [(c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles]
+        grids = [(c, r) for c in sides for r in sides if c * r <= self.max_tiles]
         for n_cols, n_rows in sorted(grids, key=lambda g: g[0] * g[1]):
             distance = np.abs(ratio - n_cols / n_rows)
             filled = area > 0.5 * self.tile_px**2 * n_cols * n_rows

@@ -197,12 +197,9 @@ class Published:
             _calculate_timestamps=lambda *a: self.of._calculate_timestamps(self.processor, *a),
         )  # fmt: skip
         vision = SimpleNamespace(spatial_merge_size=2)
-        self.model = SimpleNamespace(
-            config=SimpleNamespace(vision_config=vision),
-            get_vision_position_ids=lambda *a, **k: self.of_model.get_vision_position_ids(
-                self.model, *a, **k
-            ),
-        )
+        self.model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+        places = self.of_model.get_vision_position_ids
+        self.model.get_vision_position_ids = lambda *a, **k: places(self.model, *a, **k)
 
     def render(self, record, found):
         """(text, grids of pictures, grids of clips), media in their tokens."""
@@ -251,12 +248,10 @@ def test_samples_are_the_published_ones(published, tmp_path):
         patch_size=16, size={"shortest_edge": 1024, "longest_edge": 40_000},
         image_mean=[0.5] * 3, image_std=[0.5] * 3,
     )  # fmt: skip
-    theirs, tokenizer = Published(published), tokenizers.Tokenizer.from_file(
-        str(folder / "tokenizer.json")
-    )  # fmt: skip
-    image, video, pad = (
-        tokenizer.token_to_id(t) for t in ("<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
-    )
+    theirs = Published(published)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = ("<|image_pad|>", "<|video_pad|>", "<|endoftext|>")
+    image, video, pad = (tokenizer.token_to_id(name) for name in names)
 
     def found(name):
         return next(root / name for root in roots if (root / name).exists())

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflop_jax import records
 from dflop_jax.aot.chips import compiler_environment, find_chip
 from dflop_jax.aot.compiling import OnProgress, compile_probes
 from dflop_jax.aot.worker import Probe, ProbeResult
@@ -24,17 +25,7 @@ from dflop_jax.data import Source
 from dflop_jax.profile.kernels import program_s
 from dflop_jax.profile.roofline import POLICIES, roofline_profile
 from dflop_jax.profile.traced_parts import has_loss
-from dflop_jax.records import (
-    DataProfile,
-    Hardware,
-    LayerTiming,
-    ModelProfile,
-    Profile,
-    Recompute,
-    Remat,
-    Shape,
-    tp_share,
-)
+from dflop_jax.records import DataProfile, Hardware, LayerTiming, Profile, Recompute, Remat, Shape
 from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
 from dflop_jax.train.run_context import RunContext
 
@@ -100,7 +91,7 @@ def compile_profile(
     degrees: Sequence[int],
     n_devices: int,
     on_progress: OnProgress = lambda *_: None,
-) -> ModelProfile:
+) -> records.ModelProfile:
     """A profile from compiled programs for the chip `plan.hardware`, at tensor-parallel `degrees`.
     `shapes`: per-rank shapes of each module, a small and a large one."""
     traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
@@ -233,7 +224,7 @@ class ProbeSet:
         if self.has_loss:
             whole_bytes = ends[_WORK] + _DEPTHS[1] * layer[_WORK]
             layer, ends = self._split_layer(costs, shape, remat, ends=False)
-            hidden_bytes *= tp_share(shape.rows, shape.tokens, self.tp)
+            hidden_bytes *= records.tp_share(shape.rows, shape.tokens, self.tp)
             residual_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
             loss_bytes = whole_bytes - residual_bytes
         n_bytes = layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK], loss_bytes

@@ -28,6 +28,7 @@ from dflop_jax.profile.kernels import Kernel
 from dflop_jax.profile.needed import segment_flops, visible_pair_share
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.traced_parts import hidden_bytes
+from dflop_jax.records import BACKWARD, FORWARD, Plan, Remat, Shape
 from dflop_jax.runtime.compiling import compile_jobs, lowering_of, update_lowering
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
@@ -47,9 +48,9 @@ class Probe:
 
     module: str
     tp: int
-    shape: records.Shape
+    shape: Shape
     depth: int
-    remat: records.Remat
+    remat: Remat
     ends: bool = True
     forward: bool = False  # whether the forward program is compiled, too
     kind: str = records.LAYERS
@@ -91,7 +92,7 @@ class Request:
     an index in its `PlanPrograms`; a plan without an index asks for the `PlanPrograms`."""
 
     config: Config
-    plan: records.Plan | None = None
+    plan: Plan | None = None
     program: int | None = None
     probe: Probe | None = None
 
@@ -111,7 +112,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._config: Config | None = None
-        self._plan: records.Plan | None = None
+        self._plan: Plan | None = None
         self._measured: dict[bytes, dict[str, Any]] = {}
         self._devices = cache(absent_devices)
 
@@ -152,9 +153,9 @@ def program_header(programs: Programs, key: Any) -> ProgramReport:
         field = f" {link.edge.name}" if link.edge else ""
         description = f"to {link.target}{field} {low.name}-{high.name}" + " back" * backward
     else:
-        kinds = records.FORWARD, records.BACKWARD, EVALUATE, records.REDUCE, records.UPDATE, "sum"
+        kinds = FORWARD, BACKWARD, EVALUATE, records.REDUCE, records.UPDATE, "sum"
         kind = next(k for k in kinds if k in rest)
-        shapes = [k.name for k in rest if isinstance(k, records.Shape)]
+        shapes = [k.name for k in rest if isinstance(k, Shape)]
         sizes = ["x".join(map(str, k.shape)) for k in rest if isinstance(k, jax.ShapeDtypeStruct)]
         description = " ".join([kind, *shapes, *sizes, *[LESS_REMAT] * keeping])
     return ProgramReport(
@@ -188,13 +189,13 @@ def compile_program(
         return replace(header, error=error_line(e))
     module, figures = parse_hlo(executable.as_text() or ""), dict[str, Any]()
     needed_flops, visible_share = 0.0, 1.0
-    if header.kind in (records.FORWARD, records.BACKWARD, EVALUATE):
+    if header.kind in (FORWARD, BACKWARD, EVALUATE):
         lowering = lowering_of(programs, key)
-        shape = next(k for k in key if isinstance(k, records.Shape))
-        if header.kind == records.FORWARD:
+        shape = next(k for k in key if isinstance(k, Shape))
+        if header.kind == FORWARD:
             update_lowering(programs, key, executable)
             figures["handed_bytes"] = lowering.residual_bytes(shape)
-        runs_forward = records.FORWARD not in program_kinds(programs, header.segment)
+        runs_forward = FORWARD not in program_kinds(programs, header.segment)
         needed_flops = segment_flops(
             lowering.segment, shape, header.kind, with_forward=runs_forward
         )
@@ -219,7 +220,7 @@ def compile_program(
     return replace(header, compile_s=compile_s, **figures)
 
 
-def segment_memory(plan: records.Plan, programs: Programs) -> tuple[SegmentMemory, ...]:
+def segment_memory(plan: Plan, programs: Programs) -> tuple[SegmentMemory, ...]:
     """Memory of each segment of a plan on a device."""
     in_flight, resource_of = in_flight_limit(plan), submesh_resources(programs.layout)
     states = []
@@ -259,11 +260,11 @@ def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device
         # Rows of one piece are full: what attention computes is known.
         content = probe.module in model.piece_tokens
         if probe.forward or segment.compiles_forward_first:
-            executable = lowering.lower(probe.shape, records.FORWARD).compile()
+            executable = lowering.lower(probe.shape, FORWARD).compile()
             forward = _read_program(executable, content=content)
             if segment.compiles_forward_first:
                 lowering.set_residual_shardings(probe.shape, executable)
-        backward = lowering.lower(probe.shape, records.BACKWARD).compile()
+        backward = lowering.lower(probe.shape, BACKWARD).compile()
         return ProbeResult(
             _read_program(backward, content=content),
             forward,

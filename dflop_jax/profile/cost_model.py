@@ -19,6 +19,7 @@ from dflop_jax import records
 from dflop_jax.profile.collectives import send_s
 from dflop_jax.profile.fit import LayerFits
 from dflop_jax.profile.state import Array, SegmentBytes, ShardedState
+from dflop_jax.records import BACKWARD, FORWARD, Layout, MeshShape, Price, SegmentPlan, Shape, Task
 from dflop_jax.simulate.task_graph import segment_links, tied_segments
 
 
@@ -50,7 +51,7 @@ class CostModel:
         self.profile, self.fits = profile, cache(partial(LayerFits, profile))
         self._max_bytes: dict[tuple[object, ...], SegmentBytes] = {}
 
-    def price_key(self, segment: records.SegmentPlan) -> tuple[object, ...]:
+    def price_key(self, segment: SegmentPlan) -> tuple[object, ...]:
         """Equal for segments of equal prices and bytes, as most of those inside a module are."""
         return (
             segment.module, tuple(self.profile.kinds_in(segment).items()), segment.first,
@@ -61,10 +62,10 @@ class CostModel:
     def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
         return Predictions(self, module, tp, rows, tokens)
 
-    def segment(self, segment: records.SegmentPlan, mesh: records.MeshShape) -> SegmentCosts:
+    def segment(self, segment: SegmentPlan, mesh: MeshShape) -> SegmentCosts:
         return SegmentCosts(self, segment, mesh)
 
-    def slowdown(self, mesh: records.MeshShape) -> Array:
+    def slowdown(self, mesh: MeshShape) -> Array:
         """How much longer a submesh's devices take together than a rank, of `model` devices, took
         when it was timed, because they share cores (`ModelProfile.concurrency`)."""
         timed = max(1.0, mesh.model / self.profile.concurrency)
@@ -77,12 +78,12 @@ class CostModel:
             r for r in get_args(records.Remat) if r == "segment" or all(r in k for k in policies)
         )
 
-    def has_forward(self, segment: records.SegmentPlan) -> bool:
+    def has_forward(self, segment: SegmentPlan) -> bool:
         """Whether a segment has a forward task, which hands residuals to its backward task. A last
         segment whose outputs no edge reads has none: its backward task runs forward, too."""
         return not segment.last or any(segment.sends(e) for e in self.profile.edges)
 
-    def saved_inputs(self, segment: records.SegmentPlan) -> tuple[int, int]:
+    def saved_inputs(self, segment: SegmentPlan) -> tuple[int, int]:
         """Arrays of the hidden states' size that a segment saves from forward to backward: (whole
         on every tensor rank: what each edge brings, or a first segment's fields; split over tensor
         ranks: the hidden states of the segment before it)."""
@@ -90,7 +91,7 @@ class CostModel:
         return (max(1, entering), 0) if segment.first else (entering, 1)
 
     def max_segment_bytes(
-        self, s: records.SegmentPlan, layout: records.Layout, *, trained: bool, backward: bool
+        self, s: SegmentPlan, layout: Layout, *, trained: bool, backward: bool
     ) -> SegmentBytes:
         """Largest bytes of a segment over a layout's shapes; without any it is still updated."""
         mesh, group_size = layout.submesh(s.submesh).shape, layout.group_size
@@ -113,8 +114,8 @@ class SegmentCosts:
     `group_size`, the microbatches of a group, and `predictions` at their per-rank shapes."""
 
     costs: CostModel
-    segment: records.SegmentPlan
-    mesh: records.MeshShape
+    segment: SegmentPlan
+    mesh: MeshShape
 
     @cached_property
     def state(self) -> ShardedState:
@@ -141,14 +142,14 @@ class SegmentCosts:
         stage_send_s = self._stage_send_s(predictions) if stages > 1 else 0.0
         for layer_pass in self._passes(direction):
             ends_s, transfer_s = predictions[f"ends_{layer_pass}"], layer_gather_s
-            if layer_pass == records.BACKWARD:
+            if layer_pass == BACKWARD:
                 ends_s = ends_s + predictions[f"{self._policy}.ends_s"]
                 transfer_s = transfer_s + layer_scatter_s
                 seconds = seconds + ticks * ends_scatter_s
             layers_s: Array = 0.0
             for kind, n in profile.kinds_in(segment).items():
                 layer_s = predictions.layer(kind, f"layer_{layer_pass}")
-                if layer_pass == records.BACKWARD:
+                if layer_pass == BACKWARD:
                     layer_s = layer_s + predictions.layer(kind, f"{self._policy}.layer_s")
                 # A layer's parameters come while the one before is computed.
                 layers_s = layers_s + n / self._visits * np.maximum(layer_s * slowdown, transfer_s)
@@ -162,7 +163,7 @@ class SegmentCosts:
         [features, *data degrees]. A stage sees every microbatch in every round, and in S - 1 more
         ticks, while the pipeline fills and drains, one of mean content."""
         segment, tp = self.segment, self.mesh.model
-        quantities = [*self._passes(direction), *[self._policy] * (direction == records.BACKWARD)]
+        quantities = [*self._passes(direction), *[self._policy] * (direction == BACKWARD)]
         ticks = segment.ticks(self.mesh.stage, group_size)
         unit_s: Array = 0.0
         for kind, n in self.costs.profile.kinds_in(segment).items():
@@ -216,7 +217,7 @@ class SegmentCosts:
             temporaries = temporaries + (layer_bytes + ends_bytes) * (ticks > 1)
         if not backward:
             residuals = np.zeros_like(residuals)
-        elif records.FORWARD in self._passes(records.BACKWARD):
+        elif FORWARD in self._passes(BACKWARD):
             if not has_forward:
                 loss_bytes = predictions.max_layer(kinds, f"{policy}.loss_bytes")
                 temporaries = np.maximum(temporaries, loss_bytes)
@@ -238,11 +239,11 @@ class SegmentCosts:
 
     def _passes(self, direction: str) -> tuple[str, ...]:
         """Directions in which a task runs the segment's layers, in order."""
-        if direction != records.BACKWARD:
-            return (records.FORWARD,)
+        if direction != BACKWARD:
+            return (FORWARD,)
         if self.segment.remat == "segment" or not self.costs.has_forward(self.segment):
-            return (records.FORWARD, records.BACKWARD)
-        return (records.BACKWARD,)
+            return (FORWARD, BACKWARD)
+        return (BACKWARD,)
 
     def _stage_send_s(self, predictions: Predictions) -> Array:
         """Seconds to send a microbatch to the next stage of a loop, which nothing overlaps."""
@@ -256,7 +257,7 @@ class SegmentCosts:
         return np.where(is_across, across, inside)
 
 
-def layout_prices(layout: records.Layout, costs: CostModel) -> records.Prices:
+def layout_prices(layout: Layout, costs: CostModel) -> records.Prices:
     """Prices of all in a step of a layout; ValueError if the profile lacks a degree of it."""
     return records.Prices(
         programs=_program_prices(layout, costs),
@@ -268,12 +269,10 @@ def layout_prices(layout: records.Layout, costs: CostModel) -> records.Prices:
     )
 
 
-def _program_prices(
-    layout: records.Layout, costs: CostModel
-) -> dict[records.ProgramId, records.Price]:
+def _program_prices(layout: Layout, costs: CostModel) -> dict[records.ProgramId, Price]:
     """Price of every segment at every shape of its module, under each of its policies."""
-    programs: dict[records.ProgramId, records.Price] = {}
-    priced: dict[object, dict[tuple[records.Shape, records.Direction], records.Price]] = {}
+    programs: dict[records.ProgramId, Price] = {}
+    priced: dict[object, dict[tuple[Shape, records.Direction], Price]] = {}
     for s in layout.segments:
         mesh = layout.submesh(s.submesh).shape
         for segment in [s, s.with_less_remat] if s.remat_less is not None else [s]:
@@ -288,39 +287,39 @@ def _program_prices(
 
 
 def _segment_prices(
-    layout: records.Layout, s: records.SegmentPlan, mesh: records.MeshShape, costs: CostModel
-) -> dict[tuple[records.Shape, records.Direction], records.Price]:
+    layout: Layout, s: SegmentPlan, mesh: MeshShape, costs: CostModel
+) -> dict[tuple[Shape, records.Direction], Price]:
     shapes, group_size = layout.shapes(s.module), layout.group_size
     rows, tokens = (np.array([getattr(s, dim) for s in shapes]) for dim in ("rows", "tokens"))
     segment, predictions = costs.segment(s, mesh), costs.predict(s.module, mesh.model, rows, tokens)
-    prices: dict[tuple[records.Shape, records.Direction], records.Price] = {}
-    for direction in (records.FORWARD, records.BACKWARD):
+    prices: dict[tuple[Shape, records.Direction], Price] = {}
+    for direction in (FORWARD, BACKWARD):
         static_s = segment.task_s(group_size, predictions, direction).tolist()
         content_s = tuple(segment.content_s(group_size, direction).tolist())
         for shape, seconds in zip(shapes, static_s, strict=True):
-            prices[shape, direction] = records.Price(seconds, content_s)
+            prices[shape, direction] = Price(seconds, content_s)
     return prices
 
 
-def _step_end_seconds(layout: records.Layout, costs: CostModel) -> dict[records.Task, float]:
+def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:
     """Seconds of every segment's reduction and update. A segment that reads the parameters of a
     tied entry sends their gradient to the owner and receives the new parameters from it."""
-    seconds, profile = dict[records.Task, float](), costs.profile
+    seconds, profile = dict[Task, float](), costs.profile
     for s in layout.segments:
         state = costs.segment(s, layout.submesh(s.submesh).shape).state
-        seconds[records.Task(s.name, records.NO_GROUP, records.REDUCE)] = float(state.reduce_s())
-        seconds[records.Task(s.name, records.NO_GROUP, records.UPDATE)] = float(state.update_s())
+        seconds[Task(s.name, records.NO_GROUP, records.REDUCE)] = float(state.reduce_s())
+        seconds[Task(s.name, records.NO_GROUP, records.UPDATE)] = float(state.update_s())
     for reader, owner in tied_segments(layout).items() if profile.hardware else ():
         target, source = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
         ends_bytes = 4.0 * profile.ends_elements(layout.segment(reader).module) / target.model
         for direction in (records.REDUCE, records.UPDATE):
-            seconds[records.Task(reader, records.NO_GROUP, direction)] += _transfer_s(
+            seconds[Task(reader, records.NO_GROUP, direction)] += _transfer_s(
                 source, target, ends_bytes, profile.hardware
             )
     return seconds
 
 
-def _send_seconds(layout: records.Layout, costs: CostModel) -> dict[records.SendId, float]:
+def _send_seconds(layout: Layout, costs: CostModel) -> dict[records.SendId, float]:
     """Seconds of the activations that each segment sends to one on other devices, for every shape
     of the reader, and of their gradients, which are as many bytes.
 
@@ -338,7 +337,7 @@ def _send_seconds(layout: records.Layout, costs: CostModel) -> dict[records.Send
             predictions = costs.predict(reader.module, target.model, shape.rows, shape.tokens)
             n_bytes = predictions["hidden"] * (1.0 if link.edge else predictions.rank_share)
             transfer_s = _transfer_s(source, target, float(n_bytes) * layout.group_size, hardware)
-            for direction in (records.FORWARD, records.BACKWARD) if transfer_s else ():
+            for direction in (FORWARD, BACKWARD) if transfer_s else ():
                 key = records.SendId(link.source, link.target, shape, direction)
                 seconds[key] = seconds.get(key, 0.0) + transfer_s
     return seconds

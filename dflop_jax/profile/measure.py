@@ -14,28 +14,17 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
+from dflop_jax import records
 from dflop_jax.contract import MultimodalModel, chip_of, content_of, layer_kinds_of, on_chip
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.hardware import GIB, TASK_HOST_S, hardware_of_kind
+from dflop_jax.profile import timed_programs
 from dflop_jax.profile.links import Call, collective_call
 from dflop_jax.profile.roofline import Predictor, build_profile, edge_fields
 from dflop_jax.profile.shallow import shallow_segment, single_kind_module
-from dflop_jax.profile.timed_programs import (
-    TimedPrograms,
-    TimingJob,
-    measure_overhead_s,
-    time_layer,
-)
+from dflop_jax.profile.timed_programs import TimedPrograms, TimingJob, measure_overhead_s
 from dflop_jax.profile.traced_parts import divides
-from dflop_jax.records import (
-    BACKWARD,
-    DataProfile,
-    LayerTiming,
-    MeshShape,
-    ModelProfile,
-    Recompute,
-    Shape,
-)
+from dflop_jax.records import BACKWARD, DataProfile, LayerTiming, MeshShape, ModelProfile, Shape
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.out_of_memory import is_out_of_memory
 
@@ -155,7 +144,7 @@ def time_layers(
             sync()
             _barrier(job)
         try:
-            timing = time_layer(model, job, partial(_barrier, job))
+            timing = timed_programs.time_layer(model, job, partial(_barrier, job))
             if process == job.processes[0]:
                 timings.append(timing)
         except jax.errors.JaxRuntimeError as e:
@@ -201,17 +190,13 @@ def profile_key(
         for m, module in model.modules.items()
         for kind in dict.fromkeys(layer_kinds_of(module))
     ]
-    facts = (
-        programs,
-        [f.name for kind in (LayerTiming, Recompute, TimedPrograms) for f in fields(kind)],
-        {m: list(content_of(module, 1)) for m, module in model.modules.items()},
-        msgspec.to_builtins((shapes, extra_facts)),
-        devices[0].platform,
-        devices[0].device_kind,
-        len(devices),
-        TASK_HOST_S,
-        jax.__version__,
-    )
+    names = [
+        f.name for kind in (LayerTiming, records.Recompute, TimedPrograms) for f in fields(kind)
+    ]
+    content = {m: list(content_of(module, 1)) for m, module in model.modules.items()}
+    device, given = devices[0], msgspec.to_builtins((shapes, extra_facts))
+    machine = device.platform, device.device_kind, len(devices), TASK_HOST_S, jax.__version__
+    facts = programs, names, content, given, machine
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
 

@@ -22,17 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.contract import (
-    ADAPTER,
-    Module,
-    MultimodalModel,
-    adapter_of,
-    attention_flops_of,
-    content_of,
-    edges_of,
-    layer_kinds_of,
-    taps_of,
-)
+from dflop_jax import contract
+from dflop_jax.contract import Module, adapter_of, attention_flops_of, layer_kinds_of, taps_of
 from dflop_jax.profile.kernels import kernels_of
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
@@ -64,7 +55,7 @@ class PieceFlops:
 
 
 def needed_flops(
-    model: MultimodalModel, row_tokens: Mapping[str, int], frozen: Collection[str] = ()
+    model: contract.MultimodalModel, row_tokens: Mapping[str, int], frozen: Collection[str] = ()
 ) -> dict[str, PieceFlops]:
     """FLOPs of a piece, by module. `row_tokens`: for each module to count, tokens of a row, or of a
     piece if a row has one; `frozen`: freeze groups that do not train."""
@@ -73,7 +64,9 @@ def needed_flops(
     for name, module in model.modules.items():
         if name not in row_tokens:
             continue
-        entering = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
+        entering = [
+            e for e in contract.edges_of(model) if e.target == name and e.source in row_tokens
+        ]
         edges = {e.name: e.enters for e in entering if has_gradient[e.source, e.tap]}
         trains = frozenset(p for p, g in module.freeze_groups.items() if g not in frozen)
         taps, kinds, shape = taps_of(module), layer_kinds_of(module), Shape(1, row_tokens[name])
@@ -89,7 +82,7 @@ def needed_flops(
         by_module[name] = PieceFlops(
             with_parameters / shape.tokens + content_flops[TOKEN],
             of_activations / token_pairs(shape.tokens),
-            tuple(content_flops[key] for key in content_of(module, 1)),
+            tuple(content_flops[key] for key in contract.content_of(module, 1)),
         )
         exit_trains = _has_trainable(trains, "exit") or (module.tied and "entry" in trains)
         has_gradient[name, ""] = needed.gradient[-1] or exit_trains
@@ -176,7 +169,7 @@ def _needed_products(
     for kind in dict.fromkeys(kinds):
         layer_needs = [g for k, g in zip(kinds, gradient) if k == kind]
         kind_module = single_kind_modules(module)[kind]
-        names = {kind: LAYERS, adapter_of(kind): ADAPTER}
+        names = {kind: LAYERS, adapter_of(kind): contract.ADAPTER}
         kind_trains = frozenset(names.get(part, part) for part in trains)
         declared = attention_flops_of(kind_module) is not None
         for needs in {*layer_needs}:

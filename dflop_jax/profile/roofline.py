@@ -23,42 +23,32 @@ import numpy as np
 
 from dflop_jax import contract, records
 from dflop_jax.hardware import TASK_HOST_S
+from dflop_jax.profile import traced_parts
 from dflop_jax.profile.fit import round_to_float32
 from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Efficiency, Kind, program_s
 from dflop_jax.profile.shallow import single_kind_modules
-from dflop_jax.profile.traced_parts import (
-    ENDS,
-    Names,
-    TraceSpec,
-    divides,
-    end_parts,
-    forward_flops,
-    has_loss,
-    hidden_bytes,
-    parameter_dims,
-    program_bytes,
-    trace_kernels,
-)
+from dflop_jax.profile.traced_parts import ENDS, Names, TraceSpec, divides, trace_kernels
+from dflop_jax.records import BACKWARD, FORWARD, Direction, Hardware, Remat, Shape
 
-POLICIES: tuple[records.Remat, ...] = ("none", "dots", "named", "layers")
+POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
 # What is kept goes into a stack of all layers and out of it. About half of it is copied for that
 # (results and operands of products), the rest is read and written where it is computed.
 _STACK_PASSES = 2
-_UNIT_SHAPE = records.Shape(1, 1024)  # whose features others are given in units of, to be about one
+_UNIT_SHAPE = Shape(1, 1024)  # whose features others are given in units of, to be about one
 
 
 def build_profile(
     model: contract.MultimodalModel,
-    shapes: Mapping[str, Sequence[records.Shape]],
+    shapes: Mapping[str, Sequence[Shape]],
     timings: Sequence[records.LayerTiming],
     **facts: Any,
 ) -> records.ModelProfile:
     """A profile of any timings with the model's sizes; `facts` are fields of `ModelProfile`."""
     modules = model.modules
-    ends = {m: [forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
+    ends = {m: [traced_parts.forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
             for m, module in modules.items()}  # fmt: skip
     of_model: dict[str, Any] = {
-        **parameter_dims(model),
+        **traced_parts.parameter_dims(model),
         "n_layers": {m: module.n_layers for m, module in modules.items()},
         "entry_share": {m: entry / max(entry + exit_, 1.0) for m, (entry, exit_) in ends.items()},
         "host_s": TASK_HOST_S,
@@ -77,8 +67,8 @@ def build_profile(
 
 def roofline_profile(
     model: contract.MultimodalModel,
-    hardware: records.Hardware,
-    shapes: Mapping[str, Sequence[records.Shape]],
+    hardware: Hardware,
+    shapes: Mapping[str, Sequence[Shape]],
     model_degrees: Sequence[int],
     *,
     n_devices: int,
@@ -113,10 +103,7 @@ def roofline_profile(
                 for t in predictor.timings(shapes[name], one_piece_rows=one_piece_rows)
             ]
         both_ends_s = [
-            sum(
-                predictors[0].part_s(e, d, shapes[name][-1])
-                for d in (records.FORWARD, records.BACKWARD)
-            )
+            sum(predictors[0].part_s(e, d, shapes[name][-1]) for d in (FORWARD, BACKWARD))
             for e in ENDS
         ]
         entry_share[name] = both_ends_s[0] / sum(both_ends_s)
@@ -151,11 +138,11 @@ class Predictor:
     module: contract.Module
     edge_fields: Names
     tp: int
-    hardware: records.Hardware
+    hardware: Hardware
     half_bytes: int = 2
 
     def timings(
-        self, shapes: Sequence[records.Shape], *, one_piece_rows: bool
+        self, shapes: Sequence[Shape], *, one_piece_rows: bool
     ) -> list[records.LayerTiming]:
         """Timings as measuring the module at shapes would give them. `one_piece_rows`: each row is
         one piece, so padding costs as much as content, and attention is part of the layers'
@@ -168,7 +155,7 @@ class Predictor:
         backward_ratio = products_ratio * e.attention / e.attention_back
         attention_flops, timings = contract.content_flops_of(self.module), []
         for shape in shapes:
-            kernels = trace_kernels(self._spec("layers", shape), records.FORWARD)
+            kernels = trace_kernels(self._spec("layers", shape), FORWARD)
             dtype = next((k.dtype for k in kernels if k.kind == Kind.MATMUL), "float32")
             reached = self.hardware.peak_flops(dtype) * e.attention
             # Seconds of forward attention for a unit of each feature of content.
@@ -186,17 +173,17 @@ class Predictor:
                 )
                 for remat, cost in costs[shape].items()
             }
-            backward_s = self.part_s("layers", records.BACKWARD, shape) + backward_ratio * full_s
+            backward_s = self.part_s("layers", BACKWARD, shape) + backward_ratio * full_s
             timings.append(
                 records.LayerTiming(
                     module="",
                     model=self.tp,
                     shape=shape,
-                    layer_forward_s=self.part_s("layers", records.FORWARD, shape) + full_s,
+                    layer_forward_s=self.part_s("layers", FORWARD, shape) + full_s,
                     layer_backward_s=backward_s,
-                    ends_forward_s=self.ends_s(records.FORWARD, shape),
-                    ends_backward_s=self.ends_s(records.BACKWARD, shape),
-                    hidden_bytes=hidden_bytes(self.module, shape),
+                    ends_forward_s=self.ends_s(FORWARD, shape),
+                    ends_backward_s=self.ends_s(BACKWARD, shape),
+                    hidden_bytes=traced_parts.hidden_bytes(self.module, shape),
                     content_forward_s=unit_s,
                     content_backward_s=records.scale_coefficients(backward_ratio, unit_s),
                     recompute=recompute,
@@ -204,29 +191,29 @@ class Predictor:
             )
         return timings
 
-    def _spec(self, part: str, shape: records.Shape, remat: records.Remat = "none") -> TraceSpec:
+    def _spec(self, part: str, shape: Shape, remat: Remat = "none") -> TraceSpec:
         return TraceSpec(self.module, part, shape, self.tp, self.edge_fields, remat)
 
     def part_s(
         self,
         part: str,
-        direction: records.Direction,
-        shape: records.Shape,
-        remat: records.Remat = "none",
+        direction: Direction,
+        shape: Shape,
+        remat: Remat = "none",
     ) -> float:
         """Seconds of one part, a layer for "layers"."""
         kernels = trace_kernels(self._spec(part, shape, remat), direction)
         return program_s(kernels, self.tp, self.hardware)
 
-    def ends_s(self, direction: records.Direction, shape: records.Shape) -> float:
+    def ends_s(self, direction: Direction, shape: Shape) -> float:
         """Seconds of entry, exit and taps."""
-        return sum(self.part_s(p, direction, shape) for p in end_parts(self.module))
+        return sum(self.part_s(p, direction, shape) for p in traced_parts.end_parts(self.module))
 
-    def _policy_cost(self, shape: records.Shape, remat: records.Remat) -> records.Recompute:
-        loss = has_loss(self.module, shape)
+    def _policy_cost(self, shape: Shape, remat: Remat) -> records.Recompute:
+        loss = traced_parts.has_loss(self.module, shape)
         # A loss has its gradient where it is computed.
-        ends = [p for p in end_parts(self.module) if not (loss and p == "exit")]
-        layer_bytes, ends_bytes, temp_bytes = program_bytes(
+        ends = [p for p in traced_parts.end_parts(self.module) if not (loss and p == "exit")]
+        layer_bytes, ends_bytes, temp_bytes = traced_parts.program_bytes(
             self._spec("layers", shape, remat), self.half_bytes, loss=loss
         )
         stack_s = (
@@ -240,24 +227,22 @@ class Predictor:
             temp_bytes=temp_bytes,
         )
 
-    def _recomputed_s(self, part: str, shape: records.Shape, remat: records.Remat) -> float:
+    def _recomputed_s(self, part: str, shape: Shape, remat: Remat) -> float:
         """Seconds of a part's forward that backward computes again."""
-        without_s = self.part_s(part, records.BACKWARD, shape)
-        return max(0.0, self.part_s(part, records.BACKWARD, shape, remat) - without_s)
+        without_s = self.part_s(part, BACKWARD, shape)
+        return max(0.0, self.part_s(part, BACKWARD, shape, remat) - without_s)
 
-    def recomputed_attention(self, shape: records.Shape, remat: records.Remat) -> float:
+    def recomputed_attention(self, shape: Shape, remat: Remat) -> float:
         """Share of forward's attention that backward computes again."""
 
-        def products(direction: records.Direction, remat: records.Remat = "none") -> int:
+        def products(direction: Direction, remat: Remat = "none") -> int:
             kernels = trace_kernels(self._spec("layers", shape, remat), direction)
             return sum(k.repeats for k in kernels if k.kind == Kind.ATTENTION)
 
-        recomputed = products(records.BACKWARD, remat) - products(records.BACKWARD)
-        return min(1.0, max(0.0, recomputed / max(products(records.FORWARD), 1)))
+        recomputed = products(BACKWARD, remat) - products(BACKWARD)
+        return min(1.0, max(0.0, recomputed / max(products(FORWARD), 1)))
 
-    def policy_costs(
-        self, shapes: Sequence[records.Shape]
-    ) -> dict[records.Shape, dict[records.Remat, records.Recompute]]:
+    def policy_costs(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, records.Recompute]]:
         """Costs of every policy at shapes, without the cost of content. At most as many shapes are
         traced as a shape has features; costs at the others follow, since they are sums of these."""
         traced_shapes = _shapes_to_trace(shapes)
@@ -278,10 +263,10 @@ class Predictor:
         "layers" are a predicted share of the measured ones."""
         largest = max((t.shape for t in timings), key=lambda s: s.size)
         layer_s, ends_s = (
-            self.part_s("layers", records.FORWARD, largest),
-            self.ends_s(records.FORWARD, largest),
+            self.part_s("layers", FORWARD, largest),
+            self.ends_s(FORWARD, largest),
         )
-        ends_in_loss = has_loss(self.module, largest)
+        ends_in_loss = traced_parts.has_loss(self.module, largest)
         traced = self.policy_costs([t.shape for t in timings])
         layer_ratio = {r: self._recomputed_s("layers", largest, r) / layer_s for r in POLICIES}
         ends_ratio = {r: c.ends_s / ends_s if ends_s else 0.0 for r, c in traced[largest].items()}
@@ -311,7 +296,7 @@ class Predictor:
         return with_policies
 
 
-def _shapes_to_trace(shapes: Sequence[records.Shape]) -> list[records.Shape]:
+def _shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
     """The shapes whose costs determine all others: the largest, the smallest, and, if rows differ
     in length, a large one whose rows are not as long as the largest's."""
     by_size = sorted(set(shapes), key=lambda s: (s.size, s))
@@ -319,7 +304,7 @@ def _shapes_to_trace(shapes: Sequence[records.Shape]) -> list[records.Shape]:
     return list(dict.fromkeys([by_size[-1], by_size[0], *other_lengths[-1:]]))
 
 
-def _features(shapes: Sequence[records.Shape]) -> np.ndarray:
+def _features(shapes: Sequence[Shape]) -> np.ndarray:
     """Features of shapes in units of a usual shape, [n_shapes, n_features]."""
     rows, tokens = np.array([(s.rows, s.tokens) for s in shapes]).T
     return records.shape_features(rows, tokens) / records.shape_features(

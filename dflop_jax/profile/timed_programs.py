@@ -29,12 +29,8 @@ from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
 from dflop_jax.profile.shallow import shallow_segment, single_kind_module
 from dflop_jax.profile.traced_parts import hidden_bytes
 from dflop_jax.records import BACKWARD, FORWARD, LAYERS, LayerTiming, MeshShape, Recompute, Shape
-from dflop_jax.runtime.calibration import (
-    PIECES_PER_ROW,
-    content_of_rows,
-    packed_field,
-    random_values,
-)
+from dflop_jax.runtime import calibration
+from dflop_jax.runtime.calibration import PIECES_PER_ROW, content_of_rows, packed_field
 from dflop_jax.runtime.communicator import shard_array, zeros
 from dflop_jax.runtime.compiling import threads_for
 from dflop_jax.runtime.lowering import Lowering
@@ -230,7 +226,7 @@ def _prepare_backward(
     """(backward's parameters, its inputs, and for each number of pieces its fields and a call)."""
     params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
     params, x, dy, residual_values = jax.tree.map(
-        lambda a: shard_array(random_values(a.shape, a.dtype, below), a.sharding),
+        lambda a: shard_array(calibration.random_values(a.shape, a.dtype, below), a.sharding),
         (params, x, dy, residuals),
     )
     grads_donated = [jax.tree.map(zeros, grads)]  # donated by each call, and given back

@@ -19,15 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import (
-    Module,
-    MultimodalModel,
-    adapter_of,
-    layer_kinds_of,
-    split_dim,
-    stacked_parts,
-    taps_of,
-)
+from dflop_jax import contract
+from dflop_jax.contract import Module, MultimodalModel, adapter_of, split_dim, taps_of
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.kernels import Kernel, kernels_of, peak_temporary_bytes
 from dflop_jax.profile.shallow import single_kind_modules
@@ -255,7 +248,7 @@ def probe_bytes(module: Module, shape: Shape) -> float:
 
 def parameter_parts(module: Module) -> tuple[str, ...]:
     """Parts that have a module's parameters, without adapters."""
-    kinds = dict.fromkeys(layer_kinds_of(module))
+    kinds = dict.fromkeys(contract.layer_kinds_of(module))
     return ("entry", *kinds, "exit", *(tap for tap in taps_of(module) if tap in module.inputs))
 
 
@@ -280,7 +273,7 @@ def parameter_dims(
     in no `frozen` group), and the bytes of its state under `tx`; None: under AdamW."""
     layer_dims, ends_dims = {}, {}
     for name, module in model.modules.items():
-        stacked = stacked_parts(module)
+        stacked = contract.stacked_parts(module)
         for kind in dict.fromkeys(stacked.values()):
             parts = [p for p, k in stacked.items() if k == kind]
             layer_dims[layer_key(name, kind)] = _param_dims(module, parts, tx, frozen)

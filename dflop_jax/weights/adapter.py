@@ -16,15 +16,9 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.contract import ADAPTER, Params, adapter_of
+from dflop_jax.weights import write
 from dflop_jax.weights.contract import Tensor, WeightMap, group_by_name, joined_shape
-from dflop_jax.weights.write import (
-    WrittenTensor,
-    atomic_folder,
-    check_dtype,
-    gather_to_host,
-    write_file,
-    write_json,
-)
+from dflop_jax.weights.write import WrittenTensor, atomic_folder, check_dtype, gather_to_host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_PREFIX = "base_model.model."  # how peft calls the model that it wraps
@@ -81,8 +75,8 @@ def write_adapter(
         "alpha_pattern": {},
     }
     with atomic_folder(path) as folder:
-        write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
-        write_json(folder / CONFIG, config)
+        write.write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
+        write.write_json(folder / CONFIG, config)
 
 
 # A parameter that is a tensor, or some rows of it, and its adapter.

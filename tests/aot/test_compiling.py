@@ -12,16 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.aot import chips
+from dflop_jax.aot import chips, reports
 from dflop_jax.aot.chips import CHIPS, target_config
 from dflop_jax.aot.compiling import Compiler, compile_plan
-from dflop_jax.aot.reports import (
-    CompileReport,
-    ProgramReport,
-    SegmentMemory,
-    describe_fit,
-    device_memory,
-)
+from dflop_jax.aot.reports import CompileReport, ProgramReport, SegmentMemory, device_memory
 from dflop_jax.aot.worker import compile_program, error_line
 from dflop_jax.cli import main
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
@@ -129,7 +123,7 @@ def program(segment, kind, temp, out=0.0, alias=0.0, handed=0.0, **more) -> Prog
 
 def described(states, programs, gib, chip="h100", peaks=None):
     memory = device_memory(states, programs, peaks or {})
-    return describe_fit(chip, gib * GIB, memory, programs, states)
+    return reports.describe_fit(chip, gib * GIB, memory, programs, states)
 
 
 def test_the_peak_is_state_inputs_and_the_largest_program():

@@ -6,15 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dflop_jax.profile import traced_parts
 from dflop_jax.profile.kernels import Kind, kernels_of, peak_temporary_bytes
 from dflop_jax.profile.sharded_trace import trace
-from dflop_jax.profile.traced_parts import (
-    TraceSpec,
-    forward_flops,
-    hidden_bytes,
-    residual_bytes,
-    trace_kernels,
-)
+from dflop_jax.profile.traced_parts import TraceSpec, hidden_bytes, residual_bytes, trace_kernels
 from dflop_jax.records import BACKWARD, FORWARD, Shape
 from models.llava import build as build_llava
 from models.qwen2_audio import build as build_audio
@@ -172,7 +167,7 @@ def test_residual_bytes_follow_the_recompute_policy():
         r: sum(k.flops * k.repeats for k in trace_kernels(part, BACKWARD))
         for r, part in specs.items()
     }
-    forward = forward_flops(specs["none"])
+    forward = traced_parts.forward_flops(specs["none"])
     assert flops["none"] == pytest.approx(2 * forward)
     assert flops["halved"] == pytest.approx(forward)
     assert flops["none"] < flops["dots"] < flops["layers"] <= 3 * forward

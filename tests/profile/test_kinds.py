@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dflop_jax import records
 from dflop_jax.cli.plan import kind_table
 from dflop_jax.contract import layer_kinds_of
 from dflop_jax.hardware import find_hardware
@@ -13,16 +14,7 @@ from dflop_jax.plan.explain import kind_costs
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    DataProfile,
-    Load,
-    MeshShape,
-    Profile,
-    SegmentPlan,
-    Shape,
-)
+from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, Profile, Shape
 from tests.mixed import UNITS, Mixed
 from tests.plans import group_s, segment_bytes
 from tests.small import HIDDEN, WIDTH
@@ -38,7 +30,7 @@ def costs():
 
 
 def segment(start, stop, **more):
-    return SegmentPlan("s", "llm", start, stop, "s", start == 0, stop == 6, **more)
+    return records.SegmentPlan("s", "llm", start, stop, "s", start == 0, stop == 6, **more)
 
 
 def one_kind(profile, kind):

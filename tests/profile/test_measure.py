@@ -116,7 +116,7 @@ def test_first_process_of_a_job_returns_its_timing(monkeypatch, process, n_timed
     """Jobs of process 0, of process 1, and of both together."""
     calls, barriers, syncs = [], [], []
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(measure, "time_layer", lambda *a: calls.append(a) or a)
+    monkeypatch.setattr(timed_programs, "time_layer", lambda *a: calls.append(a) or a)
     monkeypatch.setattr(measure, "_barrier", lambda job: barriers.append(len(calls)))
     a, b = devices(0, 1)
     jobs = timing_jobs(MODEL, SHAPES, [[(a, b)], [(a,), (b,)]])
@@ -134,7 +134,7 @@ def test_shapes_beyond_the_device_are_left_out(monkeypatch):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return job.module, job.shape
 
-    monkeypatch.setattr(measure, "time_layer", fake)
+    monkeypatch.setattr(timed_programs, "time_layer", fake)
     jobs = timing_jobs(MODEL, SHAPES, [[tuple(jax.devices()[:1])]])
     for limit in (2, 9):
         got = time_layers(MODEL, jobs)

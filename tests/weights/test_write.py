@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dflop_jax import weights
 from dflop_jax.runtime.layout import make_segments
-from dflop_jax.weights import (
-    Folder,
-    ModuleParams,
-    read_segment,
-    to_file_layout,
-    write,
-    write_adapter,
-    write_folder,
-)
+from dflop_jax.weights import Folder, ModuleParams, write, write_adapter, write_folder
 from dflop_jax.weights.adapter import as_matrices
 from dflop_jax.weights.write import copy_processor_files
 from models import hf, llava
@@ -46,7 +39,7 @@ def test_an_independent_reader_finds_every_tensor(folder, params):
 def test_segments_are_written_as_the_model(folder, tmp_path):
     source = Folder(folder, MODEL.weights)
     pieces = [
-        ModuleParams(s.plan.module, read_segment(source, s), s.layer_rows)
+        ModuleParams(s.plan.module, weights.read_segment(source, s), s.layer_rows)
         for s in make_segments(MODEL, PLAN.layout, jax.devices()).values()
     ]
     write_folder(tmp_path / "out", MODEL.weights, pieces, source=source, max_file_bytes=60_000)
@@ -143,7 +136,7 @@ def test_adapters_are_products_in_the_layout_of_the_file(layout):
     t = SimpleNamespace(layout=layout, name="kernel", layer=None)
     file_a, file_b = as_matrices(t, a, b)
     product = file_b.reshape(len(file_b), 3) @ file_a.reshape(3, -1)
-    want = to_file_layout(t, np.tensordot(a, b, axes=1), None, np.dtype(float))
+    want = weights.to_file_layout(t, np.tensordot(a, b, axes=1), None, np.dtype(float))
     np.testing.assert_allclose(product.reshape(want.shape), want, atol=1e-12)
 
 

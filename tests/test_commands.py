@@ -122,24 +122,6 @@ def test_every_file_and_heading_is_there(document):
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    "line, why",
-    [
-        ("dflop train a.py --train.stepz 3", "unknown: --train.stepz 3"),
-        ("dflop trian a.py", "invalid choice"),
-        ("srun dflop launch -n 2 -- dflop train a.py --plan.policy best", "is not one of"),
-        ("make coffee", "no target"),
-        ("python benchmarks/planner.py --colour red", "unrecognized"),
-        ("dflop train $M --data d.json || code=$?  # and so on", ""),
-    ],
-)
-def test_what_parsers_refuse_is_seen(line, why, capsys):
-    (command,) = commands(f"```bash\nM='--model F'\n{line}\n```\n")
-    refused = why_refused(command, capsys)
-    assert why in refused
-    assert bool(refused) == bool(why)
-
-
 # ---- what commands do ----
 
 # With stand-ins for the models and data that they name; what needs a run, a network or a terminal

@@ -35,29 +35,6 @@ def test_every_cost_has_rows_of_both_methods(tmp_path, monkeypatch):
     assert not any(r["cross_node_share_naive"] for r in rows if r["ranks"] == 4)
 
 
-# ---- simulator.py
-
-
-def rows(set_up, errors, run=0):
-    one = {"set_up": set_up, "run": run, "measured_s": 2.0, "layers_s": 1.0, "chosen_by_s": 3.0}
-    return [one | {"calibrated_s": 2.0 * (1 + e)} for e in errors]
-
-
-def test_errors_of_all_and_of_each_set_up():
-    report = module("simulator_steps")
-    both = rows("pinned", [0.02, -0.08, 0.04]) + rows("pretended", [-0.25])
-    found = report.result(both)
-    assert found["median_abs_error"] == pytest.approx(0.06)
-    assert found["worst_abs_error"] == pytest.approx(0.25)
-    pinned = found["set_ups"]["pinned"]
-    assert pinned["median_abs_error"] == pytest.approx(0.04)
-    assert pinned["worst_abs_error"] == pytest.approx(0.08)
-    for source in ("layers", "chosen_by"):
-        assert pinned[source] == {"median_abs_error": 0.5, "worst_abs_error": 0.5}
-    assert found["rows"] == both
-    assert set(report.result(rows("pretended", [0.0]))["set_ups"]) == {"pretended"}
-
-
 # ---- schedule.py
 
 

@@ -11,10 +11,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from dflop_jax.checkpoint.format import SAFETENSORS, ArrayBox, ArraySpec
+from dflop_jax.checkpoint.format import SAFETENSORS
 from tests.checkpoint.store_cases import (
-    Case,
-    random_array,
     random_case,
     same,
     save,
@@ -81,17 +79,6 @@ def test_safetensors_reads_every_file(store, seed):
         if array.size:
             assert whole[name].shape == array.shape
             assert whole[name].tobytes() == array.tobytes()
-
-
-def test_what_one_process_holds_whole_has_its_plain_name(store):
-    rng = np.random.default_rng(0)
-    arrays = {"params/a/kernel": random_array(rng, (3, 4), "int32"), "count": np.array(7)}
-    specs = {n: ArraySpec(n, a.shape, a.dtype.name) for n, a in arrays.items()}
-    pieces = [ArrayBox(n, (0,) * a.ndim, a) for n, a in arrays.items()]
-    folder = save(store, 1, Case(specs, arrays, [pieces]))
-    loaded = safetensors.numpy.load_file(folder / "process-00000")
-    assert loaded.keys() == arrays.keys()
-    assert all(same(loaded[name], array) for name, array in arrays.items())
 
 
 @pytest.mark.parametrize("dtype", SAFETENSORS)

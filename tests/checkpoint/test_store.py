@@ -19,7 +19,6 @@ from tests.checkpoint.store_cases import (
     Case,
     alone,
     assert_holds,
-    random_array,
     random_case,
     same,
     save,
@@ -60,14 +59,6 @@ def test_any_slice_of_what_any_processes_wrote(store, seed):
 @pytest.mark.parametrize("seed", range(12, 24))
 def test_any_slice_across_blocks(store, small_blocks, seed):
     check_slices(store, seed, n_arrays=12, most=40, ranks=(0, 1, 2))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint32", "bool"])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1)])
-def test_scalars_and_empty_arrays(store, dtype, shape):
-    array = random_array(np.random.default_rng(0), shape, dtype)
-    save(store, 0, alone("x", array))
-    assert same(store.open(0).read("x", (0,) * len(shape), shape), array)
 
 
 def test_equal_state_makes_equal_files_in_any_order(tmp_path):

@@ -95,16 +95,6 @@ def test_what_is_set_aside_stays_until_a_newer_checkpoint_is_committed(store):
     assert sorted(os.listdir(store.root)) == ["00000002", "00000003"]
 
 
-def test_nothing_is_set_aside_over_another(store):
-    save(store, 1, vector())
-    for name in ("00000001.other-version", "00000001.copy", "mine.damaged"):
-        (store.root / name).mkdir()
-    assert store.set_aside(1, "other-version").name == "00000001.other-version.2"
-    save(store, 5, vector())
-    # What somebody else named stays.
-    assert sorted(os.listdir(store.root)) == ["00000001.copy", "00000005", "mine.damaged"]
-
-
 # Readers beside a save.
 
 

@@ -23,20 +23,6 @@ from tests.plans import NANO, nano_profile
 
 
 @pytest.mark.parametrize(
-    "args, says",
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["train"], "no model: give --model FOLDER_OR_NAME --data PATH_OR_NAME, or an exp"),
-        (["report"], "required: RUN"),
-        (["simulate", "nano.py", "--batches", "few"], "invalid positive_int value: 'few'"),
-    ],
-)
-def test_command_lines_that_are_wrong(capsys, args, says):
-    assert says in refused(capsys, *args)
-
-
-@pytest.mark.parametrize(
     "text, says",
     [
         (None, "exp.py: no such experiment file; give a path such as experiments/demo.py"),

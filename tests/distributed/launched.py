@@ -87,11 +87,6 @@ elif what == "count":
     time.sleep(0.5 * index)  # process 0 ends before the other has saved
     note(f"seen{index}", seen)
     sys.exit(3)
-elif what == "flood":
-    if index == 1:
-        for _ in range(5000):
-            print("x" * 100)
-        note("flooded")
 """
 
 

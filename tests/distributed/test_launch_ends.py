@@ -12,13 +12,11 @@ import time
 
 import pytest
 
-from dflop_jax.distributed import processes
 from dflop_jax.distributed.process_exit import (
     ENDING_SIGNALS,
     SIGNAL_DEBOUNCE_S,
     TRANSIENT_FAILURE,
 )
-from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV, STEP_FILE_ENV
 from tests.processes import runs
 
 from .launched import (  # noqa: F401
@@ -202,16 +200,3 @@ def test_a_signal_ends_the_wait_for_a_restart(program):
         out, _ = process.communicate(timeout=LIMIT_S)
     assert out.startswith(f"LaunchResult(exit_code={128 + signal.SIGTERM}, ")
     assert time.monotonic() - start_s < 3.0
-
-
-def test_what_a_process_knows_of_its_supervisor(monkeypatch, tmp_path):
-    for name in (LAUNCH_ENV, RESTARTS_ENV, STEP_FILE_ENV):
-        monkeypatch.delenv(name, raising=False)
-    assert (processes.is_restart(), processes.launch_name()) == (False, "")
-    for restarts in ("", "0", "1"):
-        monkeypatch.setenv(RESTARTS_ENV, restarts)
-        assert processes.is_restart() == (restarts == "1")
-    monkeypatch.setenv(STEP_FILE_ENV, str(tmp_path / "step"))
-    processes.report_step.cache_clear()
-    processes.report_step()
-    assert (tmp_path / "step").exists()

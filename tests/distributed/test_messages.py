@@ -65,19 +65,6 @@ def test_messages_of_different_keys_come_in_any_order(job):
     assert not hub._call_counts.keys() & {"broadcast/schedule"}
 
 
-def test_threads_of_a_process_use_different_keys_at_once(job):
-    def run(group: ProcessGroup) -> list[Any]:
-        def talk(name: str) -> list[Any]:
-            kind, index = list[int], group.process_index
-            return [group.all_gather(name, [index, i], kind, step=i) for i in range(20)]
-
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(talk, ("feed", "steps")))
-
-    expected = [[[p, i] for p in range(4)] for i in range(20)]
-    assert job(4).together(run) == [[expected, expected]] * 4
-
-
 def test_no_message_of_a_run_reaches_the_next(job):
     two = job(2)
     hub, other = two.groups

@@ -9,7 +9,6 @@ import pytest
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.plan.space import separate_families as families
-from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Load
 from experiments.paper import cases, costs, true_shapes
@@ -128,15 +127,3 @@ def test_replicas_wait_for_each_other_only_at_the_end(without_links):
     ]
     assert step.makespan_s == pytest.approx(max(each))
     assert step.idle_share == pytest.approx(1 - sum(each) / 2 / max(each))
-
-
-def test_the_end_of_a_step_adds_up_gradients_over_data_ranks(monkeypatch):
-    plan = with_ranks(plans(pytorch, 2), 2, 2)
-    parts = [10_000 * 2 + 5_000, 10_000 * 4 + 5_000]
-    want = sum(
-        reduce_scatter_s(n, 2, A100) + all_gather_s(n, 2, A100)
-        + 7 * n / 2 / A100.memory_bandwidth for n in parts
-    )  # fmt: skip
-    linked_s = run_step(CASE, plan, LOADS, 1, "arrival").makespan_s
-    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: layout_prices(plan.layout, FREE))
-    assert linked_s - run_step(CASE, plan, LOADS, 1, "arrival").makespan_s == pytest.approx(want)

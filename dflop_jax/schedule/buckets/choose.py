@@ -8,7 +8,7 @@ from it, for a better set.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product, zip_longest
 
 from dflop_jax.records import Bucket, Load, Shape
@@ -81,23 +81,11 @@ _EFFORTS = {
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """The chosen buckets, largest first, and the results of scheduling sampled batches with them.
-
-    Attributes:
-      expected_s: mean simulated makespan of a global batch.
-      padding: by module, mean share of padding in the executed tokens.
-      made_by: "search" or "integer", the method that found them.
-      gain: by how much they are faster than the other method's set, relative.
-      gap: relative distance of the integer program's solution from its optimum, at most; 1 if it
-        was not asked.
-    """
+    """The chosen buckets, largest first, and results of scheduling sampled batches with them."""
 
     buckets: Buckets
-    expected_s: float
-    padding: dict[str, float]
-    made_by: str = "search"
-    gain: float = 0.0
-    gap: float = 1.0
+    expected_s: float  # mean simulated makespan of a global batch
+    padding: dict[str, float]  # by module, mean share of padding in the executed tokens
 
 
 def choose_buckets(
@@ -181,14 +169,7 @@ def _better_with_milp(
     if other_sets := [buckets for buckets in gap_by_set if buckets != start.buckets]:
         best_set = _best_start(other_sets, evaluator, len(evaluator.batches), 1)
         milp_choice = _refined_choice(best_set, sizes, evaluator, front)
-    wins = is_less(milp_choice.expected_s, start.expected_s)
-    slower, faster = (start, milp_choice) if wins else (milp_choice, start)
-    return replace(
-        faster,
-        made_by="integer" if wins else "search",
-        gain=1 - faster.expected_s / slower.expected_s,
-        gap=min(gap_by_set.values(), default=1.0),
-    )
+    return milp_choice if is_less(milp_choice.expected_s, start.expected_s) else start
 
 
 def _refined_choice(

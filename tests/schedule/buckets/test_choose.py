@@ -107,12 +107,8 @@ def test_milp_finds_row_lengths_of_a_multimodal_distribution():
     loads = [Load({"b": (int(n),)}) for n in lengths]
     problem = problem_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
     alone = choose_buckets(loads, problem, effort="quick", with_milp=False)
-    assert (alone.made_by, alone.gain, alone.gap) == ("search", 0.0, 1.0)
     both = choose_buckets(loads, problem, effort="quick", start=alone)
     assert both.expected_s < 0.99 * alone.expected_s
-    assert both.made_by == "integer"
-    assert both.gain == pytest.approx(1 - both.expected_s / alone.expected_s)
-    assert 0 <= both.gap <= 1
     again = choose_buckets(loads, problem, effort="quick", start=both)
     assert again.expected_s <= both.expected_s
 

@@ -5,27 +5,11 @@ from math import prod
 
 import pytest
 
+from dflop_jax import records
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
 from dflop_jax.profile.cost_model import CostModel, layout_prices
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    NO_GROUP,
-    REDUCE,
-    UPDATE,
-    Bucket,
-    Edge,
-    LayerTiming,
-    Layout,
-    Plan,
-    ProgramId,
-    SegmentPlan,
-    SendId,
-    Shape,
-    SubmeshPlan,
-    Task,
-)
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Bucket, Shape, Task
 from tests.plans import group_s, halved, profile_of
 
 HARDWARE = dataclasses.replace(find_hardware("a100-80"), devices_per_node=4)
@@ -36,7 +20,7 @@ LAYERS = {"a": 2, "b": 4}
 def profile(tied=()):
     """Module `a` takes pieces of 16 tokens, `b` packs; a layer's gradient costs two forwards."""
     timings = [
-        LayerTiming(m, model, Shape(rows, tokens), f, 2 * f, f, 2 * f, 10.0 * rows * tokens)
+        records.LayerTiming(m, model, Shape(rows, tokens), f, 2 * f, f, 2 * f, 10.0 * rows * tokens)
         for m, shapes in (("a", [(1, 16), (4, 16)]), ("b", [(1, 32), (1, 128), (4, 64)]))
         for model in (1, 2)
         for rows, tokens in shapes
@@ -44,7 +28,7 @@ def profile(tied=()):
     ]
     return profile_of(
         timings, LAYERS, layer_bytes=9_600, ends_bytes=4_800, share=0.3, concurrency=8.0,
-        task_overhead_s=1e-4, edges=(Edge("a", "b", "f"),), tied=tuple(tied),
+        task_overhead_s=1e-4, edges=(records.Edge("a", "b", "f"),), tied=tuple(tied),
         piece_tokens={"a": 16},
     )  # fmt: skip
 
@@ -56,22 +40,22 @@ def linked(tied=()):
 
 def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()):
     """`a` on the first devices, the 4 layers of `b` in segments on those that follow."""
-    meshes = [SubmeshPlan("a", 0, *a)]
-    parts, k = [SegmentPlan("a", "a", 0, 2, "a", True, True)], 4 // segments
+    meshes = [records.SubmeshPlan("a", 0, *a)]
+    parts, k = [records.SegmentPlan("a", "a", 0, 2, "a", True, True)], 4 // segments
     for i in range(segments):
         name, ends = f"b{i}", (i == 0, i == segments - 1)
-        meshes.append(SubmeshPlan(name, prod(a) + i * prod(b), *b))
-        parts.append(SegmentPlan(name, "b", i * k, (i + 1) * k, name, *ends))
+        meshes.append(records.SubmeshPlan(name, prod(a) + i * prod(b), *b))
+        parts.append(records.SegmentPlan(name, "b", i * k, (i + 1) * k, name, *ends))
     buckets = (
         Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 64)}),
         Bucket.from_shapes({"b": Shape(2, 32)}),
         Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 96)}),
     )
-    layout = Layout(
-        tuple(meshes), tuple(parts), buckets, tuple(Edge("a", "b", f"f{i}") for i in range(edges)),
-        group_size, tied=tuple(tied),
-    )  # fmt: skip
-    return Plan("t", layout)
+    lines = tuple(records.Edge("a", "b", f"f{i}") for i in range(edges))
+    layout = records.Layout(
+        tuple(meshes), tuple(parts), buckets, lines, group_size, tied=tuple(tied)
+    )
+    return records.Plan("t", layout)
 
 
 def with_zero(p, zero, shard_devices=0):
@@ -120,7 +104,7 @@ def test_what_a_module_sends_another(first, across, edges):
     for shape in p.layout.shapes("b"):
         took = edges * send_s(10.0 * shape.size * 2, HARDWARE, across=across)
         for direction in (FORWARD, BACKWARD):
-            assert sends[SendId("a", "b0", shape, direction)] == pytest.approx(took)
+            assert sends[records.SendId("a", "b0", shape, direction)] == pytest.approx(took)
 
 
 def test_what_passes_between_segments_of_one_module():
@@ -128,7 +112,7 @@ def test_what_passes_between_segments_of_one_module():
     ends = {("a", "b0"), ("b0", "b1")}
     assert {(k.source, k.target) for k in sends} == ends
     assert len(sends) == 2 * 3 * 2
-    one = SendId("b0", "b1", Shape(2, 32), BACKWARD)
+    one = records.SendId("b0", "b1", Shape(2, 32), BACKWARD)
     assert sends[one] == pytest.approx(send_s(640.0, HARDWARE, across=False))
 
 
@@ -172,7 +156,7 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
     bring = sum(all_gather_s(n * share, ranks, HARDWARE) for n in (layer, ends))
     scatter = sum(reduce_scatter_s(n, ranks, HARDWARE) for n in (layer, ends))
     for direction, more in ((FORWARD, (0.0, bring)), (BACKWARD, (scatter, bring + scatter))):
-        key = ProgramId("a", Shape(2, 16), direction)
+        key = records.ProgramId("a", Shape(2, 16), direction)
         took = [by_degree[zero].programs[key].static_s for zero in (1, 2, 3)]
         compute_s = 1e-6 * 32 * (2 if direction == BACKWARD else 1)
         for zero, extra in zip((2, 3), more, strict=True):

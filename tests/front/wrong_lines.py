@@ -18,6 +18,7 @@ ASK = "--model qwen --data photos/train.json"
 WRONG = {
     # Misspelt, in every place.
     "trian nano.py": "invalid choice: 'trian'",
+    "": "required: COMMAND",
     f"train {ASK} --dry-rn": "did you mean --dry-run?",
     "train --resume sometimes nano.py": "give auto, or the step of a checkpoint",
     "plan nano.py --explian": "did you mean --explain?",
@@ -37,6 +38,8 @@ WRONG = {
     "train --model qwen --data qwen/config.json": "expected a JSON list of records",
     "train --model qwen --data photos/p1-0.png": "JSON list of records; give one, JSON lines",
     f"train --model clip {ASK[13:]}": "known: llava_onevision, internvl",
+    f"train {ASK} --train.steps many": "got `str` - at `train.steps`; give a whole number",
+    f"train {ASK} --train.steps 3 --train.epochs 1": "give one of them",
     f"train {ASK} --data.columns chat": "write FIELD=COLUMN, such as messages=chat",
     f"train {ASK} --train.learning_rates 3": "write NAME=RATE, such as vision=2e-6",
     "export qwen --out out": "qwen/config.json: is not that of a run; give a run folder",

@@ -45,7 +45,7 @@ from dflop_jax.schedule.content_balance import (
     assign_pieces,
     balance_content,
 )
-from dflop_jax.schedule.rank_permutation import RankDevices, best_permutation, local_tokens
+from dflop_jax.schedule.rank_permutation import best_permutation, local_tokens
 
 COSTS = ("rows", "content")
 SIZES = ((8, 128), (64, 1024), (512, 8192))
@@ -92,17 +92,14 @@ class Dispatched:
     def __init__(self, lengths: np.ndarray, n_ranks: int):
         self.n_ranks = n_ranks
         loads = [Load({MODULE: (n,), READER: (n,)}) for n in lengths.tolist()]
-        self.batch = Batch(loads, (MODULE, READER))
+        self.batch = Batch(loads, Capacity({MODULE: n_ranks, READER: n_ranks}))
         self.least = _up(busiest_rank_bound(lengths, n_ranks))
 
     def within(self, tokens: int, work: float) -> PackedPieces | None:
         """Places in a row of so many tokens on each rank; None where no way was found."""
         bucket = Bucket.from_shapes({MODULE: Shape(1, tokens)})
-        capacity = Capacity({MODULE: self.n_ranks})
         microbatch = [list(range(self.batch.n_samples))]
-        return assign_pieces(
-            self.batch, bucket, [microbatch], MODULE, capacity, Budget(max(work, 1.0))
-        )
+        return assign_pieces(self.batch, bucket, [microbatch], MODULE, Budget(max(work, 1.0)))
 
     def in_least_rows(self, work: float) -> tuple[PackedPieces, int]:
         """(places, tokens) of the least rows in which they were found, by bisection."""
@@ -167,8 +164,9 @@ def shares_crossing(
     where = np.array(paper_ranks(text.tolist(), n_ranks))
     sample = np.arange(len(lengths))
     moved = rank_traffic(sample, ranks, lengths, sample, where, (n_ranks, n_ranks))
-    devices, total = RankDevices(np.arange(n_ranks), NODE), max(float(moved.sum()), 1.0)
-    names, node_V = best_permutation(local_tokens(moved, devices, devices)), devices.of_rank // NODE
+    devices, total = np.arange(n_ranks), max(float(moved.sum()), 1.0)
+    names = best_permutation(local_tokens(moved, devices, devices, NODE))
+    node_V = devices // NODE
     near, naive = (crossing_traffic(m, node_V).across_nodes / total for m in (moved[names], moved))
     return near, naive
 

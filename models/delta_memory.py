@@ -32,7 +32,7 @@ _HEADS = ("rows", None, "heads", None)
 
 @dataclass(frozen=True)
 class DeltaMemory:
-    """The memory of `models.delta.mix_tokens`, see `dflop_jax.generate.contract.Memory`; as large
+    """The memory of `models.delta.mix_tokens`, see `dflop_jax.generate.decoding.Memory`; as large
     for long rows as for short ones. `mix_args` is what `mix_tokens` is given."""
 
     taps: int

@@ -25,7 +25,7 @@ class KVCache(NamedTuple):
 
 @dataclass(frozen=True)
 class KVMemory:
-    """The memory of attention, see `dflop_jax.generate.contract.Memory`: keys and values of a
+    """The memory of attention, see `dflop_jax.generate.decoding.Memory`: keys and values of a
     row's tokens, of the last `window` of them where that is not 0.
 
     Token t of a row lies in slot t modulo the number of slots. So what pads a prompt is overwritten

@@ -124,7 +124,7 @@ def load_experiment(path: str) -> Config:
 
 
 def _describe_folder(path: str) -> str:
-    from dflop_jax.generate.published import is_published
+    from dflop_jax.generate.generate import is_published
 
     if is_published(path):
         return f"is a model's folder, no experiment file; give it as --model {path}"

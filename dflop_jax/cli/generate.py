@@ -132,7 +132,7 @@ def _resolve_config(args: argparse.Namespace) -> tuple[Config, str]:
     """The configuration of a command line, and the folder of the parameters: EXPERIMENT is a file,
     a run folder or a folder of published weights; ValueError for none of these."""
     from dflop_jax.distributed.devices import uses_cpu
-    from dflop_jax.generate.published import is_published
+    from dflop_jax.generate.generate import is_published
     from dflop_jax.preflight.derived_fields import with_settings
     from dflop_jax.preflight.model_folder import folder_settings
 

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.timeline import draw
     from dflop_jax.report.trace import group_labels, write_trace
     from dflop_jax.schedule import schedule_batch
-    from dflop_jax.schedule.sampled_batches import sample_batches
+    from dflop_jax.schedule.batch import sample_batches
     from dflop_jax.simulate.steps import simulate_schedules
     from dflop_jax.train import planning
 

@@ -32,28 +32,19 @@ from dflop_jax.train.run_context import build_model, build_trained_model
 
 STRIP, MOVING, LATENTS = "clip.png", "clip.gif", "latents.npy"
 ENLARGEMENT = 8  # pixels of a side of the picture for one of a frame
-FRAME_MS = 250  # for which a frame is shown
-DEFAULT_FRAMES = 4  # of an embedded clip, unless said
+DEFAULT_FRAMES = 4  # of an embedded clip, unless said; so many are shown in a second
 
 
 @dataclass(frozen=True)
 class ClipAnswer:
-    """What a model made of a caption.
-
-    Attributes:
-      shape: of the latents, [channels, time, rows, columns].
-      files: what was written: the latents, and pictures where their pixels are known.
-      flow_steps: Euler steps from noise to the clip.
-      took_s: seconds that they took, compilation included.
-      step: optimizer steps of the checkpoint.
-    """
+    """What a model made of a caption."""
 
     prompt: str
-    shape: tuple[int, ...]
-    files: tuple[str, ...]
-    flow_steps: int
-    took_s: float
-    step: int
+    shape: tuple[int, ...]  # of the latents, [channels, time, rows, columns]
+    files: tuple[str, ...]  # the latents, and pictures where their pixels are known
+    flow_steps: int  # Euler steps from noise to the clip
+    took_s: float  # seconds that they took, compilation included
+    step: int  # optimizer steps of the checkpoint
     checkpoint: str
 
 
@@ -72,29 +63,25 @@ def make_clip(
     flow_steps: int = 30,
     seed: int = 0,
 ) -> ClipAnswer:
-    """Make a trained model's clip of a caption and write it to the folder `out`.
+    """Make a trained model's clip of a caption and write it to a folder.
 
     Args:
-      config: what it was trained with.
       run: a run folder (its newest whole checkpoint) or a checkpoint in it.
       size: time, rows and columns of its latents; None: those of an embedded clip.
 
     Raises:
-      ValueError: the model makes no clips, there is no such checkpoint, an empty caption, or a size
-        that the model cannot take.
+      ValueError: the model makes no such clips, no checkpoint, or an empty caption.
     """
     model = build_trained_model(config)
     form, tokenizer = clip_format_of(model), open_tokenizer(config.data.tokenizer, model.vocab_size)
     ids = caption_ids(prompt, tokenizer, config.data, "--prompt")
     embedded = not config.data.path
-    if size is None:
-        if not embedded:
-            raise ValueError("say how large the clip is: --latents TIME,ROWS,COLUMNS")
-        side = SIDE_PX // block_of(form.channels)
-        size = DEFAULT_FRAMES, side, side
+    if size is None and not embedded:
+        raise ValueError("say how large the clip is: --latents TIME,ROWS,COLUMNS")
+    side = SIDE_PX // block_of(form.channels) if embedded else 0
     if flow_steps < 1:
         raise ValueError(f"--flow-steps {flow_steps}: at least 1")
-    shape = (form.channels, *size)
+    shape = form.channels, *(size or (DEFAULT_FRAMES, side, side))
     grid = form.grid(shape)
     device = jax.devices()[0]
     loaded = load_params(run, model, device)
@@ -103,12 +90,9 @@ def make_clip(
     noise = np.random.default_rng(seed).standard_normal(draws, np.float32)[-int(np.prod(grid)) :]
     sample = clip_sample(form, ids, grid, np.zeros_like(noise), noise, 1.0)
     rows = pack_row([sample], model, TOKEN_MULTIPLE)
-    times = np.array(
-        [form.noise_level(k / flow_steps) for k in range(flow_steps, -1, -1)], np.float32
-    )
-    patches_by_token = jax.jit(partial(integrate_flow, model, chip_of(device)))(
-        loaded.params, rows, times
-    )
+    levels = [form.noise_level(k / flow_steps) for k in range(flow_steps, -1, -1)]
+    integrate = jax.jit(partial(integrate_flow, model, chip_of(device)))
+    patches_by_token = integrate(loaded.params, rows, np.array(levels, np.float32))
     patches = np.asarray(patches_by_token)[rows.fields["role"][0] == form.clip]
     files = write_clip(Path(folder), form.latents(patches, grid), embedded)
     return ClipAnswer(
@@ -123,11 +107,7 @@ def make_clip(
 
 
 def integrate_flow(
-    model: MultimodalModel,
-    chip: str,
-    params: dict[str, Params],
-    rows: AnswerRows,
-    times: Array,
+    model: MultimodalModel, chip: str, params: dict[str, Params], rows: AnswerRows, times: Array
 ) -> Array:
     """Patches float32 [tokens, values] after Euler steps from one of `times` to the next."""
     generator, generator_params = on_chip(model.modules[GENERATOR], chip), params[GENERATOR]
@@ -158,6 +138,7 @@ def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
         large = frames.repeat(ENLARGEMENT, axis=1).repeat(ENLARGEMENT, axis=2)
         Image.fromarray(np.concatenate(large, axis=1)).save(folder / STRIP)
         first, *rest = (Image.fromarray(frame) for frame in large)
-        first.save(folder / MOVING, save_all=True, append_images=rest, duration=FRAME_MS, loop=0)
+        frame_ms = 1000 // DEFAULT_FRAMES
+        first.save(folder / MOVING, save_all=True, append_images=rest, duration=frame_ms, loop=0)
         files += [folder / STRIP, folder / MOVING]
     return files

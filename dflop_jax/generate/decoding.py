@@ -8,33 +8,85 @@ Shape suffixes: B rows, T tokens, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from dflop_jax.contract import (
     Array,
+    Module,
     MultimodalModel,
     Params,
     edges_of,
     layer_kinds_of,
-    layer_of,
     with_adapter,
 )
-from dflop_jax.generate.contract import GeneratingModule
-from dflop_jax.generate.row import LLM, layer_loops
+from dflop_jax.generate.row import LLM, NO_CACHES, Mix, run_layers
+
+
+class Memory(Protocol):
+    """What layers of one kind keep of their rows' tokens so far, so that one more token of each row
+    runs alone: keys and values, a window of them, a recurrent state. A layer mixes its tokens in
+    one call of one function (its attention), which gets `*args, **options` below."""
+
+    @property
+    def axes(self) -> Any:
+        """The tree that one layer keeps, a tuple of logical axis names per array; "rows" is one."""
+        ...
+
+    def prefill(self, last: Array, slots: int, *args: Any, **options: Any) -> tuple[Array, Any]:
+        """Mix the tokens of whole prompts, one per row, as in training; returns what the layer's
+        own function returns, and what the memory keeps.
+
+        Args:
+          last: int32 [rows], index of each prompt's last token; what follows it is padding, of
+            segment 0, that nothing may be kept of.
+          slots: tokens that a row may come to, its prompt among them.
+        """
+        ...
+
+    def decode_token(
+        self, cache: Any, layer: Array, place: Array, *args: Any, **options: Any
+    ) -> tuple[Array, Any]:
+        """Mix one more token of each row, [rows, 1, ...], with those before it; returns the same as
+        `prefill`, with the cache of all layers, that of this one brought up to date. A row's token
+        may be run again at its place, as long as none follows.
+
+        Args:
+          cache: of all layers of this kind, stacked.
+          layer: int32 scalar, which of them this is.
+          place: int32 [rows], the token's place in its row.
+        """
+        ...
+
+    def grow(self, cache: Any, slots: int) -> Any:
+        """The cache with room for rows of `slots` tokens, more than it had."""
+        ...
+
+
+class GeneratingModule(Module, Protocol):
+    """An LLM that also answers. Its `layer` takes, by name, `mix`: the function that mixes its
+    tokens in the place of its own, called once and as its own is."""
+
+    def memory(self, kind: str) -> Memory:
+        """What layers of a kind keep."""
+        ...
+
+    def logits(self, params: Params, x: Array, entry: Params) -> Array:
+        """Float32 [rows, tokens, vocab] of hidden states; `entry` has the parameters of its
+        entry."""
+        ...
 
 
 class Cache(NamedTuple):
-    """What the layers keep of the tokens so far, by kind, layers stacked; and what to add to a
-    further token's place in its row for its position: not 0 where a picture takes fewer or more
-    positions than tokens."""
+    """What the layers keep of the tokens so far."""
 
-    by_kind: dict[str, Any]
+    by_kind: dict[str, Any]  # layers stacked
+    # Position of a further token less its place in its row; of pictures they may differ.
     position_offset_B: Array
 
 
@@ -51,27 +103,21 @@ def prefill(
     slots: int,
     inlets: Mapping[str, int],
 ) -> tuple[Array, Cache]:
-    """Run one prompt per row.
+    """Run one prompt per row; returns float32 logits [B, V] of what follows them, and the cache.
 
     Args:
       params: all of the module's, layers stacked.
-      batch: fields of its entry, layers and inlets, [B, T]; positions count from 0 from the first
-        token on.
+      batch: fields of its entry, layers and inlets, [B, T]; positions count from 0.
       last_B: int, index of each prompt's last token; what follows it is padding.
       slots: tokens that prompt and answer may take, at least T.
       inlets: see `inlet_layers`.
-
-    Returns:
-      float32 logits [B, V] of what follows the prompts, and the cache.
     """
     B, T = batch["tokens"].shape
-    assert slots >= T, (slots, T)
-    memories = _memories(module)
 
     def mix(kind: str, _: Array, cache: None, *args: Any, **options: Any) -> tuple[Array, Any]:
-        return memories[kind].prefill(last_B, slots, *args, **options)
+        return module.memory(kind).prefill(last_B, slots, *args, **options)
 
-    x_BTD, caches = run_decoder(module, params, batch, {}, mix, inlets)
+    x_BTD, caches = run_decoder(module, params, batch, inlets, mix)
     position_offset_B = jnp.zeros_like(last_B)
     if "positions" in batch:
         known_BT1 = (jnp.arange(T)[None] <= last_B[:, None])[:, :, None]
@@ -85,106 +131,52 @@ def prefill(
 def decode(
     module: GeneratingModule, params: Params, cache: Cache, tokens_B: Array, places_B: Array
 ) -> tuple[Array, Cache]:
-    """Run the token at one place of each row; all before it have been run.
-
-    Returns:
-      float32 logits [B, V] of what follows, and the cache with the tokens added. Donate the cache:
-      it is then changed in place.
-    """
-    memories = _memories(module)
+    """Run the token at one place of each row; all before it have been run. Returns float32 logits
+    [B, V] of what follows, and the cache with the tokens added; donate the cache, so that it is
+    changed in place."""
     batch = _token_fields(module, tokens_B, places_B + cache.position_offset_B)
 
-    def mix(
-        kind: str, layer: Array, layer_caches: Any, *args: Any, **options: Any
-    ) -> tuple[Array, Any]:
-        return memories[kind].decode_token(layer_caches, layer, places_B, *args, **options)
+    def mix(kind: str, layer: Array, caches: Any, *args: Any, **options: Any) -> tuple[Array, Any]:
+        return module.memory(kind).decode_token(caches, layer, places_B, *args, **options)
 
-    x_BTD, caches = run_decoder(module, params, batch, cache.by_kind, mix, {})
+    x_BTD, caches = run_decoder(module, params, batch, {}, mix, cache.by_kind)
     logits = module.logits(params["exit"], x_BTD, params["entry"])[:, 0]
     return logits, Cache(caches, cache.position_offset_B)
 
 
 def grow_cache(module: GeneratingModule, cache: Cache, slots: int) -> Cache:
     """The cache for rows of up to `slots` tokens, more than it was for."""
-    memories = _memories(module)
-    return Cache(
-        {k: memories[k].grow(a, slots) for k, a in cache.by_kind.items()}, cache.position_offset_B
-    )
-
-
-def _memories(module: GeneratingModule) -> dict[str, Any]:
-    return {kind: module.memory(kind) for kind in dict.fromkeys(layer_kinds_of(module))}
+    grown = {kind: module.memory(kind).grow(a, slots) for kind, a in cache.by_kind.items()}
+    return cache._replace(by_kind=grown)
 
 
 def run_decoder(
     module: GeneratingModule,
     params: Params,
     batch: Mapping[str, Array],
-    caches: Mapping[str, Any],
-    mix: Callable[..., tuple[Array, Any]] | None,
     inlets: Mapping[str, int],
+    mix: Mix | None = None,
+    caches: Mapping[str, Any] = NO_CACHES,
 ) -> tuple[Array, dict[str, Any]]:
     """Hidden states [B, T, D] after all layers, and by kind what the layers keep, stacked.
 
     Args:
-      caches: by kind, of all layers, which `mix` updates; {}: `mix` makes that of one layer.
+      inlets: see `inlet_layers`.
       mix: called as (kind, layer number, caches of the kind, *what the layer's function gets);
         None: layers mix tokens as in training, and nothing is kept.
-      inlets: see `inlet_layers`.
+      caches: by kind, of all layers, which `mix` updates; empty: `mix` makes that of one layer.
     """
-    x_BTD, by_kind = module.entry(with_adapter("entry", params), batch), dict(caches)
-    made: dict[str, list[Any]] = {}
+    x_BTD, made = module.entry(with_adapter("entry", params), batch), defaultdict(list)
     for start, stop in pairwise(sorted({0, *inlets.values(), module.n_layers})):
-        for loop, rows, period in layer_loops(module, params, start, stop):
-            numbers = (jnp.arange(r.start, r.stop, r.step) for r in rows)
-            run = partial(_run_period, module, loop.period, batch, mix)
-            # Caches are carried, not scanned over, so that a layer writes one slot in place.
-            (x_BTD, by_kind), stacks = jax.lax.scan(
-                run, (x_BTD, by_kind), tuple(zip(numbers, period, strict=True))
-            )
-            for kind in dict.fromkeys(loop.period) if stacks else ():
-                of_kind = [a for k, a in zip(loop.period, stacks, strict=True) if k == kind]
-                made.setdefault(kind, []).append(jax.tree.map(_interleave, *of_kind))
+        x_BTD, by_kind = run_layers(module, params, x_BTD, batch, start, stop, mix, caches)
+        for kind, cache in by_kind.items():
+            made[kind].append(cache)
         for name in (name for name, n in inlets.items() if n == stop):
             inlet: Any = module.inlet  # type: ignore[attr-defined]
             x_BTD = inlet(name, x_BTD, batch[name], batch)
-    for kind, parts in made.items():
-        by_kind[kind] = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-    return x_BTD, by_kind
-
-
-def _run_period(
-    module: GeneratingModule,
-    kinds: Sequence[str],
-    batch: Mapping[str, Array],
-    mix: Callable[..., tuple[Array, Any]] | None,
-    carry: tuple[Array, dict[str, Any]],
-    layers: Sequence[tuple[Array, Params]],
-) -> tuple[tuple[Array, dict[str, Any]], tuple[Any, ...]]:
-    """Hidden states and caches after one layer of each kind, and the caches that they made."""
-    x, caches, made = carry[0], dict(carry[1]), []
-    for kind, (number, params) in zip(kinds, layers, strict=True):
-        layer: Any = layer_of(module, kind)
-        if mix is None:
-            x = layer(params, x, batch)
-            continue
-        results: list[Any] = []
-        mix_layer = partial(mix, kind, number, caches.get(kind))
-
-        def mix_and_keep(
-            *args: Any, mix: Any = mix_layer, results: list[Any] = results, **options: Any
-        ) -> Array:
-            output, cache = mix(*args, **options)
-            results.append(cache)
-            return output
-
-        x = layer(params, x, batch, mix=mix_and_keep)
-        assert len(results) == 1, f"a layer of kind {kind!r} mixes its tokens {len(results)} times"
-        if kind in caches:
-            caches[kind] = results[0]
-        else:
-            made += results
-    return (x, caches), tuple(made)
+    if caches:  # of a token, which no inlet reads
+        return x_BTD, by_kind
+    return x_BTD, {k: jax.tree.map(lambda *a: jnp.concatenate(a), *made[k]) for k in made}
 
 
 def _token_fields(
@@ -203,8 +195,3 @@ def _token_fields(
         positions = positions_B.reshape(B, *[1] * (len(shape) - 1))
         batch["positions"] = jnp.broadcast_to(positions, shape)
     return batch
-
-
-def _interleave(*stacks: Array) -> Array:
-    """Rows of some stacks in turn, one of each."""
-    return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:])

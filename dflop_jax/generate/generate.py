@@ -7,68 +7,63 @@ sizes, so that other prompts compile nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from dflop_jax.config import Config
+from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.build import open_tokenizer
-from dflop_jax.data.text.chat import AnyTokenizer
-from dflop_jax.generate.mesh import DATA, answer_mesh, min_tp, param_structs
-from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
+from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
+from dflop_jax.data.text.tokenize import TokenRun, read_json
+from dflop_jax.generate.programs import (
+    DATA,
+    TOKEN_MULTIPLE,
+    AnswerPrograms,
+    answer_mesh,
+    min_tp,
+    param_structs,
+)
 from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
-from dflop_jax.generate.published import end_token_ids, is_published, published_params
-from dflop_jax.generate.row import LLM, AnswerRows, pack_rows
+from dflop_jax.generate.row import LLM, pack_rows
 from dflop_jax.generate.sampling import Sampling
-from dflop_jax.train.load_params import load_params
+from dflop_jax.train.load_params import LoadedParams, load_params
 from dflop_jax.train.run_context import build_trained_model
+from dflop_jax.weights import Folder, read_config, read_params
 
 OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class AnswerText:
-    """An answer.
-
-    Attributes:
-      tokens: its ids, without the end token; with those of a stop text.
-      stopped: "end" where the model ended its turn, "stop" at a stop text, "length" where
-        `max_tokens` did.
-    """
+    """An answer."""
 
     text: str
-    tokens: tuple[int, ...]
-    stopped: str
+    tokens: tuple[int, ...]  # without the end token; with those of a stop text
+    stopped: str  # by the model ("end"), a stop text ("stop") or `max_tokens` ("length")
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What a model said.
-
-    Attributes:
-      tokens, stopped: see `AnswerText`.
-      tiles, windows: pieces of what is seen (tiles, pictures at native resolution, frames), and
-        windows of sound.
-      step: optimizer steps of the checkpoint.
-      first_token_s: until the first token was there, compilation included.
-      token_s: mean time of each further one, compilation included; 0 without any.
-    """
+    """What a model said; see `AnswerText`. Seconds include compilation."""
 
     prompt: str
     answer: str
     tokens: tuple[int, ...]
     stopped: str
-    tiles: int
+    tiles: int  # pieces of what is seen: tiles, pictures at native resolution, frames
     prompt_tokens: int
-    step: int
+    step: int  # optimizer steps of the checkpoint
     checkpoint: str
     first_token_s: float
-    token_s: float
-    windows: int = 0
+    token_s: float  # mean of each further token; 0 without any
+    windows: int = 0  # of sound
 
 
 class Generator:
@@ -76,15 +71,13 @@ class Generator:
 
     Args:
       config: what it was trained with; its model, tokenizer and limits on tiles and tokens count.
-      run: a run folder (its newest whole checkpoint), a checkpoint in it, or a folder of published
-        weights.
+      run: a run folder (its newest whole checkpoint), a checkpoint in it, or published weights.
       devices: of this process; None: all of them.
       rows: prompts that are answered at once.
       tp: devices that share one copy of the parameters; 0: as few as hold them.
 
     Raises:
-      ValueError: the model cannot be built or does not generate, there is no such checkpoint, or
-        the devices cannot be shared so.
+      ValueError: the model does not generate, no such checkpoint, or `tp` does not divide devices.
     """
 
     def __init__(
@@ -119,11 +112,8 @@ class Generator:
         sampling: Sampling | None = None,
         on_text: OnText | None = None,
     ) -> ChatAnswer:
-        """Answer a prompt about media, or about none; `on_text` gets the text as it comes.
-
-        Raises:
-          ValueError: see `prompt.prompt_sample`.
-        """
+        """Answer a prompt about media, or about none; `on_text` gets the text as it comes. Raises
+        ValueError as `prompt.prompt_sample` does."""
         sample = self.sample(prompt, media)
         start = time.perf_counter()
         times = list[float]()
@@ -144,7 +134,6 @@ class Generator:
         )
 
     def sample(self, prompt: str, media: Media = NO_MEDIA) -> Sample:
-        """A prompt as the model takes it; see `prompt.prompt_sample`."""
         return prompt_sample(prompt, media, self.config.data, self.model, self.tokenizer)
 
     def answers(
@@ -163,9 +152,10 @@ class Generator:
           on_text: gets the first one's text as it comes.
           times: gets the time at which each token was there.
         """
-        rows, number, row_indices = self._rows(
-            samples, range(len(samples)) if numbers is None else numbers
-        )
+        row_indices = [k % self.ranks * self.rows + k // self.ranks for k in range(len(samples))]
+        number = np.zeros(self.ranks * self.rows, np.uint32)
+        number[row_indices] = range(len(samples)) if numbers is None else numbers
+        rows = pack_rows(samples, self.model, self.ranks, self.rows, TOKEN_MULTIPLE)
         streams = [
             _AnswerStream(self.tokenizer, self.ends, sampling, on_text if k == 0 else None)
             for k in range(len(row_indices))
@@ -179,23 +169,48 @@ class Generator:
                 break
         return [stream.answer for stream in streams]
 
-    def _rows(
-        self, samples: Sequence[Sample], numbers: Sequence[int]
-    ) -> tuple[AnswerRows, np.ndarray, list[int]]:
-        """(rows of some prompts, the number of each row's answer, the row of each prompt)."""
-        row_indices = [k % self.ranks * self.rows + k // self.ranks for k in range(len(samples))]
-        number = np.zeros(self.ranks * self.rows, np.uint32)
-        number[row_indices] = numbers
-        return (
-            pack_rows(samples, self.model, self.ranks, self.rows, TOKEN_MULTIPLE),
-            number,
-            row_indices,
-        )
+
+def is_published(folder: str | Path) -> bool:
+    """Whether a folder has a model as transformers writes it."""
+    with suppress(ValueError):  # no folder, or none with a configuration
+        return "model_type" in read_config(Path(folder))
+    return False
+
+
+def published_params(
+    folder: str | Path, model: MultimodalModel, structs: Mapping[str, Params]
+) -> LoadedParams:
+    """The parameters of a folder that transformers wrote; ValueError if it has another model's."""
+    weights: Any = getattr(model, "weights", None)
+    if weights is None:
+        raise ValueError(f"{folder}: a {type(model).__name__} has no published form; name a run")
+    opened = Folder(folder, weights)
+    opened.check()
+    params = {m: read_params(opened, m, structs[m]) for m in model.modules}
+    return LoadedParams(params, 0, Path(folder))
+
+
+def end_token_ids(tokenizer: AnyTokenizer, run: str | Path) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's, the one that ends supervised answers, and every
+    eos_token_id of the generation_config.json of the tokenizer's folder or of published weights."""
+    ids = {tokenizer.im_end_id}
+    folders = [Path(run)]
+    if isinstance(tokenizer, ChatTokenizer):
+        folders.append(tokenizer.folder)
+        pieces: Sequence[TokenRun] = ()
+        with suppress(ValueError):  # a template whose answers cannot be told apart
+            pieces = tokenizer.encode_turns([("human", "?"), ("gpt", "!")])
+        supervised = [i for p in pieces if p.supervised for i in p.ids]
+        if supervised and not tokenizer.decode(supervised[-1:]):  # a special token, no text
+            ids.add(supervised[-1])
+    for folder in folders:
+        eos_ids = read_json(folder / "generation_config.json").get("eos_token_id")
+        ids.update(eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids])
+    return frozenset(ids)
 
 
 class _AnswerStream:
-    """An answer as it grows; its text is shown as far as it is certain: half a character, or what
-    may begin a stop text, waits for its rest."""
+    """An answer as it grows; half a character, or what may begin a stop text, is not shown yet."""
 
     def __init__(
         self,
@@ -204,12 +219,8 @@ class _AnswerStream:
         sampling: Sampling,
         on_text: OnText | None = None,
     ):
-        self._tokenizer, self._ends, self._sampling, self._on_text = (
-            tokenizer,
-            ends,
-            sampling,
-            on_text,
-        )
+        self._tokenizer, self._ends = tokenizer, ends
+        self._sampling, self._on_text = sampling, on_text
         self._tokens = list[int]()
         self._n_shown = 0
         self.stopped = ""
@@ -223,16 +234,14 @@ class _AnswerStream:
             self._end("end")
             return
         self._tokens.append(token)
-        if (
-            not (self._on_text or self._sampling.stop)
-            and len(self._tokens) < self._sampling.max_tokens
-        ):
+        is_long = len(self._tokens) == self._sampling.max_tokens
+        if not (is_long or self._on_text or self._sampling.stop):
             return
         self._text = self._tokenizer.decode(self._tokens)
         if (cut := self._sampling.cut(self._text)) is not None:
             self._text = cut
             self._end("stop")
-        elif len(self._tokens) == self._sampling.max_tokens:
+        elif is_long:
             self._end("length")
         elif not self._text.endswith("\ufffd"):
             self._show(len(self._text) - self._n_partial_stop)
@@ -244,12 +253,12 @@ class _AnswerStream:
     @property
     def _n_partial_stop(self) -> int:
         """Characters at the end of the text with which a stop text may begin."""
-        longest = max(map(len, self._sampling.stop), default=0)
-        halves = range(min(longest - 1, len(self._text)), 0, -1)
-        ends = (
-            n for n in halves if any(s.startswith(self._text[-n:]) for s in self._sampling.stop)
-        )
-        return next(ends, 0)
+        stops = self._sampling.stop
+        longest = min(max(map(len, stops), default=0) - 1, len(self._text))
+        for n in range(longest, 0, -1):
+            if any(stop.startswith(self._text[-n:]) for stop in stops):
+                return n
+        return 0
 
     def _end(self, reason: str) -> None:
         self.stopped = reason

@@ -1,12 +1,12 @@
-"""The compiled programs that answer: one begins a batch of rows, one adds a token to each, one
-makes room for more.
+"""The devices that answer, how parameters and rows are laid out on them, and the compiled programs:
+one begins a batch of rows, one adds a token to each, one makes room for more.
 
 Shape suffixes: B rows, T tokens, V vocab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,49 +18,100 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import (
     Array,
+    Module,
     MultimodalModel,
     Params,
     chip_of,
     layer_kinds_of,
     on_chip,
+    split_dim,
+    stacked_parts,
 )
 from dflop_jax.generate import decoding
-from dflop_jax.generate.contract import GeneratingModule
-from dflop_jax.generate.decoding import Cache, inlet_layers
-from dflop_jax.generate.mesh import DATA, MODEL, spec_of
+from dflop_jax.generate.decoding import Cache, GeneratingModule, inlet_layers
 from dflop_jax.generate.row import LLM, AnswerRows, add_features, round_up_to_bucket
 from dflop_jax.generate.sampling import Sampling, SamplingArgs, sample_tokens
+from dflop_jax.runtime.module_parts import logical_axes, module_structs
 
 Tree = Any
-TOKEN_MULTIPLE = 128  # of a row's tokens and slots, the least; else twice, four times ... as many
-# Tokens of an answer that slots are made for at once. Answers that may be longer get more slots as
-# they grow, which compiles once for each number of them.
-ANSWER_TOKENS = 128
+DATA, MODEL = "data", "model"
+# Smallest number of tokens and slots of a row; else twice, four times ... as many. Slots are made
+# for so many tokens of an answer at once; longer answers get more as they grow, which compiles.
+TOKEN_MULTIPLE = 128
+# Share of a device's memory that parameters may take where the tensor-parallel degree is not
+# requested; the rest is for caches and activations.
+PARAMS_SHARE = 0.7
+
+
+def answer_mesh(devices: Sequence[jax.Device], tp: int, max_ranks: int) -> Mesh:
+    """The mesh of axes "data" and "model" that answers: each of at most `max_ranks` data ranks has
+    its own prompts. ValueError if `tp` does not divide the devices of this process."""
+    if tp < 1 or len(devices) % tp:
+        raise ValueError(
+            f"--tp {tp}: does not divide this process's {len(devices)} devices; give a number that "
+            "does, or 0"
+        )
+    ranks = min(len(devices) // tp, max_ranks)
+    return Mesh(np.array(devices[: ranks * tp]).reshape(ranks, tp), (DATA, MODEL))
+
+
+def min_tp(model: MultimodalModel, devices: Sequence[jax.Device]) -> int:
+    """The lowest tensor-parallel degree at which parameters fit; 1 if memory is unknown (CPU)."""
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    if not limit:
+        return 1
+    structs = [module_structs(m) for m in model.modules.values()]
+    needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(structs))
+    divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+    return next((n for n in divisors if needed <= n * PARAMS_SHARE * limit), len(devices))
+
+
+def param_structs(module: Module, mesh: Mesh) -> Params:
+    """Shapes, compute dtypes and shardings of a module's parameters, layers stacked."""
+    tp = int(mesh.shape[MODEL])
+
+    def shard_struct(
+        lead: int, a: jax.ShapeDtypeStruct, axes: tuple[Any, ...]
+    ) -> jax.ShapeDtypeStruct:
+        spec = P(*[None] * lead, *spec_of(a.shape[lead:], axes, tp))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+
+    shards = {}
+    for part, structs in module_structs(module).items():
+        shard = partial(shard_struct, int(part in stacked_parts(module)))
+        shards[part] = jax.tree.map(shard, structs, logical_axes(module, part))
+    return shards
+
+
+def spec_of(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> tuple[str | None, ...]:
+    """How an array is split over the devices of a rank; whole where they do not divide it."""
+    dim = split_dim(shape, axes, tp)
+    if dim is not None and shape[dim] % tp:
+        dim = None
+    return tuple(MODEL if i == dim else None for i in range(len(axes)))
 
 
 class BatchState(NamedTuple):
-    """What a batch keeps of its rows' tokens: what layers keep, and which tokens there are."""
+    """What a batch keeps of its rows' tokens."""
 
     cache: Cache
-    present_BV: Any
+    present_BV: Any  # which tokens there are
 
 
 class NewestTokens(NamedTuple):
-    """The newest token of each row: its id, its place in the row, the answer's number among all
-    that are drawn, and the tokens of the answer up to it."""
+    """The newest token of each row."""
 
     token_B: Any
-    place_B: Any
-    number_B: Any
-    nth_B: Any
+    place_B: Any  # in the row
+    number_B: Any  # of the answer, among all that are drawn
+    nth_B: Any  # tokens of the answer up to it
+
+
+Answers = tuple[BatchState, NewestTokens]
 
 
 class AnswerPrograms:
-    """Those of a model on the devices of a mesh (see `answer_mesh`).
-
-    Raises:
-      ValueError: the model's LLM does not generate.
-    """
+    """Those of a model on the devices of a mesh; ValueError if its LLM does not generate."""
 
     def __init__(self, model: MultimodalModel, mesh: Mesh):
         chip = chip_of(mesh.devices.flat[0])
@@ -68,15 +119,12 @@ class AnswerPrograms:
         if not hasattr(llm, "memory") or not hasattr(llm, "logits"):
             raise ValueError(
                 "the model's llm has no memory and logits "
-                "(dflop_jax.generate.contract.GeneratingModule); add them, or take another model"
+                "(dflop_jax.generate.decoding.GeneratingModule); add them, or take another model"
             )
         self._mesh = mesh
-        rows: Any = P(DATA)
-        every = P()
-        state = BatchState(
-            Cache({k: P(None, DATA) for k in dict.fromkeys(layer_kinds_of(llm))}, rows), rows
-        )
-        outs = state, rows
+        rows, every = P(DATA), P()
+        by_kind = {k: P(None, DATA) for k in dict.fromkeys(layer_kinds_of(llm))}
+        outs: Any = BatchState(Cache(by_kind, rows), rows), rows  # type: ignore[arg-type]
         self.start = self._compiled(
             partial(start_answers, model, chip), (every, rows, rows, every), outs
         )
@@ -92,15 +140,14 @@ class AnswerPrograms:
         """Yield the next token of every row, int32 [rows], up to `sampling.max_tokens` times.
 
         Args:
-          params: by module, as `mesh.param_structs` says.
+          params: by module, as `param_structs` says.
           number: uint32 [rows], of each answer among all that are drawn.
         """
         put = partial(jax.device_put, device=NamedSharding(self._mesh, P(DATA)))
         draw = SamplingArgs.from_sampling(sampling)
         longest = int(rows.lengths.max())
-        slots = round_up_to_bucket(
-            longest + min(sampling.max_tokens, ANSWER_TOKENS), TOKEN_MULTIPLE
-        )
+        n_answer = min(sampling.max_tokens, TOKEN_MULTIPLE)
+        slots = round_up_to_bucket(longest + n_answer, TOKEN_MULTIPLE)
         state, newest = self.start(params, put(rows), put(number), draw, slots=slots)
         for n in range(1, sampling.max_tokens):
             tokens = newest.token_B
@@ -126,11 +173,8 @@ class AnswerPrograms:
         return jax.jit(whole, static_argnames=("slots",), donate_argnums=donated)
 
 
-def _shardings(
-    llm: GeneratingModule, mesh: Mesh, results: tuple[BatchState, NewestTokens]
-) -> tuple[Tree, Tree]:
-    """Of what a program gives: rows over data ranks, and heads of what layers keep over the devices
-    of one."""
+def _shardings(llm: GeneratingModule, mesh: Mesh, results: Answers) -> tuple[Tree, Tree]:
+    """Of a program's results: rows over data ranks, heads of caches over the devices of one."""
     tp = int(mesh.shape[MODEL])
 
     def cache_sharding(a: Array, axes: tuple[str | None, ...]) -> Any:
@@ -144,9 +188,8 @@ def _shardings(
         kind: jax.tree.map(cache_sharding, tree, llm.memory(kind).axes)
         for kind, tree in state.cache.by_kind.items()
     }
-    return state_shardings._replace(
-        cache=state_shardings.cache._replace(by_kind=by_kind)
-    ), newest_shardings
+    cache = state_shardings.cache._replace(by_kind=by_kind)
+    return state_shardings._replace(cache=cache), newest_shardings
 
 
 def start_answers(
@@ -158,7 +201,7 @@ def start_answers(
     draw: SamplingArgs,
     *,
     slots: int,
-) -> tuple[BatchState, NewestTokens]:
+) -> Answers:
     """Run prompts, and draw the first token of each answer."""
     llm: Any = on_chip(model.modules[LLM], chip)
     last_B = jnp.maximum(rows.lengths - 1, 0)
@@ -180,21 +223,18 @@ def decode_step(
     state: BatchState,
     newest: NewestTokens,
     draw: SamplingArgs,
-) -> tuple[BatchState, NewestTokens]:
+) -> Answers:
     """Run the newest token of each row, and draw the one after it."""
-    logits_BV, cache = decoding.decode(
-        llm, params[LLM], state.cache, newest.token_B, newest.place_B
-    )
-    token_B = sample_tokens(draw, logits_BV, state.present_BV, newest.number_B, newest.nth_B)
+    before_B, place_B, number_B, nth_B = newest
+    logits_BV, cache = decoding.decode(llm, params[LLM], state.cache, before_B, place_B)
+    token_B = sample_tokens(draw, logits_BV, state.present_BV, number_B, nth_B)
     present_BV = _mark_present(state.present_BV, token_B[:, None])
-    return BatchState(cache, present_BV), NewestTokens(
-        token_B, newest.place_B + 1, newest.number_B, newest.nth_B + 1
-    )
+    return BatchState(cache, present_BV), NewestTokens(token_B, place_B + 1, number_B, nth_B + 1)
 
 
 def grow_slots(
     llm: GeneratingModule, state: BatchState, newest: NewestTokens, *, slots: int
-) -> tuple[BatchState, NewestTokens]:
+) -> Answers:
     """The same, with room for rows of `slots` tokens."""
     return state._replace(cache=decoding.grow_cache(llm, state.cache, slots)), newest
 

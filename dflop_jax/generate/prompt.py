@@ -92,10 +92,7 @@ def add_tags(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) ->
 
 
 def check_media(media: Media) -> None:
-    """Read the headers of files by kind; ValueError: no such file, or one that is none of its kind.
-
-    So a mistake shows before a model is loaded.
-    """
+    """Read the headers of files by kind, so that a mistake shows before a model is loaded."""
     for kind in BUILT_IN:
         for file in media.get(kind.name, ()):
             path = _check_file(kind, file)
@@ -114,15 +111,13 @@ def _check_file(kind: Kind, file: str | Path) -> Path:
 def _decode_media(
     media: tuple[tuple[str, MediaFile], ...], preparation: Preparation, kinds: Kinds
 ) -> DecodedMedia:
-    """Return the media as training prepares them; ValueError: one is broken, or the model cannot
-    take it."""
+    """The media as training prepares them; ValueError: one is broken or cannot be taken."""
     with _explain_unreadable():
         table = _header_table(media, kinds)
     if not sample_counts(table, preparation)[1].all():
-        alone = (
-            (m, sample_counts(_header_table((m,), kinds), preparation)[1].all()) for m in media
-        )
-        kind, path = next((m for m, usable in alone if not usable), media[0])
+        tables = ((m, _header_table((m,), kinds)) for m in media)
+        unusable = (m for m, alone in tables if not sample_counts(alone, preparation)[1].all())
+        kind, path = next(unusable, media[0])
         reason = next(k.too_small for k in kinds if k.name == kind)
         raise ValueError(f"{path}: the model cannot take {reason}; leave it out")
     with _explain_unreadable():
@@ -141,5 +136,5 @@ def _explain_unreadable() -> Iterator[None]:
 
 
 def _header_table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> RecordTable:
-    """Return the headers of media as those of one record."""
+    """The headers of media as those of one record."""
     return build_table([{}], [[read_header(*medium, kinds) for medium in media]], kinds)

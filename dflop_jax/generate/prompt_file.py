@@ -29,8 +29,7 @@ class FilePrompt:
 
 @dataclass(frozen=True)
 class FileAnswer:
-    """The answer to a prompt of a file (see `generate.AnswerText`), or the `error` that kept it
-    from being asked."""
+    """The answer to a prompt of a file (see `AnswerText`), or why it was not asked."""
 
     prompt: str
     answer: str = ""
@@ -48,11 +47,7 @@ class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_prompts(file: str | Path) -> list[FilePrompt]:
     """The prompts of a file of JSON lines: {"prompt": TEXT}, and under "image", "video" or "audio"
-    a file or a list of files. Relative paths start at the folder of the file.
-
-    Raises:
-      ValueError: no such file, no prompt in it, or a line that is none, with its number.
-    """
+    a file or a list of files, relative to the folder of the file. ValueError names a bad line."""
     file = Path(file)
     try:
         lines = strip_byte_order_mark(file.read_bytes()).split(b"\n")
@@ -83,8 +78,8 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
 def answer_prompts(
     generator: Generator, prompts: Sequence[FilePrompt], sampling: Sampling
 ) -> Iterator[FileAnswer]:
-    """Yield the answer to each prompt, in their order. Media are decoded by `data.workers` threads
-    while the prompts before are answered."""
+    """Yield the answer to each prompt, in their order, while media of the next ones are decoded by
+    `data.workers` threads."""
 
     def prepare(prompt: FilePrompt) -> Sample | str:
         try:
@@ -112,6 +107,5 @@ def answer_prompts(
                 if isinstance(error, str):
                     yield FileAnswer(text, error=error)
                 else:
-                    yield FileAnswer(
-                        text, answer_texts[k].text, answer_texts[k].tokens, answer_texts[k].stopped
-                    )
+                    a = answer_texts[k]
+                    yield FileAnswer(text, a.text, a.tokens, a.stopped)

@@ -3,9 +3,11 @@ before it take, and the fields that it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,39 +34,34 @@ from dflop_jax.plan.placement import Parallelism, build_layout
 from dflop_jax.records import (
     Bucket,
     Group,
-    Layout,
     MeshShape,
     PackedPieces,
     Schedule,
     Shape,
 )
 from dflop_jax.runtime.exchange import gather_features
-from dflop_jax.runtime.module_parts import LayerLoop, split_into_loops
+from dflop_jax.runtime.module_parts import split_into_loops
 from dflop_jax.schedule.batch import first_fit_decreasing
 
 LLM = "llm"  # the module that answers
+NO_CACHES: Mapping[str, Any] = MappingProxyType({})
+Mix = Callable[..., tuple[Array, Any]]
 
 
 class AnswerRows(NamedTuple):
-    """Samples in rows of the last module, and their pieces in rows of each module before it, on
-    `ranks` data ranks: the first rows are the first rank's, and so on.
+    """Samples in rows of the last module, and their pieces in rows of each module before it; the
+    first rows are the first data rank's, and so on."""
 
-    Attributes:
-      fields: of the last module's entry, layers and exit, [rows, t]; `lengths` of the tokens of
-        each row are no padding.
-      media: by earlier module, its fields; without those that nothing is given to.
-      places: by earlier module, where its features stand (`PackedGroup.gathers`), [rows, t, K]
-        each, counted among those of the rank.
-    """
-
-    fields: Mapping[str, Any]
-    media: Mapping[str, Mapping[str, Any]]
+    fields: Mapping[str, Any]  # of the last module's entry, layers and exit, [rows, t]
+    media: Mapping[str, Mapping[str, Any]]  # by earlier module that is given something, its fields
+    # By earlier module, where its features stand (`PackedGroup.gathers`), [rows, t, K] each,
+    # counted among those of the rank.
     places: Mapping[str, tuple[Any, ...]]
-    lengths: Any
+    lengths: Any  # tokens of each row that are no padding
 
 
 def pack_row(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> AnswerRows:
-    """Return some samples one after the other in one row, padded to a multiple of tokens."""
+    """Some samples one after the other in one row, padded to a multiple of tokens."""
 
     def bucket(tokens: int) -> int:
         return -(-tokens // token_multiple) * token_multiple
@@ -78,10 +75,8 @@ def pack_row(samples: Sequence[Sample], model: MultimodalModel, token_multiple: 
 def pack_rows(
     samples: Sequence[Sample], model: MultimodalModel, ranks: int, rows: int, token_multiple: int
 ) -> AnswerRows:
-    """Return each sample in a row of its own, dealt to `ranks` of so many rows; rows may be left
-    empty. Tokens are padded to one of few numbers."""
+    """Each sample in a row of its own, on `ranks` of so many rows in turn."""
     n = np.arange(len(samples))
-    assert len(samples) <= ranks * rows, (len(samples), ranks, rows)
     bucket = partial(round_up_to_bucket, smallest=token_multiple)
     shape = Shape(rows, bucket(max(s.load.tokens(last_module(model)) for s in samples)))
     positions = PackedPieces.from_columns(n, np.zeros_like(n), n % ranks, n // ranks)
@@ -89,7 +84,6 @@ def pack_rows(
 
 
 def last_module(model: MultimodalModel) -> str:
-    """The module that answers."""
     return list(model.modules)[-1]
 
 
@@ -106,14 +100,13 @@ def _build_rows(
     ranks: int,
     bucket: Callable[[int], int],
 ) -> AnswerRows:
+    """The rows of samples with one piece each of the last module, in their order."""
     loads, last = [s.load for s in samples], last_module(model)
     encoders = [m for m in model.modules if m != last and any(load.lengths(m) for load in loads)]
-    rank_of = np.zeros(len(samples), np.int64)
-    rank_of[last_places.piece_id] = last_places.rank
     groups = []
     for m in encoders:
         lengths = np.array([n for load in loads for n in load.lengths(m)])
-        rank = np.repeat(rank_of, [len(load.lengths(m)) for load in loads])
+        rank = np.repeat(last_places.rank, [len(load.lengths(m)) for load in loads])
         tokens = int(lengths.max()) if m in model.piece_tokens else bucket(int(lengths.max()))
         row = np.zeros_like(lengths)
         for is_on_rank in (rank == r for r in range(ranks)):
@@ -122,26 +115,30 @@ def _build_rows(
         positions = PackedPieces.from_columns(np.arange(len(row)), np.zeros_like(row), rank, row)
         groups.append(Group(m, shape, (len(encoders),), pieces=positions))
     groups.append(Group(last, last_shape, pieces=last_places))
-    layout, schedule = _unsplit_layout(model, groups, ranks), Schedule(0, tuple(groups))
+    n_layers = {m: module.n_layers for m, module in model.modules.items()}
+    parallelism = [Parallelism(MeshShape(data=ranks))] * len(n_layers)
+    layout = replace(
+        build_layout(parallelism, [0] * len(n_layers), n_layers),
+        buckets=(Bucket.from_shapes({g.module: g.shape for g in groups}),),
+        edges=edges_of(model),
+    )
+    schedule = Schedule(0, tuple(groups))
     packed = pack_groups(layout, schedule, samples, loads, model=model)
-    fields = [{k: a[0] for k, a in p.fields.items()} for p in packed]
+    *media, fields = ({k: a[0] for k, a in p.fields.items()} for p in packed)
     lengths = np.zeros(ranks * last_shape.rows, np.int32)
     row_indices = last_places.rank * last_shape.rows + last_places.row
-    np.add.at(lengths, row_indices, [loads[k].tokens(last) for k in last_places.piece_id])
-    whole = {m: tuple(a[0] for a in packed[-1].gathers[g]) for g, m in enumerate(encoders)}
-    return AnswerRows(
-        fields=fields[-1],
-        media=dict(zip(encoders, fields, strict=False)),
-        places={m: _rank_feature_index(model, g, whole[m], ranks)
-                for m, g in zip(encoders, groups, strict=False)},
-        lengths=lengths,
-    )  # fmt: skip
+    np.add.at(lengths, row_indices, [load.tokens(last) for load in loads])
+    places = {}
+    for g, m in enumerate(encoders):
+        whole = tuple(a[0] for a in packed[-1].gathers[g])
+        places[m] = _rank_feature_index(model, groups[g], whole, ranks)
+    return AnswerRows(fields, dict(zip(encoders, media, strict=True)), places, lengths)
 
 
 def _rank_feature_index(
     model: MultimodalModel, group: Group, positions: tuple[np.ndarray, ...], ranks: int
 ) -> tuple[np.ndarray, ...]:
-    """Places counted among the features of their own rank, where they are among those of all."""
+    """Places among the features of their own rank, from those among the features of all."""
     edge = next(
         e for e in edges_of(model) if (e.source, e.target) == (group.module, last_module(model))
     )
@@ -152,23 +149,12 @@ def _rank_feature_index(
     return rank_index, *weight
 
 
-def _unsplit_layout(model: MultimodalModel, groups: Sequence[Group], ranks: int) -> Layout:
-    """Return the whole model on so many data ranks, with the shapes of these groups."""
-    n_layers = {m: module.n_layers for m, module in model.modules.items()}
-    laid = build_layout(
-        [Parallelism(MeshShape(data=ranks))] * len(n_layers), [0] * len(n_layers), n_layers
-    )
-    bucket = Bucket.from_shapes({g.module: g.shape for g in groups})
-    return replace(laid, buckets=(bucket,), edges=edges_of(model))
-
-
 def encode_media(module: Module, params: Params, batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Features [rows, features, width] that an encoder makes of its fields: by tap, and "" those
-    of its exit."""
+    """Features [rows, features, width] of an encoder by tap, and by "" of its exit."""
     x, layers_done, outputs = module.entry(with_adapter("entry", params), batch), 0, {}
     taps = taps_of(module)
     for stop in sorted({*taps.values(), module.n_layers}):
-        x, layers_done = run_layers(module, params, x, batch, layers_done, stop), stop
+        (x, _), layers_done = run_layers(module, params, x, batch, layers_done, stop), stop
         for name in (name for name, n in taps.items() if n == stop):
             outputs[name] = module.tap(name, with_adapter(name, params), x, batch)  # type: ignore[attr-defined]
     entry = params["entry"] if module.tied else None
@@ -176,39 +162,76 @@ def encode_media(module: Module, params: Params, batch: Mapping[str, Array]) -> 
 
 
 def run_layers(
-    module: Module, params: Params, x: Array, batch: Mapping[str, Array], start: int, stop: int
-) -> Array:
-    """Hidden states after the layers from `start` to before `stop`."""
-    for loop, _, period in layer_loops(module, params, start, stop):
-        x, _ = jax.lax.scan(partial(_run_period, module, loop.period, batch), x, period)
-    return x
-
-
-def layer_loops(
-    module: Module, params: Params, start: int, stop: int
-) -> Iterator[tuple[LayerLoop, tuple[range, ...], tuple[Params, ...]]]:
-    """Loops that go through the layers from `start` to before `stop`. With each, for every layer of
-    its period, the numbers of its repeats among the module's layers of its kind, and what these
-    get, stacked."""
-    kinds = layer_kinds_of(module)
+    module: Module,
+    params: Params,
+    x: Array,
+    batch: Mapping[str, Array],
+    start: int,
+    stop: int,
+    mix: Mix | None = None,
+    caches: Mapping[str, Any] = NO_CACHES,
+) -> tuple[Array, dict[str, Any]]:
+    """(hidden states after the layers from `start` to before `stop`, caches by kind of layer): of
+    all layers of a kind where `caches` has them, else of those that ran, stacked. For `mix` see
+    `decoding.run_decoder`."""
+    kinds, by_kind, made = layer_kinds_of(module), dict(caches), defaultdict(list)
     for loop in split_into_loops(kinds[start:stop]):
-        period, numbers = [], []
+        layers = []
         for kind, rows in zip(loop.period, loop.rows(kinds[start:stop]), strict=True):
             first = kinds[:start].count(kind)
+            cut = slice(first + rows.start, first + rows.stop, rows.step)
             kind_params = {p: params[p] for p in (kind, adapter_of(kind)) if p in params}
-            layer_numbers = range(first + rows.start, first + rows.stop, rows.step)
-            cut = slice(layer_numbers.start, layer_numbers.stop, layer_numbers.step)
-            period.append(with_adapter(kind, jax.tree.map(lambda a, cut=cut: a[cut], kind_params)))
-            numbers.append(layer_numbers)
-        yield loop, tuple(numbers), tuple(period)
+            kind_params = jax.tree.map(lambda a, cut=cut: a[cut], kind_params)
+            numbers = jnp.arange(cut.start, cut.stop, cut.step)
+            layers.append((numbers, with_adapter(kind, kind_params)))
+        run = partial(_run_period, module, loop.period, batch, mix)
+        # Caches are carried, not scanned over, so that a layer writes one slot in place.
+        (x, by_kind), stacks = jax.lax.scan(run, (x, by_kind), tuple(layers))
+        for kind in dict.fromkeys(loop.period) if stacks else ():
+            of_kind = [a for k, a in zip(loop.period, stacks, strict=True) if k == kind]
+            made[kind].append(jax.tree.map(_interleave, *of_kind))
+    for kind, parts in made.items():
+        by_kind[kind] = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    return x, by_kind
 
 
 def _run_period(
-    module: Module, kinds: Sequence[str], batch: Mapping[str, Array], x: Array, params: Params
-) -> tuple[Array, None]:
-    for kind, layer in zip(kinds, params, strict=True):
-        x = layer_of(module, kind)(layer, x, batch)
-    return x, None
+    module: Module,
+    kinds: Sequence[str],
+    batch: Mapping[str, Array],
+    mix: Mix | None,
+    carry: tuple[Array, dict[str, Any]],
+    layers: Sequence[tuple[Array, Params]],
+) -> tuple[tuple[Array, dict[str, Any]], tuple[Any, ...]]:
+    """Hidden states and caches after one layer of each kind, and the caches that they made."""
+    x, caches, made = carry[0], dict(carry[1]), []
+    for kind, (number, params) in zip(kinds, layers, strict=True):
+        layer: Any = layer_of(module, kind)
+        if mix is None:
+            x = layer(params, x, batch)
+            continue
+        results: list[Any] = []
+        mix_layer = partial(mix, kind, number, caches.get(kind))
+
+        def mix_and_keep(
+            *args: Any, mix: Any = mix_layer, results: list[Any] = results, **options: Any
+        ) -> Array:
+            output, cache = mix(*args, **options)
+            results.append(cache)
+            return output
+
+        x = layer(params, x, batch, mix=mix_and_keep)
+        assert len(results) == 1, f"a layer of kind {kind!r} mixes its tokens {len(results)} times"
+        if kind in caches:
+            caches[kind] = results[0]
+        else:
+            made += results
+    return (x, caches), tuple(made)
+
+
+def _interleave(*stacks: Array) -> Array:
+    """Rows of some stacks in turn, one of each."""
+    return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:])
 
 
 def add_features(
@@ -217,8 +240,7 @@ def add_features(
     params: Mapping[str, Params],
     rows: AnswerRows,
 ) -> dict[str, Array]:
-    """Return the fields of the last module's rows, those that edges bring among them: features at
-    their places, by what the chip runs best."""
+    """The fields of the last module's rows, with the features that edges bring at their places."""
     last, batch = last_module(model), dict(rows.fields)
     edges = [e for e in edges_of(model) if e.target == last]
     for edge in edges:

@@ -15,48 +15,33 @@ from dflop_jax.contract import Array
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is drawn, and where it ends.
-
-    Attributes:
-      max_tokens: its most tokens.
-      temperature: 0 takes the likeliest token.
-      top_k: tokens are drawn among so many of the likeliest; 0: among all.
-      top_p: and of these among the likeliest whose shares reach it.
-      seed: of what is drawn. An answer depends on it and on its number, not on others beside it.
-      stop: texts before which the answer ends.
-      repetition_penalty: what the logits of tokens that prompt or answer have are divided by where
-        they are above 0, multiplied by below (arXiv 1909.05858); 1: off.
-    """
+    """How an answer is drawn, and where it ends."""
 
     max_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # tokens are drawn among the likeliest of `top_k` whose shares reach it
+    seed: int = 0  # an answer depends on it and on its number, not on others beside it
+    top_k: int = 0  # tokens are drawn among so many of the likeliest; 0: among all
+    stop: tuple[str, ...] = ()  # texts before which the answer ends
+    # What the logits of tokens that prompt or answer have are divided by where they are above 0,
+    # multiplied by below (arXiv 1909.05858); 1: off.
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max-tokens={self.max_tokens} must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature} must be 0 (the likeliest token) or a finite number"
-                " above"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top-k={self.top_k} must be at least 0 (0: all tokens)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p={self.top_p} must be above 0 and at most 1 (all tokens)")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be from 0 to {2**32 - 1}")
-        if "" in self.stop:
-            raise ValueError("a stop text is empty; give --stop TEXT")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition-penalty={self.repetition_penalty} must be a finite number above 0 "
-                "(1: off)"
-            )
+        checks = {
+            f"max-tokens={self.max_tokens} must be at least 1": self.max_tokens >= 1,
+            f"temperature={self.temperature} must be 0 (the likeliest token) or a finite number "
+            "above": 0 <= self.temperature < math.inf,
+            f"top-k={self.top_k} must be at least 0 (0: all tokens)": self.top_k >= 0,
+            f"top-p={self.top_p} must be above 0 and at most 1 (all tokens)": 0 < self.top_p <= 1,
+            f"seed={self.seed} must be from 0 to {2**32 - 1}": 0 <= self.seed < 2**32,
+            "a stop text is empty; give --stop TEXT": "" not in self.stop,
+            f"repetition-penalty={self.repetition_penalty} must be a finite number above 0 "
+            "(1: off)": 0 < self.repetition_penalty < math.inf,
+        }
+        for message, is_valid in checks.items():
+            if not is_valid:
+                raise ValueError(message)
 
     def cut(self, text: str) -> str | None:
         """The text before the first of the stop texts in it; None: it has none."""
@@ -90,7 +75,6 @@ def sample_tokens(
     """int32 [B]: the token that follows in each row.
 
     Args:
-      logits_BV: float32.
       present_BV: bool, the tokens that prompt and answer have.
       number_B: uint32, of the answer among all that are drawn.
       nth_B: int32, how many tokens of the answer there are already.
@@ -117,8 +101,6 @@ def _sample_token(logits_V: Array, key: Array, args: SamplingArgs) -> Array:
     ranked = -jnp.sort(-scaled)
     first = jnp.arange(n) < jnp.where(args.top_k > 0, args.top_k, n)
     probabilities = jax.nn.softmax(jnp.where(first, ranked, -jnp.inf))
-    likely = first & (
-        jnp.cumsum(probabilities) - probabilities < args.top_p
-    )  # what likelier ones leave to reach
+    likely = first & (jnp.cumsum(probabilities) - probabilities < args.top_p)
     min_logit = jnp.min(jnp.where(likely, ranked, jnp.inf))
     return jax.random.categorical(key, jnp.where(scaled >= min_logit, scaled, -jnp.inf))

@@ -26,7 +26,7 @@ from dflop_jax.plan.placement import layout_name
 from dflop_jax.plan.space import search_families
 from dflop_jax.records import Layout
 from dflop_jax.schedule import arrival_buckets, capacity_of
-from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
+from dflop_jax.schedule.costs import TIE_TOLERANCE
 
 OnProgress = Callable[[int, int], None]  # told how many of how many placements are ranked
 # Microbatches into which a baseline divides a batch, below the configured maximum.

@@ -32,15 +32,14 @@ from dflop_jax.records import (
     Task,
     Trace,
 )
-from dflop_jax.schedule import WORK_PER_S, capacity_of, quick_schedule, schedule_batch
+from dflop_jax.schedule import WORK_PER_S, Capacity, capacity_of, quick_schedule, schedule_batch
 from dflop_jax.schedule.balance_problem import ROUNDING
-from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.batch import Batch, drifted_batches, sample_batches
 from dflop_jax.schedule.bucket_search import min_groups
-from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
+from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.schedule.costs import segment_directions
 from dflop_jax.schedule.memory_plan import peak_residual_bytes
 from dflop_jax.schedule.rank_permutation import exchange_rooms
-from dflop_jax.schedule.sampled_batches import drifted_batches, sample_batches
 from dflop_jax.simulate.steps import Noise, simulate_schedules, simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import in_flight_changes, in_flight_limit, submesh_resources
 from dflop_jax.simulate.task_order import peak_groups_in_flight
@@ -81,7 +80,8 @@ class PlanEvaluator:
         max_batches = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
         n = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), max_batches)
         self.evaluation_batches = sample_batches(loads, global_batch, n, seed=1)
-        self._packed = [Batch(b, tuple(context.n_layers)) for b in batches]
+        one_rank = Capacity(dict.fromkeys(context.n_layers, 1))  # `min_groups` sets a layout's
+        self._packed = [Batch(b, one_rank) for b in batches]
         self._groups: dict[tuple[object, ...], float] = {}
         self._trials: dict[int, list[list[Load]]] = {}
 
@@ -160,7 +160,8 @@ class PlanEvaluator:
         counts as the part of it that a smaller bucket has, and sub-microbatches of one group count
         once. Equal for layouts of equal data degrees."""
         shares = buckets_with_shares(layout, self.context)
-        key = (capacity_of(layout), tuple(shares), layout.fan_in, batch)
+        ranks = tuple(capacity_of(layout).ranks.items())
+        key = (ranks, layout.group_size, tuple(shares), layout.fan_in, batch)
         if key not in self._groups:
             layout = replace(layout, buckets=tuple(shares))
             n_groups = min_groups(self._packed[batch], layout, [*shares.values()], _RANKING_WORK)

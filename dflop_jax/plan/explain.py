@@ -26,7 +26,7 @@ from dflop_jax.records import (
     order_coefficients,
     piece_content,
 )
-from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
+from dflop_jax.schedule.costs import TIE_TOLERANCE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 # Maximum multiple of the devices at hand that a message proposes; twice as much is one more search,

@@ -18,8 +18,8 @@ from dflop_jax.plan.memory import group_bytes
 from dflop_jax.plan.time_plans import close_to_best, compare_new, screen, successive_halving
 from dflop_jax.records import REMAT, Bucket, Layout, Load, Plan, Remat, ResidualBytes, SegmentPlan
 from dflop_jax.schedule import BucketProblem, choose_buckets
-from dflop_jax.schedule.buckets.extra_buckets import oversize_samples, sample_capacity, spare_bucket
 from dflop_jax.schedule.buckets.problem import largest_first
+from dflop_jax.schedule.buckets.sizes import oversize_samples, sample_capacity, spare_bucket
 from dflop_jax.simulate.task_graph import segments_with_backward
 
 # Maximum microbatches of a mean batch with chosen buckets, over those with the one bucket; effort

@@ -29,7 +29,7 @@ from dflop_jax.plan.space import allowed_baselines
 from dflop_jax.plan.time_plans import TimePlan, TimingSession, TryStep
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
-from dflop_jax.schedule.sampled_batches import sample_batches
+from dflop_jax.schedule.batch import sample_batches
 
 # Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of layouts some
 # suit two batches by chance. Twice as many take twice the time to count groups.

@@ -15,7 +15,7 @@ from typing import Literal
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.records import Load, ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
-from dflop_jax.schedule.sampled_batches import LARGE_BATCH
+from dflop_jax.schedule.batch import LARGE_BATCH
 
 # Groups into which a mean batch may go; every one is priced for every layout.
 GROUPS_PER_BATCH = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)

@@ -16,8 +16,8 @@ import numpy as np
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.evaluate import TRIAL_WORK, PlanEvaluator
 from dflop_jax.records import PLANNED_SHARE, Plan, Prices
-from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
-from dflop_jax.schedule.sampled_batches import LARGE_BATCH
+from dflop_jax.schedule.batch import LARGE_BATCH
+from dflop_jax.schedule.costs import TIE_TOLERANCE
 
 TimePlan = Callable[[Plan], Prices]
 TryStep = Callable[[Plan, Prices], None]

@@ -1,4 +1,10 @@
-"""The loads of a global batch in arrays, and how much of it a bucket can hold.
+"""Global batches: drawn from a data profile, with its distribution or drifted ones; their loads in
+arrays; and the buckets that can hold them.
+
+A microbatch may pass some modules in several groups of one small shape, its sub-microbatches.
+Samples are packed as if these groups were one group whose shape has the rows of all parts
+(`merge_sub_microbatches`), which is split into its parts afterwards. Packing, count vectors and
+bounds therefore need no special case.
 
 Shape suffixes: N samples, P pieces.
 """
@@ -6,17 +12,26 @@ Shape suffixes: N samples, P pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dflop_jax.records import Bucket, Layout, Load, Shape, piece_content
-from dflop_jax.schedule.balance_problem import Ints
+from dflop_jax.records import Bucket, Layout, Load, Plan, Prices, Shape, piece_content
+from dflop_jax.schedule.balance_problem import Floats, Ints
+
+# Samples of a large batch. Fewer such batches are scheduled, since they take longer and differ
+# less; twice as many samples double their planning time.
+LARGE_BATCH = 512
+# Drift of a batch's mean, about, in standard deviations of a sample. Twice as much suits buckets to
+# data that differ more, at the cost of the data at hand.
+DRIFT = 0.3
+_FARTHEST = 2.0  # standard deviations; samples further off are drawn as often as those
+_MAX_VARIANTS = 10  # a plan's buckets and what is left of them without some modules
 
 
 @dataclass(frozen=True)
@@ -27,24 +42,13 @@ class Capacity:
     ranks: Mapping[str, int]
     group_size: int = 1
 
-    def __hash__(self) -> int:
-        return hash((tuple(self.ranks.items()), self.group_size))
-
-    def rows(self, bucket: Bucket, module: str) -> int:
-        """Rows of a module in one microbatch over all its ranks; 0 if the bucket lacks the
-        module."""
-        shape = bucket.shape(module)
-        return shape.rows * self.ranks[module] if shape else 0
-
 
 def capacity_of(layout: Layout) -> Capacity:
-    """The capacity of a layout."""
     return Capacity({m: layout.data_ranks(m) for m in layout.modules}, layout.group_size)
 
 
 def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
-    """Rows of a shape that first fit decreasing needs for pieces of these lengths; inf if a piece
-    is longer than a row."""
+    """Rows that first fit decreasing needs; inf if a piece is longer than a row."""
     longest = max(lengths, default=0)
     if longest > shape.tokens:
         return math.inf
@@ -54,8 +58,7 @@ def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
 
 
 def first_fit_decreasing(length_P: Ints, tokens: int) -> Ints:
-    """[P]: the row of each piece under first fit decreasing into rows of `tokens` tokens. No piece
-    may be longer than a row."""
+    """[P]: the row of each piece, none of which is longer than `tokens`, a row."""
     free, row_P = np.full(len(length_P), tokens), np.zeros(len(length_P), np.int64)
     for i in np.argsort(-length_P, kind="stable"):
         row_P[i] = row = int((free >= length_P[i]).argmax())
@@ -64,7 +67,7 @@ def first_fit_decreasing(length_P: Ints, tokens: int) -> Ints:
 
 
 class Batch:
-    """The loads of a global batch, by module.
+    """The loads of a global batch, by module, and the capacity of the buckets that hold them.
 
     Attributes:
       tokens, longest: tokens and longest piece of each sample, [N].
@@ -75,40 +78,46 @@ class Batch:
       step: a common divisor of all lengths.
     """
 
-    def __init__(self, loads: Sequence[Load], modules: Iterable[str]):
-        self.loads, self.modules, self.n_samples = loads, tuple(modules), len(loads)
-        self.lengths: dict[str, Ints] = {}
-        self.n_pieces, self.first = dict(self.lengths), dict(self.lengths)
-        self.tokens, self.longest = dict(self.lengths), dict(self.lengths)
-        for m in self.modules:
-            lengths_N = [load.lengths(m) for load in loads]
-            count_N = np.array([len(p) for p in lengths_N], np.int64)
-            length_P = np.fromiter(chain.from_iterable(lengths_N), np.int64, int(count_N.sum()))
-            first_N = np.cumsum(count_N) - count_N
-            tokens_N, longest_N = np.zeros((2, self.n_samples), np.int64)
-            has_pieces_N = count_N > 0
-            if has_pieces_N.any():
-                tokens_N[has_pieces_N] = np.add.reduceat(length_P, first_N[has_pieces_N])
-                longest_N[has_pieces_N] = np.maximum.reduceat(length_P, first_N[has_pieces_N])
-            self.lengths[m], self.n_pieces[m], self.first[m] = length_P, count_N, first_N
-            self.tokens[m], self.longest[m] = tokens_N, longest_N
+    def __init__(self, loads: Sequence[Load], capacity: Capacity):
+        self.loads, self.capacity, self.n_samples = loads, capacity, len(loads)
+        self.modules = tuple(capacity.ranks)
+        lengths = {m: [load.lengths(m) for load in loads] for m in self.modules}
+
+        def measure(amount: Callable[[tuple[int, ...]], int]) -> dict[str, Ints]:
+            return {m: np.array([*map(amount, n)], np.int64) for m, n in lengths.items()}
+
+        self.tokens, self.n_pieces = measure(sum), measure(len)
+        self.longest = measure(partial(max, default=0))
+        self.lengths = {m: np.array([*chain(*n)], np.int64) for m, n in lengths.items()}
+        self.first = {m: np.cumsum(n) - n for m, n in self.n_pieces.items()}
         sample_N = np.arange(self.n_samples)
-        self.sample = {m: np.repeat(sample_N, self.n_pieces[m]) for m in self.modules}
+        self.sample = {m: np.repeat(sample_N, n) for m, n in self.n_pieces.items()}
         self.features = {m: piece_content(loads, m) for m in self.modules}
         self.content = {m: features_FP[0] for m, features_FP in self.features.items()}
-        self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
+        self.step = {m: int(np.gcd.reduce(n)) or 1 for m, n in self.lengths.items()}
 
-    def with_content_weights(self, weights: Mapping[str, NDArray[np.float64] | None]) -> Batch:
-        """The batch with `content` set to the features times the weights of a module, rounded. A
-        module without weights uses its first feature."""
+    def with_capacity(self, capacity: Capacity) -> Batch:
+        """The same loads for buckets of another capacity of the same modules."""
+        batch = copy(self)
+        batch.capacity = capacity
+        return batch
+
+    def with_content_weights(self, weights: Mapping[str, Floats]) -> Batch:
+        """The batch with `content` set to the weighted features of a module, rounded; to its first
+        feature without weights."""
         batch = copy(self)
         batch.content = dict(self.content)
         for m, weight_F in weights.items():
-            if weight_F is not None and len(self.lengths[m]):
+            if len(self.lengths[m]):
                 batch.content[m] = np.rint(weight_F @ self.features[m]).astype(np.int64)
         return batch
 
-    def can_hold(self, bucket: Bucket, capacity: Capacity) -> NDArray[np.bool_]:
+    def rows(self, bucket: Bucket, module: str) -> int:
+        """Rows of a module in one microbatch over all its ranks; 0 if the bucket lacks it."""
+        shape = bucket.shape(module)
+        return shape.rows * self.capacity.ranks[module] if shape else 0
+
+    def can_hold(self, bucket: Bucket) -> NDArray[np.bool_]:
         """[N]: whether one microbatch of the bucket holds each sample, by first fit decreasing."""
         able_N = np.ones(self.n_samples, bool)
         for m in self.modules:
@@ -116,7 +125,7 @@ class Batch:
             if shape is None:
                 able_N &= count_N == 0
                 continue
-            rows = capacity.rows(bucket, m)
+            rows = self.rows(bucket, m)
             in_row_N = shape.tokens // np.maximum(longest_N, 1)
             fits_N = count_N <= rows * in_row_N  # first fit fills rows no worse than equal pieces
             unequal_N = self.tokens[m] < count_N * longest_N
@@ -125,17 +134,20 @@ class Batch:
             able_N &= fits_N
         return able_N
 
-    def any_can_hold(self, buckets: Iterable[Bucket], capacity: Capacity) -> NDArray[np.bool_]:
+    def any_can_hold(self, buckets: Iterable[Bucket]) -> NDArray[np.bool_]:
         """[N]: whether some bucket holds each sample."""
-        none_N = np.zeros(self.n_samples, bool)
-        return np.any([none_N, *(self.can_hold(b, capacity) for b in buckets)], axis=0)
+        return np.any([np.zeros(self.n_samples, bool), *map(self.can_hold, buckets)], axis=0)
 
     @cached_property
     def anchor(self) -> str | None:
-        """The last module of which every sample has at most one piece; samples are packed into its
-        rows. None: samples are packed into microbatches."""
+        """The last module of which every sample has at most one piece, into whose rows samples are
+        packed. None: samples are packed into microbatches."""
         one = (m for m in reversed(self.modules) if self.n_pieces[m].max(initial=0) <= 1)
         return next(one, None)
+
+    def anchor_rows(self, bucket: Bucket) -> int:
+        """Rows of a microbatch into which samples are packed; 1 if the bucket lacks the anchor."""
+        return self.rows(bucket, self.anchor) or 1 if self.anchor else 1
 
     @cached_property
     def missing_modules(self) -> tuple[frozenset[str], ...]:
@@ -143,14 +155,14 @@ class Batch:
         sets = {frozenset(m for m in self.modules if not load.lengths(m)) for load in self.loads}
         return tuple(sorted(sets, key=lambda s: (len(s), sorted(s))))
 
-    def row_tokens(self, shape: Shape | None, module: str) -> int:
+    def row_tokens(self, bucket: Bucket, module: str) -> int:
         """Tokens of a row that pieces of this batch can fill."""
-        return shape.tokens // self.step[module] * self.step[module] if shape else 0
+        shape, step = bucket.shape(module), self.step[module]
+        return shape.tokens // step * step if shape else 0
 
-    def microbatch_tokens(self, bucket: Bucket, module: str, capacity: Capacity) -> int:
+    def microbatch_tokens(self, bucket: Bucket, module: str) -> int:
         """Tokens of one microbatch, over all ranks, that pieces of this batch can fill."""
-        rows = capacity.rows(bucket, module)
-        return rows * self.row_tokens(bucket.shape(module), module)
+        return self.rows(bucket, module) * self.row_tokens(bucket, module)
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
@@ -163,12 +175,11 @@ class Batch:
         tokens_MN = np.array([self.tokens[m] for m in self.shared], np.int64)
         return tokens_MN.reshape(len(self.shared), self.n_samples).T
 
-    def empty_tokens(self, bucket: Bucket, capacity: Capacity) -> tuple[int, Ints]:
-        """(tokens of an empty row of the anchor, 0 without an anchor; tokens of an empty microbatch
-        of each shared module), that pieces of this batch can fill."""
-        row = self.row_tokens(bucket.shape(self.anchor), self.anchor) if self.anchor else 0
-        shared = [self.microbatch_tokens(bucket, m, capacity) for m in self.shared]
-        return row, np.array(shared, np.int64)
+    def empty_tokens(self, bucket: Bucket) -> tuple[int, Ints]:
+        """(tokens of an empty row of the anchor, or 0; tokens of an empty microbatch of each shared
+        module), that pieces of this batch can fill."""
+        row = self.row_tokens(bucket, self.anchor) if self.anchor else 0
+        return row, np.array([self.microbatch_tokens(bucket, m) for m in self.shared], np.int64)
 
     def piece_indices(self, module: str, samples: Sequence[int]) -> Ints:
         """Indices of the pieces of a module that belong to these samples."""
@@ -177,37 +188,122 @@ class Batch:
         return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
-def bucket_variants(buckets: Sequence[Bucket], batch: Batch, limit: int) -> tuple[Bucket, ...]:
-    """The buckets, followed by copies without the modules that some samples lack, at most `limit`
-    in all. A module without pieces has no group."""
-    variants = dict.fromkeys(buckets)
-    for missing in batch.missing_modules:
-        for b in buckets:
-            shapes = {m: s for m, s in b.shapes if m not in missing}
-            if shapes and len(variants) < limit:
-                variants[Bucket.from_shapes(shapes)] = None
-    return tuple(variants)
-
-
 def oversize(loads: Sequence[Load], buckets: Sequence[Bucket], capacity: Capacity) -> list[int]:
     """Indices of the samples that no bucket can hold. The caller decides what to do with them."""
-    able_N = Batch(loads, capacity.ranks).any_can_hold(buckets, capacity)
-    return np.flatnonzero(~able_N).tolist()
+    return np.flatnonzero(~Batch(loads, capacity).any_can_hold(buckets)).tolist()
 
 
-def check_fits(batch: Batch, buckets: Sequence[Bucket], capacity: Capacity) -> None:
+def check_fits(batch: Batch, buckets: Sequence[Bucket]) -> None:
     """Raise a ValueError that names the first sample which no bucket can hold."""
-    bad = np.flatnonzero(~batch.any_can_hold(buckets, capacity))
-    if len(bad):
-        load = batch.loads[int(bad[0])]
-        modules = list(capacity.ranks)[::-1]
-        largest = max(buckets, key=lambda b: tuple(b.tokens(m) for m in modules))
+    for i in np.flatnonzero(~batch.any_can_hold(buckets))[:1]:
+        load = batch.loads[i]
+        largest = max(buckets, key=lambda b: tuple(b.tokens(m) for m in batch.modules[::-1]))
         amounts = ", ".join(
             f"{load.tokens(m)} tokens of {m} in {len(load.lengths(m))} pieces"
-            for m in capacity.ranks
+            for m in batch.modules
             if load.lengths(m)
         )
         raise ValueError(
-            f"sample {bad[0]} of the batch has {amounts}; the largest bucket {largest.name} does "
+            f"sample {i} of the batch has {amounts}; the largest bucket {largest.name} does "
             "not hold it: drop or truncate it (data.oversize) or plan with a bigger bucket"
         )
+
+
+def sample_batches(
+    loads: Sequence[Load], global_batch: int, n: int, seed: int = 0
+) -> list[list[Load]]:
+    """`n` global batches drawn from the profile's loads, without repetition if it has enough."""
+    rng = np.random.default_rng(seed)
+    repeats = global_batch > len(loads)
+    picks = [rng.choice(len(loads), global_batch, replace=repeats) for _ in range(n)]
+    return [[loads[int(i)] for i in pick] for pick in picks]
+
+
+def drifted_batches(
+    loads: Sequence[Load], modules: Sequence[str], global_batch: int, n: int, seed: int = 0
+) -> list[list[Load]]:
+    """`n` global batches with a drifted distribution: samples with much of some modules and little
+    of others are more frequent than in `loads`, and less frequent in every second batch."""
+    tokens = np.array([[load.tokens(m) for m in modules] for load in loads], float)
+    spread = tokens.std(axis=0)
+    away = (tokens - tokens.mean(axis=0)) / np.where(spread, spread, 1.0)
+    away = away.clip(-_FARTHEST, _FARTHEST)
+    rng = np.random.default_rng(seed)
+    batches = []
+    for i in range(n):
+        if i % 2 == 0:
+            direction = rng.normal(size=len(modules))
+            direction *= DRIFT / np.linalg.norm(direction)
+        else:
+            direction = -direction
+        weights = np.exp(away @ direction)
+        picks = rng.choice(len(loads), global_batch, p=weights / weights.sum())
+        batches.append([loads[int(j)] for j in picks])
+    return batches
+
+
+def sub_microbatch_shape(layout: Layout, module: str) -> Shape:
+    """The shape of a divided module's groups; ValueError if the plan has several."""
+    shapes = layout.shapes(module)
+    if len(shapes) != 1:
+        names = ", ".join(s.name for s in shapes)
+        raise ValueError(
+            f"up to {layout.fan_in} groups of {module!r} feed one, in shapes {names}; give "
+            "the module one shape, or set the plan's fan_in to 1"
+        )
+    return shapes[0]
+
+
+def merge_sub_microbatches(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
+    """The plan, with its prices, in which one group stands for 1 to `fan_in` sub-microbatches of
+    every divided module. Unchanged if no module is divided."""
+    modules = divided_modules(plan.layout)
+    if not modules:
+        return plan, prices
+    sub_shape = {m: sub_microbatch_shape(plan.layout, m) for m in modules}
+    programs = dict(prices.programs)
+    for program, price in prices.programs.items():
+        if sub_shape.get(plan.layout.segment(program.segment).module) == program.shape:
+            for n in range(plan.layout.fan_in, 0, -1):
+                merged = replace(program, shape=_scale_rows(program.shape, n))
+                programs[merged] = replace(price, static_s=n * price.static_s)
+    undivided = plan.with_layout(buckets=merged_buckets(plan.layout), fan_in=1)
+    return undivided, replace(prices, programs=programs)
+
+
+def merged_buckets(layout: Layout) -> tuple[Bucket, ...]:
+    """The plan's buckets with 1 to `fan_in` parts of every divided module, most parts first."""
+    modules, counts = divided_modules(layout), range(layout.fan_in, 0, -1)
+    if not modules:
+        return layout.buckets
+    merged = (
+        Bucket(tuple((m, _scale_rows(s, n) if m in modules else s) for m, s in b.shapes))
+        for n, b in product(counts, layout.buckets)
+    )
+    return tuple(dict.fromkeys(merged))
+
+
+def max_buckets(layout: Layout) -> int:
+    """The number of buckets that a batch may use; see `bucket_variants`."""
+    return len(merged_buckets(layout)) + max(0, _MAX_VARIANTS - len(layout.buckets))
+
+
+def bucket_variants(layout: Layout, batch: Batch) -> tuple[Bucket, ...]:
+    """The merged buckets, then copies without the modules that some samples lack, as many as a
+    batch may use. A module without pieces has no group."""
+    buckets, limit = merged_buckets(layout), max_buckets(layout)
+    variants = dict.fromkeys(buckets)
+    for missing, b in product(batch.missing_modules, buckets):
+        shapes = {m: s for m, s in b.shapes if m not in missing}
+        if shapes and len(variants) < limit:
+            variants[Bucket.from_shapes(shapes)] = None
+    return tuple(variants)
+
+
+def divided_modules(layout: Layout) -> list[str]:
+    """The divided modules that have groups."""
+    return [m for m in layout.divided if layout.shapes(m)]
+
+
+def _scale_rows(shape: Shape, n_parts: int) -> Shape:
+    return replace(shape, rows=shape.rows * n_parts)

@@ -12,8 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from dflop_jax.records import Load, Plan, Prices, Schedule, ScheduleMaker, Status
+from dflop_jax.schedule import batch as batches
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget
-from dflop_jax.schedule.batch import Batch, bucket_variants, capacity_of, check_fits
+from dflop_jax.schedule.batch import Batch, merge_sub_microbatches
 from dflop_jax.schedule.bounds import lower_bound_s
 from dflop_jax.schedule.bucket_search import improve_assignment
 from dflop_jax.schedule.costs import bucket_ticks, group_costs
@@ -27,39 +28,31 @@ from dflop_jax.schedule.groups import (
     balance_contents,
     content_tolerance,
     greedy_assignment,
-    longest_first_assignment,
     schedule_groups,
 )
 from dflop_jax.schedule.memory_plan import with_memory_plan
 from dflop_jax.schedule.order_search import with_searched_order
 from dflop_jax.schedule.rank_permutation import permute_ranks, swap_equal_pieces
-from dflop_jax.schedule.sub_microbatches import max_buckets, merge_sub_microbatches, merged_buckets
 from dflop_jax.simulate.steps import with_list_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 # Units of work for a batch if the plan has no work budget; twice as many take up to twice as long.
 DEFAULT_WORK = 4_000
-# Shares of the work: for the order of tasks; for the memory plan, if there is one; and the largest
-# share of the rest for packing. What remains balances content.
-_ORDER_SHARE, _MEMORY_SHARE, _PACKING_SHARE = 0.25, 0.05, 0.5
+# Shares of the work: for the order of tasks, and at most of the rest for packing. What remains
+# balances content.
+_ORDER_SHARE, _PACKING_SHARE = 0.25, 0.5
 
 
 @dataclass(frozen=True)
 class GroupSolution:
-    """An assignment of samples to groups and its schedule.
-
-    Attributes:
-      made_by: the method that found the assignment.
-      bound_s: lower bound on the makespan from the integer program; 0 if it was not asked.
-      work: units of work spent.
-    """
+    """An assignment of samples to groups and its schedule."""
 
     space: PackingSpace
     assignment: Assignment
     schedule: Schedule
     made_by: ScheduleMaker
-    bound_s: float = 0.0
-    work: float = 0.0
+    bound_s: float = 0.0  # lower bound by the integer program; 0 if it was not asked
+    work: float = 0.0  # units spent
 
 
 def schedule_batch(
@@ -79,8 +72,7 @@ def schedule_batch(
     groups on the resource that each keeps busy longest; the content of the busiest rank of every
     group, for which its other ranks wait; and the makespan over orders of the tasks
     (`order_search`), unless the plan is a baseline with an order of its own. The result depends on
-    the arguments only: work is counted, no clock is read, and ties go to the earlier bucket, row
-    and piece.
+    the arguments only.
 
     Args:
       trainable: names of the segments that train.
@@ -100,14 +92,16 @@ def schedule_batch(
     start_s = time.perf_counter()
     work = (plan.scheduling.work_budget or DEFAULT_WORK) if work is None else work
     batch = _load_batch(loads, plan)
-    solution = assign_groups(batch, plan, prices, trainable, _group_work(plan, work), seed, program)
+    order_budget = Budget(_ORDER_SHARE * work)
+    group_work = work - order_budget.remaining
+    solution = assign_groups(batch, plan, prices, trainable, group_work, seed, program)
     schedule = replace(solution.schedule, step=step)
     if plan.scheduling.grouping == "balanced":
         permute_ranks(solution.space, solution.assignment, plan)
         swap_equal_pieces(solution.space, solution.assignment, plan)
         groups = schedule_groups(solution.space, solution.assignment, plan.layout)
         schedule = replace(schedule, groups=groups)
-    schedule, order_work = _order_tasks(schedule, plan, prices, trainable, work, seed)
+    schedule = _order_tasks(schedule, plan, prices, trainable, order_budget, seed)
     merged, merged_prices = merge_sub_microbatches(plan, prices)
     makespan_s = schedule.makespan_s
     bound_s = max(lower_bound_s(batch, merged.layout, merged_prices, trainable), solution.bound_s)
@@ -120,7 +114,7 @@ def schedule_batch(
         integer_bound_s=min(solution.bound_s, makespan_s),
         status=status,
         made_by=solution.made_by,
-        work=round(solution.work + order_work),
+        work=round(solution.work + order_budget.spent),
         elapsed_s=time.perf_counter() - start_s,
     )
 
@@ -128,23 +122,19 @@ def schedule_batch(
 def quick_schedule(
     loads: Sequence[Load], plan: Plan, prices: Prices, trainable: Collection[str], work: int
 ) -> Schedule:
-    """The schedule of `schedule_batch` without the steps that take long and hardly change its
-    makespan: ranks are not permuted, and no bound is computed."""
-    group_work = _group_work(plan, work)
+    """The schedule of `schedule_batch`, with nearly its makespan, without permuted ranks and a
+    bound."""
+    order_budget = Budget(_ORDER_SHARE * work)
+    group_work = work - order_budget.remaining
     solution = assign_groups(_load_batch(loads, plan), plan, prices, trainable, group_work, seed=0)
-    return _order_tasks(solution.schedule, plan, prices, trainable, work, seed=0)[0]
-
-
-def _group_work(plan: Plan, work: float) -> float:
-    """Units of work for the groups."""
-    return work * (1 - _ORDER_SHARE - _MEMORY_SHARE * bool(plan.scheduling.residuals))
+    return _order_tasks(solution.schedule, plan, prices, trainable, order_budget, seed=0)
 
 
 def _load_batch(loads: Sequence[Load], plan: Plan) -> Batch:
-    """The loads in array form. Raises ValueError if a sample fits no bucket."""
-    batch = Batch(loads, plan.layout.modules)
+    """The loads in arrays; ValueError if a sample fits no bucket."""
+    batch = Batch(loads, batches.capacity_of(plan.layout))
     if plan.scheduling.grouping == "balanced":
-        check_fits(batch, merged_buckets(plan.layout), capacity_of(plan.layout))
+        batches.check_fits(batch, batches.merged_buckets(plan.layout))
     return batch
 
 
@@ -153,17 +143,14 @@ def _order_tasks(
     plan: Plan,
     prices: Prices,
     trainable: Collection[str],
-    work: float,
+    budget: Budget,
     seed: int,
-) -> tuple[Schedule, float]:
-    """The schedule with an order of its tasks and with a memory plan, and the units of work
-    spent."""
+) -> Schedule:
+    """The schedule with a searched order and a memory plan; a baseline's as it is."""
     if plan.scheduling.grouping != "balanced" or plan.scheduling.order != "1f1b":
-        return schedule, 0.0
-    order, memory = Budget(_ORDER_SHARE * work), Budget(_MEMORY_SHARE * work)
-    schedule = with_searched_order(plan, schedule, prices, trainable, order, seed)
-    schedule = with_memory_plan(plan, schedule, prices, trainable, memory)
-    return schedule, order.spent + memory.spent
+        return schedule
+    schedule = with_searched_order(plan, schedule, prices, trainable, budget, seed)
+    return with_memory_plan(plan, schedule, prices, trainable)
 
 
 def assign_groups(
@@ -175,19 +162,17 @@ def assign_groups(
     seed: int,
     program: CountProgram | None = None,
 ) -> GroupSolution:
-    """Solve the problem of `schedule_batch` up to the list-scheduled order. Every sample must
+    """Solve the problem of `schedule_batch` up to the list-scheduled order; every sample must
     fit."""
     merged, merged_prices = merge_sub_microbatches(plan, prices)
-    capacity = capacity_of(plan.layout)
     costs = group_costs(merged.layout, merged_prices, trainable)
     budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
-    buckets = plan.layout.buckets
-    if balanced:
-        buckets = bucket_variants(merged.layout.buckets, batch, max_buckets(plan.layout))
-    weights = {m: costs.content_weights(m) for m in plan.layout.modules}
-    priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
-    ticks = bucket_ticks(costs, buckets)
-    space = PackingSpace(batch.with_content_weights(weights), buckets, capacity, ticks, priced)
+    buckets = batches.bucket_variants(plan.layout, batch) if balanced else plan.layout.buckets
+    prices_F = {m: costs.content_unit_s(m) for m in plan.layout.modules}
+    priced = {m: float(unit_F[unit_F > 0].min()) for m, unit_F in prices_F.items() if unit_F.any()}
+    # Content in units of the cheapest feature.
+    batch = batch.with_content_weights({m: prices_F[m] / unit_s for m, unit_s in priced.items()})
+    space = PackingSpace(batch, buckets, bucket_ticks(costs, buckets), priced)
     bound_s, tolerance = 0.0, dict[str, float]()
     assignments: list[tuple[ScheduleMaker, list[BucketRun]]]
     if not balanced:
@@ -199,10 +184,6 @@ def assign_groups(
         if work > 0:
             packing = budget.sub_budget(work * _PACKING_SHARE)
             improved = improve_assignment(space, greedy, packing, seed)
-            if spread := longest_first_assignment(space, improved, budget):
-                none, both = Budget(0), (improved, spread)
-                uneven = [balance_contents(space, a, none, seed, tolerance) for a in both]
-                improved = spread if uneven[1] < uneven[0] else improved
             same_buckets = [t.bucket for t in improved] == [t.bucket for t in greedy]
             fallbacks = assignments if space.priced or not same_buckets else []
             assignments = [("local", improved), *fallbacks]
@@ -215,13 +196,12 @@ def assign_groups(
     for index, (made_by, assignment) in enumerate(assignments):
         # A dearer assignment is not worth balancing, unless the integer program asked for it.
         promising = made_by == "integer" or space.cost(assignment) == space.cost(assignments[0][1])
-        balancing_work = (
-            budget.remaining / (len(assignments) - index) if promising and balanced else 0
-        )
-        balance_contents(space, assignment, budget.sub_budget(balancing_work), seed, tolerance)
+        n_left = len(assignments) - index
+        balancing = budget.sub_budget(budget.remaining / n_left * (promising and balanced))
+        balance_contents(space, assignment, balancing, seed, tolerance)
         groups = schedule_groups(space, assignment, plan.layout)
         schedule = with_list_order(plan, Schedule(0, groups), prices, trainable)
         if solution is None or schedule.makespan_s < solution.schedule.makespan_s * (1 - ROUNDING):
             solution = GroupSolution(space, assignment, schedule, made_by)
-    assert solution is not None, "there is at least the greedy answer"
+    assert solution is not None
     return replace(solution, bound_s=bound_s, work=budget.spent)

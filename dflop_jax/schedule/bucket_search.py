@@ -7,25 +7,29 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Layout
-from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints
-from dflop_jax.schedule.batch import Batch, bucket_variants, capacity_of, check_fits
+from dflop_jax.records import Layout
+from dflop_jax.schedule.balance_problem import ITEMS_PER_WORK, ROUNDING, Budget, Floats, Ints
+from dflop_jax.schedule.batch import (
+    Batch,
+    bucket_variants,
+    capacity_of,
+    check_fits,
+    merged_buckets,
+)
 from dflop_jax.schedule.costs import Ticks, running_order
-from dflop_jax.schedule.count_vectors import Conditions, fractional_bound, list_covers
+from dflop_jax.schedule.count_vectors import fractional_bound, list_covers
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace, greedy_assignment
-from dflop_jax.schedule.packing import SAMPLES_PER_WORK, pack_samples
-from dflop_jax.schedule.sub_microbatches import max_buckets, merged_buckets
+from dflop_jax.schedule.packing import pack_samples
 
 # Units of work to pack one set of buckets, beside the initial bins. With twice as many, half as
-# many sets are tried: of 42 batches of benchmarks/schedule_run.py two get 6% longer, four 2%
-# shorter.
+# many sets are tried: of 42 batches two get 6% longer, four 2% shorter.
 _ATTEMPT_WORK = 400
-# Relative slack with which sets of buckets mostly pack. Sets with less are tried after one packs,
-# since failures take longest. With 2% or 4%, schedules of 256 samples in 300 units of work are up
-# to 3% longer.
+# Relative slack with which sets of buckets mostly pack; failures take longest, so sets with less
+# are tried later. With 2% or 4%, schedules of 256 samples in 300 units are up to 3% longer.
 _LIKELY_SLACK = 0.03
 _VECTORS_PER_WORK = 300  # count vectors listed for a unit of work
 
@@ -44,7 +48,7 @@ def improve_assignment(
     bucket_sets, slacks = _bucket_sets(space, greedy, budget)
     cheapest, failed_at, packed_at, step = list(greedy), -1, len(bucket_sets), 1
     index = min(bisect_left(slacks, _LIKELY_SLACK), len(bucket_sets) - 1)
-    attempt = _ATTEMPT_WORK + space.batch.n_samples / SAMPLES_PER_WORK
+    attempt = _ATTEMPT_WORK + space.batch.n_samples / ITEMS_PER_WORK
     while packed_at - failed_at > 1 and not budget.is_spent:
         assignment = pack_into(space, bucket_sets[index], budget.sub_budget(attempt), rng)
         if assignment is None:
@@ -65,38 +69,38 @@ def improve_assignment(
 
 def min_groups(batch: Batch, layout: Layout, bucket_shares: Sequence[float], work: float) -> float:
     """About the lowest number of groups of a module that hold a batch, by textbook prices. Groups
-    that feed one group together count once. The buckets after the first are smaller, by the
-    decreasing `bucket_shares` of it; the last group counts as such a share if that bucket is
-    enough.
+    that feed one group together count once. The last group counts as one of the decreasing
+    `bucket_shares` of the first bucket if such a smaller bucket is enough.
 
     Raises:
       ValueError: the first bucket does not hold some sample.
     """
+    batch = batch.with_capacity(capacity_of(layout))
     n = _min_groups_of_one_bucket(batch, replace(layout, buckets=layout.buckets[:1]), work)
-    n_buckets, capacity = len(layout.buckets), capacity_of(layout)
-    buckets, none = (
-        merged_buckets(layout)[:n_buckets],
-        np.zeros(n_buckets, np.int64),
-    )  # of most parts
-    space = PackingSpace(batch, buckets, capacity, Ticks(none, none))
+    n_buckets = len(layout.buckets)
+    buckets, none = merged_buckets(layout)[:n_buckets], np.zeros(n_buckets, np.int64)
+    space = PackingSpace(batch, buckets, Ticks(none, none))
     for last in range(n_buckets - 1, 0, -1):
         chosen, rng = [0] * (n - 1) + [last], np.random.default_rng(0)
-        if _slack(np.bincount(chosen, minlength=n_buckets)[None], space.demand)[0] < 0:
-            continue
-        if pack_into(space, chosen, Budget(work), rng) is not None:
+        has_slack = _slack(np.bincount(chosen, minlength=n_buckets)[None], space)[0] >= 0
+        if has_slack and pack_into(space, chosen, Budget(work), rng) is not None:
             return n - 1 + bucket_shares[last]
     return n
 
 
 def _min_groups_of_one_bucket(batch: Batch, layout: Layout, work: float) -> int:
-    """`min_groups` of a layout with one bucket."""
-    capacity, merged = capacity_of(layout), merged_buckets(layout)
-    check_fits(batch, merged, capacity)
-    buckets = bucket_variants(merged, batch, max_buckets(layout))
-    costs_CM = np.array([[_textbook_cost(layout, b, m) for m in layout.modules] for b in buckets])
+    """`min_groups` of a layout with one bucket. A group of a module costs 1 for a forward, 2 for a
+    task that includes a backward."""
+    merged = merged_buckets(layout)
+    check_fits(batch, merged)
+    buckets = bucket_variants(layout, batch)
+    costs_CM = np.zeros((len(buckets), len(layout.modules)), np.int64)
+    for (c, b), (k, m) in product(enumerate(buckets), enumerate(layout.modules)):
+        if shape := b.shape(m):
+            n_parts = shape.rows // min(s.rows for s in layout.shapes(m))
+            costs_CM[c, k] = n_parts if layout.targets(m) else 2
     dearest_C = costs_CM.max(axis=1)
-    ticks = Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C)
-    space = PackingSpace(batch, buckets, capacity, ticks)
+    space = PackingSpace(batch, buckets, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))
     greedy = greedy_assignment(space, len(merged))
     n_greedy = _max_groups(greedy)
     bound = fractional_bound(space.demand, np.ones(len(buckets)))  # groups, each of cost 1
@@ -107,16 +111,6 @@ def _min_groups_of_one_bucket(batch: Batch, layout: Layout, work: float) -> int:
 
 def _max_groups(assignment: Assignment) -> int:
     return max(Counter(m for t in assignment for m in t.placements).values())
-
-
-def _textbook_cost(layout: Layout, bucket: Bucket, module: str) -> int:
-    """The textbook cost of a group of a module: 1 for a forward, 2 for a task that includes a
-    backward."""
-    shape = bucket.shape(module)
-    if shape is None:
-        return 0
-    n_parts = shape.rows // min(s.rows for s in layout.shapes(module))
-    return n_parts if layout.targets(module) else 2
 
 
 def pack_into(
@@ -131,12 +125,12 @@ def pack_into(
     Args:
       bucket_N: the initial bucket of each sample. None: each sample starts where it fills least.
     """
-    size = space.capacity.group_size
+    size = space.batch.capacity.group_size
     buckets = [space.buckets[b] for b in chosen for _ in range(size)]
     initial = None
     if bucket_N is not None:
         initial = np.where(np.isin(bucket_N, chosen), bucket_N, chosen[0]), np.repeat(chosen, size)
-    packed = pack_samples(space.batch, buckets, space.capacity, budget, rng, initial)
+    packed = pack_samples(space.batch, buckets, budget, rng, initial)
     if packed is None:
         return None
     assignment = []
@@ -152,19 +146,17 @@ def pack_into(
 def _bucket_sets(
     space: PackingSpace, greedy: Assignment, budget: Budget
 ) -> tuple[list[tuple[int, ...]], list[float]]:
-    """Sets of buckets that cost less than the greedy assignment, cheapest first, each with its
-    slack. Only sets with more slack than every cheaper one are listed; no other set is worth
-    packing."""
+    """Sets of buckets that cost less than the greedy assignment and have more slack than every
+    cheaper one, cheapest first, each with its slack."""
     ticks = space.ticks
     greedy_cost = space.cost(greedy)
     max_cost = float(greedy_cost - ticks.rest_C.min())
-    conditions = space.demand
-    counts_XC, _ = list_covers(conditions, ticks.dearest_C.astype(float), max_cost)
+    counts_XC, _ = list_covers(space.demand, ticks.dearest_C.astype(float), max_cost)
     budget.spend(1 + len(counts_XC) / _VECTORS_PER_WORK)
     used_XC = counts_XC > 0
     rest_X = np.where(used_XC, ticks.rest_C, np.iinfo(np.int64).max).min(axis=1)
     cost_X = counts_XC @ ticks.dearest_C + np.where(used_XC.any(axis=1), rest_X, 0)
-    slack_X = _slack(counts_XC, conditions)
+    slack_X = _slack(counts_XC, space)
     useful = np.flatnonzero(cost_X < greedy_cost)
     order = useful[np.lexsort((-slack_X[useful], cost_X[useful]))]
     max_slack_X = np.maximum.accumulate(slack_X[order])
@@ -176,9 +168,8 @@ def _bucket_sets(
     return sets, slack_X[useful_sets].tolist()
 
 
-def _slack(counts_XC: Ints, conditions: Conditions) -> Floats:
+def _slack(counts_XC: Ints, space: PackingSpace) -> Floats:
     """[X]: capacity over need, less 1, of the tightest condition of each count vector."""
-    if len(conditions.need_D) == 0:
-        return np.zeros(len(counts_XC))
-    share_XD = counts_XC @ conditions.capacity_DC.T / conditions.need_D
-    return np.round(share_XD.min(axis=1) - 1, 9)
+    need_D, capacity_DC = space.demand.need_D, space.demand.capacity_DC
+    share_XD = counts_XC @ capacity_DC.T / need_D
+    return np.round(share_XD.min(axis=1) - 1, 9) if len(need_D) else np.zeros(len(counts_XC))

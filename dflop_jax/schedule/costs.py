@@ -17,18 +17,16 @@ from dflop_jax.records import (
     Bucket,
     Direction,
     Layout,
-    Price,
     Prices,
     ProgramId,
-    SegmentPlan,
     Shape,
 )
 from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.simulate.task_graph import segment_links, segment_resources, segments_with_backward
 
-# Ticks of the dearest bucket's seconds: costs that differ by less than a ten-millionth are equal,
-# since that is rounding.
-_TICKS_OF_MAX = 10_000_000
+# Relative: seconds that differ by less are equal, since the last bits of a fit depend on the
+# machine.
+TIE_TOLERANCE = 1e-6
 
 
 def segment_directions(
@@ -36,11 +34,9 @@ def segment_directions(
 ) -> dict[str, tuple[Direction, ...]]:
     """The tasks that a group has in each segment, as `task_graph.step_graph` lists them."""
     backward = segments_with_backward(layout, trainable)
-    senders = {link.source for link in segment_links(layout)}
-    tasks: dict[str, tuple[Direction, ...]] = {}
-    for s in layout.segments:
-        forward: tuple[Direction, ...] = (FORWARD, BACKWARD) if s.name in backward else (FORWARD,)
-        tasks[s.name] = forward if s.name in senders else (BACKWARD,)
+    tasks: dict[str, tuple[Direction, ...]] = {s.name: (BACKWARD,) for s in layout.segments}
+    for link in segment_links(layout):
+        tasks[link.source] = (FORWARD, BACKWARD) if link.source in backward else (FORWARD,)
     return tasks
 
 
@@ -58,21 +54,8 @@ class GroupCosts:
         none = np.zeros(self.n_resources)
         return sum((self.static_s[m, s] for m, s in bucket.shapes), none)
 
-    def content_weights(self, module: str) -> Floats | None:
-        """[features]: the price of a unit of each content feature in the module's programs,
-        relative to the cheapest one above 0; None if content has no price."""
-        unit_s = self.unit_s(module)
-        return self._content_s(module) / unit_s if unit_s else None
-
-    def unit_s(self, module: str) -> float:
-        """Seconds of one unit of weighted content in all programs of a group; 0 if content has no
-        price."""
-        mean_F = self._content_s(module)
-        return float(mean_F[mean_F > 0].min()) if mean_F.any() else 0.0
-
-    def _content_s(self, module: str) -> Floats:
-        """[features]: seconds of a unit of each feature in all programs of a group, averaged over
-        shapes."""
+    def content_unit_s(self, module: str) -> Floats:
+        """[features]: seconds of a unit of each feature in all programs, averaged over shapes."""
         each = [v.sum(axis=1) for (m, _), v in self.content_s.items() if m == module]
         return np.mean(each, axis=0) if each else np.zeros(1)
 
@@ -83,30 +66,29 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
     resource_of = segment_resources(layout)
     n_resources = max(resource_of.values()) + 1
 
-    def prices_of(segment: SegmentPlan, shape: Shape) -> list[Price]:
-        programs = [ProgramId(segment.name, shape, d) for d in tasks[segment.name]]
-        return [prices.programs[p] for p in programs if p in prices.programs]
-
     static: dict[tuple[str, Shape], Floats] = {}
     content: dict[tuple[str, Shape], Floats] = {}
-    for module in layout.modules:
-        for shape in layout.shapes(module):
-            priced = {s.name: prices_of(s, shape) for s in layout.segments_of(module)}
-            n_features = max((len(p.content_s) for ps in priced.values() for p in ps), default=0)
-            static[module, shape] = np.zeros(n_resources)
-            content[module, shape] = np.zeros((n_features, n_resources))
-            for name, segment_prices in priced.items():
-                for p in segment_prices:
-                    static[module, shape][resource_of[name]] += p.static_s
-                    content[module, shape][: len(p.content_s), resource_of[name]] += p.content_s
+    for module, shape in ((m, shape) for m in layout.modules for shape in layout.shapes(m)):
+        programs = [
+            ProgramId(s.name, shape, d) for s in layout.segments_of(module) for d in tasks[s.name]
+        ]
+        priced = [
+            (resource_of[p.segment], prices.programs[p]) for p in programs if p in prices.programs
+        ]
+        n_features = max((len(price.content_s) for _, price in priced), default=0)
+        static[module, shape] = np.zeros(n_resources)
+        content[module, shape] = np.zeros((n_features, n_resources))
+        for r, price in priced:
+            static[module, shape][r] += price.static_s
+            content[module, shape][: len(price.content_s), r] += price.content_s
     return GroupCosts(static, content, n_resources)
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """Costs of buckets in whole ticks, so that sums are exact in any order and equal costs compare
-    equal. `dearest_C` is the cost on the resource that a group keeps busy longest, `rest_C` the
-    cost on all others, `sum_C` both."""
+    """Costs of buckets in whole ticks, ten for `TIE_TOLERANCE` of the largest: sums are exact.
+    `dearest_C` is the cost on the resource that a group keeps busy longest, `rest_C` the cost on
+    all others, `sum_C` both."""
 
     dearest_C: Ints
     rest_C: Ints
@@ -118,17 +100,17 @@ class Ticks:
 
 def bucket_ticks(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
     seconds_CR = np.array([costs.bucket_s(b) for b in buckets])
-    tick_s = max(float(seconds_CR.max(initial=0.0)), 1e-30) / _TICKS_OF_MAX
-    ticks_CR = np.maximum(1, np.rint(seconds_CR / tick_s)).astype(np.int64)
-    ticks_CR[seconds_CR <= 0] = 0
+    tick_s = (float(seconds_CR.max(initial=0.0)) or 1.0) * TIE_TOLERANCE / 10
+    ticks_CR = np.where(seconds_CR > 0, np.maximum(1, np.rint(seconds_CR / tick_s)), 0).astype(
+        np.int64
+    )
     dearest_C = ticks_CR.max(axis=1)
     return Ticks(np.maximum(dearest_C, 1), ticks_CR.sum(axis=1) - dearest_C)
 
 
 def running_order(chosen: Sequence[int], ticks: Ticks) -> list[int]:
     """Indices of `chosen` in running order: first the bucket that fills the pipeline fastest, then
-    heavier buckets before lighter ones, since a short last group drains fastest. Ties go to the
-    lower bucket, then to the lower index."""
+    heavier ones before lighter ones, since a short last group drains fastest."""
     order = sorted(range(len(chosen)), key=lambda i: (-ticks.sum_C[chosen[i]], chosen[i], i))
     if len(order) > 1:
         fastest_fill = min(order, key=lambda i: (ticks.rest_C[chosen[i]], chosen[i], i))

@@ -21,11 +21,10 @@ import numpy as np
 
 from dflop_jax.records import Layout
 from dflop_jax.schedule.balance_problem import Floats, Ints
-from dflop_jax.schedule.sub_microbatches import max_buckets
+from dflop_jax.schedule.batch import divided_modules, max_buckets
 from dflop_jax.simulate.task_graph import submesh_resources
 
 MAX_CLASSES = 16  # of samples; twice as many tell sizes apart better and make it twice as large
-MAX_CONDITIONS = 64  # on volumes, the tightest of a batch
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ProgramSizes:
     modules: int
     resources: int
     classes: int = MAX_CLASSES
-    conditions: int = MAX_CONDITIONS
+    conditions: int = 4 * MAX_CLASSES  # on volumes, the tightest of a batch
     divided: int = 0  # modules whose groups are parts: see `BatchParameters.is_bound`
 
     @property
@@ -58,41 +57,35 @@ class CountProgram:
 
     Each of `numbers` is (index, parameter, factor): the factor times the parameter is added at the
     index. Parameters are those of `sizes`, flattened and concatenated, followed by a 1. Indices run
-    over the costs [columns], then h [rows], then the `entries` (row, column) of G. `buckets` and
-    `dealt` are the first columns of the integer group counts and of the samples [K, C], in column
-    order.
+    over the costs [columns], then h [rows], then the `entries` (row, column) of G.
     """
 
     sizes: ProgramSizes
     columns: int
     rows: int
     equal: int
-    buckets: int
-    samples: int
+    buckets: int  # first column of the integer group counts
+    samples: int  # first column of the samples [K, C], in column order
     entries: tuple[tuple[int, int], ...]
     numbers: tuple[tuple[int, int, float], ...]
 
     @cached_property
-    def _affine(self) -> tuple[Ints, Ints, Floats]:
-        """`numbers` as three arrays."""
-        index, parameter, factor = zip(*self.numbers, strict=True)
-        return np.array(index), np.array(parameter), np.array(factor)
+    def _arrays(self) -> tuple[Ints, Ints, Floats, Ints]:
+        """`numbers` as three arrays, and `entries`."""
+        index, parameter, factor = map(np.array, zip(*self.numbers, strict=True))
+        return index, parameter, factor, np.array(self.entries).T
 
-    @cached_property
-    def cells(self) -> tuple[Ints, Ints]:
-        """(rows, columns) of `entries`."""
-        row, column = np.array(self.entries).T
-        return row, column
+    def fill(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Any]:
+        """(costs [columns], h [rows], G) for the numbers of a batch."""
+        from scipy.sparse import csr_array
 
-    def fill(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Floats]:
-        """(costs [columns], h [rows], values of the entries of G) for the numbers of a batch."""
         flat = [np.ravel(values[name]) for name in self.sizes.parameters]
         parameters = np.concatenate([*flat, np.ones(1)])
-        index, parameter, factor = self._affine
+        index, parameter, factor, cells = self._arrays
         n = self.columns + self.rows + len(self.entries)
         numbers = np.bincount(index, factor * parameters[parameter], n).astype(np.float64)
-        first_entry = self.columns + self.rows
-        return numbers[: self.columns], numbers[self.columns : first_entry], numbers[first_entry:]
+        costs, h, entries = np.split(numbers, [self.columns, self.columns + self.rows])
+        return costs, h, csr_array((entries, tuple(cells)), (self.rows, self.columns))
 
 
 def program_sizes(layout: Layout) -> ProgramSizes:
@@ -101,7 +94,7 @@ def program_sizes(layout: Layout) -> ProgramSizes:
         buckets=max_buckets(layout),
         modules=len(layout.modules),
         resources=len(set(submesh_resources(layout).values())),
-        divided=sum(bool(layout.shapes(m)) for m in layout.divided),
+        divided=len(divided_modules(layout)),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +22,10 @@ from dflop_jax.schedule.costs import running_order
 from dflop_jax.schedule.count_program import CountProgram, ProgramSizes
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
+_GAP = 1e-3  # relative, at which a batch counts as solved; counts that gain less are not packed
 _DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
 _GROUP_PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
-_MAX_NODES = 200  # of branch and bound; most batches take fewer than ten
-_GAP = 1e-3  # relative, at which a batch counts as solved
 _SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # room over volume that whole samples may need, in turn
-_MIN_GAIN = 1e-3  # relative: counts that promise less of a gain than that are not packed
 _SAFE = 1 - 1e-5  # HiGHS keeps conditions to about 1e-6
 # Measured units of work of a model and of a node; largest number for packing.
 _MODEL_WORK, _NODE_WORK, _PACK_WORK = 100, 10, 800
@@ -37,18 +36,12 @@ _Solution = tuple[Ints, Floats]  # groups of each bucket [C], samples of each cl
 
 @dataclass(frozen=True)
 class BatchParameters:
-    """The numbers of a batch for the program.
+    """The numbers of a batch for the program."""
 
-    Attributes:
-      values: the program's parameters, seconds in units of `unit_s`.
-      class_N: the size class of each sample.
-      is_bound: whether the optimum is a lower bound for every schedule.
-    """
-
-    values: dict[str, Floats]
-    class_N: Ints
+    values: dict[str, Floats]  # the program's parameters, seconds in units of `unit_s`
+    class_N: Ints  # the size class of each sample
     unit_s: float
-    is_bound: bool
+    is_bound: bool  # whether the optimum is a lower bound for every schedule
 
     def with_slack(self, slack: float) -> BatchParameters:
         """The same with volumes larger by this share, since whole samples leave room unused."""
@@ -57,11 +50,12 @@ class BatchParameters:
 
     def lower_bound_s(self, counts_C: Ints) -> float:
         """Least seconds of a step with so many groups of each bucket, according to the program."""
-        v, some_C = self.values, counts_C > 0
-        ends = [
-            np.where((v["runs_on"] > 0) & some_C, v[end], np.inf) for end in ("before", "after")
-        ]
-        ends_R = sum(np.where(v["busy"] > 0, end.min(axis=1), 0.0) for end in ends)
+        v = self.values
+        runs_RC = (v["runs_on"] > 0) & (counts_C > 0)
+        before_R, after_R = (
+            np.where(runs_RC, v[end], np.inf).min(axis=1) for end in ("before", "after")
+        )
+        ends_R = np.where(v["busy"] > 0, before_R + after_R, 0.0)
         alone = (v["work"] @ counts_C + v["rest"] + ends_R).max()
         shared = v["shared"] @ counts_C + v["shared_rest"][0]
         return float(max(alone, shared)) * self.unit_s
@@ -92,14 +86,19 @@ def batch_parameters(
         values["max_samples"][k, n] = len(members) * space.can_hold_CN[:, members].any(axis=1)
         values["min_tokens"][:, k] = [batch.tokens[m][members].min() for m in layout.modules]
     values["capacity"][:, n] = [
-        [space.tokens(b, m) * space.capacity.group_size for b in buckets] for m in layout.modules
+        [batch.microbatch_tokens(b, m) * batch.capacity.group_size for b in buckets]
+        for m in layout.modules
     ]
-    _fill_conditions(values, space, known_C)
+    # The tightest volume conditions, each divided by its need.
+    capacity_DC = space.demand.capacity_DC / space.demand.need_D[:, None]
+    tight = np.argsort(np.round(capacity_DC @ known_C, _DIGITS), kind="stable")[: sizes.conditions]
+    values["need"][: len(tight)] = 1.0
+    values["volume"][: len(tight), n] = capacity_DC[tight]
+    values["max_groups"][n] = 2 * np.maximum(np.ceil(space.demand.alone_C), known_C)
     unit_s = _fill_seconds(values, space, terms, known_C)
-    for m in range(len(layout.modules)):  # tokens over the largest bucket's
-        largest = values["capacity"][m].max() or 1.0
-        values["capacity"][m] /= largest
-        values["min_tokens"][m] /= largest
+    largest_M1 = np.maximum(values["capacity"].max(axis=1, keepdims=True), 1.0)
+    for name in ("capacity", "min_tokens"):
+        values[name] /= largest_M1
     rounded = {name: np.round(value, _DIGITS) for name, value in values.items()}
     is_bound = sizes.divided <= 1 and _has_all_variants(space)
     return BatchParameters(rounded, class_N, unit_s, is_bound)
@@ -109,30 +108,16 @@ def _has_all_variants(space: PackingSpace) -> bool:
     """Whether every combination of modules that a group of a bucket may run is one of the buckets.
     A module of which no sample of a microbatch has a piece has no group. A part without pieces does
     not run either; for one divided module the buckets include every number of parts."""
-    shapes_of_buckets = {bucket.shapes for bucket in space.buckets}
-    for bucket in space.buckets:
-        missing = set(space.batch.modules) - {m for m, _ in bucket.shapes}
-        absent_sets = {absent for absent in space.batch.missing_modules if missing <= absent}
-        while intersections := {a & b for a in absent_sets for b in absent_sets} - absent_sets:
-            absent_sets |= intersections  # what some samples that the bucket holds lack together
-        shapes = bucket.shapes
-        variants = (tuple((m, s) for m, s in shapes if m not in absent) for absent in absent_sets)
-        if any(shapes and shapes not in shapes_of_buckets for shapes in variants):
-            return False
-    return True
-
-
-def _fill_conditions(values: dict[str, Floats], space: PackingSpace, known_C: Ints) -> None:
-    """Fill in the tightest volume conditions, each divided by its need."""
-    conditions = space.demand
-    capacity_DC = conditions.capacity_DC / conditions.need_D[:, None]
-    tight = np.argsort(np.round(capacity_DC @ known_C, _DIGITS), kind="stable")
-    tight = tight[: len(values["need"])]
-    values["need"][: len(tight)] = 1.0
-    values["volume"][: len(tight), : len(space.buckets)] = capacity_DC[tight]
-    values["max_groups"][: len(space.buckets)] = 2 * np.maximum(
-        np.ceil(conditions.alone_C), known_C
-    )
+    absences = {frozenset[str](), *space.batch.missing_modules}
+    modules = frozenset(space.batch.modules)
+    missing = {b.shapes: modules - {m for m, _ in b.shapes} for b in space.buckets}
+    variants = {
+        tuple((m, s) for m, s in shapes if m not in absent)
+        for (shapes, lacks), absent in product(missing.items(), absences)
+        if lacks <= absent
+    }
+    is_closed = all(a & b in absences for a, b in product(absences, absences))
+    return is_closed and variants <= {(), *missing}
 
 
 def _fill_seconds(
@@ -163,9 +148,8 @@ def _fill_seconds(
 
 
 def size_classes(batch: Batch, able_CN: NDArray[np.bool_], max_classes: int) -> Ints:
-    """[N]: size classes. Samples of a class fit the same buckets; classes are ordered by size and
-    have about equal tokens. If there are more than `max_classes` kinds, the last ones share a
-    class."""
+    """[N]: classes, ordered by size, of about equal tokens, of samples that fit the same buckets;
+    above `max_classes` kinds, the last ones share a class."""
     _, kind_N = np.unique(able_CN, axis=1, return_inverse=True)
     kind_N = np.minimum(kind_N.ravel(), max_classes - 1)
     tokens_MN = np.array([batch.tokens[m] for m in batch.modules]).reshape(-1, batch.n_samples)
@@ -191,12 +175,8 @@ def assign_by_counts(
 ) -> tuple[list[BucketRun] | None, float]:
     """(the assignment that the program asks for, a lower bound in seconds for every schedule in the
     plan's buckets). The assignment is None if the program finds none that is faster than the known
-    one, or if none of them packs. The bound is 0 if it is not known.
-
-    Args:
-      layout, prices: those in which one group stands for several sub-microbatches
-        (`merge_sub_microbatches`).
-    """
+    one, or if none of them packs. The bound is 0 if it is not known. Layout and prices are those
+    of `merge_sub_microbatches`."""
     n = len(space.buckets)
     known_C = np.bincount(np.array([t.bucket for t in assignment], int), minlength=n)
     numbers = batch_parameters(space, layout, prices, trainable, program.sizes, known_C)
@@ -213,7 +193,7 @@ def assign_by_counts(
         solved, least_s = _solve(program, widened, budget)
         if slack == 0.0 and numbers.is_bound:
             bound_s = least_s
-        if solved is None or numbers.lower_bound_s(solved[0]) >= (1 - _MIN_GAIN) * known_bound_s:
+        if solved is None or numbers.lower_bound_s(solved[0]) >= (1 - _GAP) * known_bound_s:
             break
         chosen = np.repeat(np.arange(program.sizes.buckets), solved[0]).tolist()
         chosen = [chosen[i] for i in running_order(chosen, space.ticks)]
@@ -229,15 +209,14 @@ def _solve(
 ) -> tuple[_Solution | None, float]:
     """(the best counts found within the remaining work, or None; a lower bound in seconds)."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
-    from scipy.sparse import csr_array
 
-    costs, h, entries = program.fill(numbers.values)
+    costs, h, matrix = program.fill(numbers.values)
     k, c, first = program.sizes.classes, program.sizes.buckets, program.buckets
     is_integer = np.zeros(program.columns)
     is_integer[first : first + c] = 1
-    matrix = csr_array((entries, program.cells), (program.rows, program.columns))
     upper = np.where(np.arange(program.rows) < program.equal, -h, np.inf)
-    n_nodes = min(_MAX_NODES, max(1, int(budget.remaining / _NODE_WORK)))
+    # Most batches take fewer than ten; half of the work is left to pack.
+    n_nodes = max(1, int(budget.remaining / 2 / _NODE_WORK))
     result = milp(
         costs,
         integrality=is_integer,
@@ -247,8 +226,8 @@ def _solve(
     )
     budget.spend(_MODEL_WORK + _NODE_WORK * (result.mip_node_count or 0))
     bound = result.mip_dual_bound
-    is_finite = bound is not None and np.isfinite(bound)
-    least_s = bound / (1 + _GROUP_PRICE) * _SAFE * numbers.unit_s if is_finite else 0.0
+    bound = bound if bound is not None and np.isfinite(bound) else 0.0
+    least_s = bound / (1 + _GROUP_PRICE) * _SAFE * numbers.unit_s
     if result.x is None:
         return None, least_s
     groups_C = np.rint(result.x[first : first + c]).astype(np.int64)
@@ -258,8 +237,7 @@ def _solve(
 
 def _buckets_of_samples(space: PackingSpace, numbers: BatchParameters, solved: _Solution) -> Ints:
     """[N]: the bucket of each sample. The largest samples of a class go to the first bucket that
-    takes some of the class; fractional samples are rounded. A sample that its bucket does not hold
-    goes to the first bucket that does."""
+    takes some of the class; those that it does not hold to the first bucket that does."""
     groups_C, samples_KC = solved
     bucket_N = np.zeros(space.batch.n_samples, np.int64)
     tokens_N = np.sum([space.batch.tokens[m] for m in space.batch.modules], axis=0)

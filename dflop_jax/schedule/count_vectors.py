@@ -17,12 +17,11 @@ import numpy as np
 
 from dflop_jax.records import Bucket
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
-from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.batch import Batch
 
 # Count vectors that a level keeps with up to so many buckets; fewer with more buckets, as each adds
 # a level. Twice as many take twice the time if they are reached, and leave out fewer sets.
 _MAX_VECTORS, _BUCKETS_OF_MOST_VECTORS = 20_000, 4
-_UNREACHABLE_COST = 1e200  # stands for infinity, which times a need of 0 is no number
 # Conditions on multiples of a size: the shares of the volume at which sizes are taken, and the
 # shares of such a size above which the rest counts. Each pair adds a condition for every module.
 _UNIT_QUANTILES, _REST_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.5, 0.95)
@@ -48,33 +47,28 @@ class Conditions:
 def volume_conditions(
     batch: Batch,
     buckets: Sequence[Bucket],
-    capacity: Capacity,
     modules: Sequence[str] | None = None,
     *,
     is_bound: bool = False,
 ) -> Conditions:
-    """Conditions that hold for pieces in rows, and for whole samples in microbatches.
+    """Conditions on the needs of modules (None: all), for pieces in rows and for whole samples
+    in microbatches.
 
     - For each capacity x among the buckets, the samples larger than x must fit, in volume, into the
-      buckets larger than x (x = 0: all samples with pieces of the module, all buckets with it).
-    - For a superadditive u, the sizes in a bin satisfy sum u(size) <= u(capacity). So the sum over
-      all pieces is at most the sum over all rows, and the sum over samples at most that over
-      microbatches. `_superadditive` counts whole multiples of a common size.
-    - If `is_bound`, any u(size) gives a condition whose capacity is the largest sum of u in a bin.
-      `_large_size_conditions` counts a size that nearly fills a bin as the bin. Packing does not
-      need these conditions.
-
-    `modules` restricts the conditions to the needs of these modules; None: all.
+      buckets larger than x.
+    - For a superadditive u, the sizes in a bin satisfy sum u(size) <= u(capacity). `_superadditive`
+      counts whole multiples of a common size.
+    - If `is_bound`, any u(size) gives a condition whose capacity is the largest sum of u in a bin
+      (`_large_size_conditions`). Packing does not need these conditions.
     """
     modules = batch.modules if modules is None else modules
     capacity_MC = {
-        m: np.array([batch.microbatch_tokens(b, m, capacity) for b in buckets], float)
-        for m in modules
+        m: np.array([batch.microbatch_tokens(b, m) for b in buckets], float) for m in modules
     }
     rows, needs = [], []
     for module in modules:
-        row_C = np.array([batch.row_tokens(b.shape(module), module) for b in buckets], float)
-        count_C = np.array([capacity.rows(b, module) for b in buckets], float)
+        row_C = np.array([batch.row_tokens(b, module) for b in buckets], float)
+        count_C = np.array([batch.rows(b, module) for b in buckets], float)
         bin_kinds = [(batch.longest[module], batch.lengths[module], row_C, count_C)]
         if batch.n_pieces[module].max(initial=0) > 1:
             totals_N = batch.tokens[module]
@@ -91,7 +85,12 @@ def volume_conditions(
                 rows.append(max_counted_C * bins_C)
                 needs.append(need)
     need_D = np.array(needs) * (1 - ROUNDING)  # sums of fractions must not ask for one group more
-    return Conditions(*_merge_conditions(np.array(rows) * capacity.group_size, need_D))
+    # Each left-hand side once, with its largest need.
+    capacity_DC, place_D = np.unique(np.array(rows), axis=0, return_inverse=True)
+    max_need_D = np.zeros(len(capacity_DC))
+    np.maximum.at(max_need_D, place_D.ravel(), need_D)
+    is_needed = max_need_D > 0
+    return Conditions(capacity_DC[is_needed] * batch.capacity.group_size, max_need_D[is_needed])
 
 
 def _common_sizes(size_N: Ints) -> Floats:
@@ -115,67 +114,29 @@ def _large_size_conditions(sizes: Ints, bin_C: Floats) -> Iterator[tuple[Floats,
     """Conditions from ways to count sizes: the largest count that a bin of each bucket holds [C],
     and the count of all sizes.
 
-    A way has a bin size L, a smallest large size b, and perhaps a larger bin size C. Sizes from b
-    to L are large and count L. A size that fits beside a large one into L counts 0. A size that
-    fits beside one into C counts (C - L) / (C - b) of itself, so that it fills at most what C has
-    more than L. Other sizes count what they are. A bin with n large sizes has n * b less room for
-    others, so the largest count over n is the largest count of the bin.
+    A way has a bin size L and a smallest large size b. Sizes from b to L are large and count L. A
+    size that fits beside a large one into L counts 0. Other sizes count what they are. A bin with n
+    large sizes has n * b less room for others, so the largest count over n is that of the bin.
     """
-    bins = np.unique(bin_C[bin_C > 0])
     ordered = np.sort(sizes).astype(float)
-    for i, bin_size in enumerate(bins):
+    for bin_size in np.unique(bin_C[bin_C > 0]):
         fitting = ordered[: np.searchsorted(ordered, bin_size, side="right")]
         first = np.searchsorted(fitting, bin_size * (1 - np.array(_LARGE_SIZE_GAPS)), side="right")
         for min_large in np.unique(fitting[first[first < len(fitting)]]):
-            for larger_bin in (None, *bins[i + 1 :]):
-                max_small, small_weight = bin_size - min_large, 1.0
-                if larger_bin is not None:
-                    max_small, small_weight = (
-                        larger_bin - min_large,
-                        (larger_bin - bin_size) / (larger_bin - min_large),
-                    )
-                    if max_small >= min_large or small_weight >= 1:
-                        continue  # counts hardly less than without that bin
-                yield _count_large(ordered, bin_C, bin_size, min_large, max_small, small_weight)
-
-
-def _count_large(
-    sizes: Floats,
-    bin_C: Floats,
-    bin_size: float,
-    min_large: float,
-    max_small: float,
-    small_weight: float,
-) -> tuple[Floats, float]:
-    """One condition of `_large_size_conditions`: sizes from `min_large` to `bin_size` count as
-    `bin_size`; other sizes up to `max_small` that do not fit beside these count `small_weight` of
-    themselves."""
-    is_large = (sizes >= min_large) & (sizes <= bin_size)
-    other_sizes = sizes[~is_large & (sizes > bin_size - min_large)]
-    small, middle = other_sizes[other_sizes <= max_small], other_sizes[other_sizes > max_small]
-    need = bin_size * is_large.sum() + small_weight * small.sum() + middle.sum()
-    n = np.arange(int(bin_C.max() // min_large) + 1)[:, None]
-    free_C = bin_C - n * min_large
-    others_C = np.where(free_C >= small.min(initial=np.inf), small_weight * free_C, 0.0)
-    others_C = np.where(free_C >= middle.min(initial=np.inf), free_C, others_C)
-    return np.where(free_C >= 0, n * bin_size + others_C, 0.0).max(axis=0), float(need)
-
-
-def _merge_conditions(capacity_DC: Floats, need_D: Floats) -> tuple[Floats, Floats]:
-    """Each left-hand side once, with its largest need."""
-    rooms, place_D = np.unique(capacity_DC, axis=0, return_inverse=True)
-    needs = np.zeros(len(rooms))
-    np.maximum.at(needs, place_D.ravel(), need_D)
-    return rooms[needs > 0], needs[needs > 0]
+            is_large = (ordered >= min_large) & (ordered <= bin_size)
+            others = ordered[~is_large & (ordered > bin_size - min_large)]
+            n = np.arange(int(bin_C.max() // min_large) + 1)[:, None]
+            free_C = bin_C - n * min_large
+            others_C = np.where(free_C >= others.min(initial=np.inf), free_C, 0.0)
+            count_C = np.where(free_C >= 0, n * bin_size + others_C, 0.0).max(axis=0)
+            yield count_C, float(bin_size * is_large.sum() + others.sum())
 
 
 def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple[Ints, bool]:
     """(counts_XC, complete): the count vectors that satisfy the conditions with counts @ cost <=
-    ceiling, cheapest first, ties to the one with more capacity. `complete` is False if there are
-    too many to list.
-
-    Buckets are added one after another. A partial vector is dropped if even the cheapest completion
-    exceeds the ceiling.
+    ceiling, cheapest first, then most capacity. `complete` is False if there are too many to list.
+    Buckets are added one after another; a partial vector whose cheapest completion exceeds the
+    ceiling is dropped.
     """
     capacity_DC, need_D = conditions.capacity_DC, conditions.need_D
     max_vectors = int(_MAX_VECTORS * min(1.0, _BUCKETS_OF_MOST_VECTORS / max(1, len(cost_C))) ** 2)
@@ -184,10 +145,15 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
     open_DX = need_D[:, None]  # below 0: more than is needed
     complete = True
     for c, cost in enumerate(cost_C):
-        max_groups_X = _max_groups(capacity_DC[:, c], open_DX, cost, ceiling - cost_X)
-        rows = np.repeat(np.arange(len(counts_XC)), max_groups_X + 1)
-        start_X = np.cumsum(max_groups_X + 1) - (max_groups_X + 1)
-        add = np.arange(len(rows)) - start_X[rows]
+        useful = capacity_DC[:, c] > 0
+        groups_DX = open_DX[useful] / capacity_DC[useful, c, None]
+        max_groups_X = np.ceil(groups_DX.max(axis=0, initial=0.0))  # each serves a condition
+        if cost > 0:
+            left_X = np.maximum(0.0, ceiling - cost_X)
+            max_groups_X = np.minimum(max_groups_X, np.floor(left_X / cost + 1e-6))
+        n_X = max_groups_X.astype(np.int64) + 1
+        rows = np.repeat(np.arange(len(counts_XC)), n_X)
+        add = np.arange(len(rows)) - (np.cumsum(n_X) - n_X)[rows]
         cost_X = cost_X[rows] + add * cost
         open_DX = open_DX[:, rows] - np.multiply.outer(capacity_DC[:, c], add)
         bound_X = cost_X + _remaining_cost(open_DX, capacity_DC[:, c + 1 :], cost_C[c + 1 :])
@@ -204,30 +170,15 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
     return counts_XC[order], complete
 
 
-def _max_groups(capacity_D: Floats, open_DX: Floats, cost: float, budget_X: Floats) -> Ints:
-    """Groups of one bucket worth taking: until every condition is satisfied or the budget is
-    spent."""
-    useful = capacity_D > 0
-    if not useful.any():
-        return np.zeros(open_DX.shape[1], np.int64)
-    groups_X = np.ceil((open_DX[useful] / capacity_D[useful, None]).max(axis=0, initial=0.0))
-    if cost > 0:
-        groups_X = np.minimum(groups_X, np.floor(np.maximum(0.0, budget_X) / cost + 1e-6))
-    return groups_X.astype(np.int64)
-
-
 def _remaining_cost(open_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Floats:
-    """A lower bound on the cost of satisfying the open conditions with the remaining buckets; above
-    any ceiling if none of them can."""
-    reach_DC = capacity_DC > 0
-    price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, capacity_DC, 1.0), _UNREACHABLE_COST)
-    price_D = price_DC.min(axis=1, initial=_UNREACHABLE_COST)
-    return (open_DX * price_D[:, None]).max(axis=0, initial=0.0)
+    """A lower bound on the cost of satisfying the open conditions with the remaining buckets."""
+    price_DC = np.full(capacity_DC.shape, np.inf)
+    np.divide(cost_C, capacity_DC, out=price_DC, where=capacity_DC > 0)
+    price_DX = price_DC.min(axis=1, initial=np.inf)[:, None]
+    cost_DX = np.multiply(open_DX, price_DX, out=np.zeros_like(open_DX), where=open_DX > 0)
+    return cost_DX.max(axis=0, initial=0.0)
 
 
 def fractional_bound(conditions: Conditions, cost_C: Floats) -> float:
-    """A lower bound on the cost of any cover: the dearest condition, satisfied by fractional
-    groups."""
-    if len(conditions.need_D) == 0:
-        return 0.0
+    """A lower bound on the cost of any cover: the dearest condition, by fractional groups."""
     return float(_remaining_cost(conditions.need_D[:, None], conditions.capacity_DC, cost_C)[0])

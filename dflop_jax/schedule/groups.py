@@ -4,27 +4,30 @@ groups of a schedule made from an assignment."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dflop_jax.records import Bucket, Group, Layout, PackedPieces, Shape
 from dflop_jax.schedule.balance_problem import Budget
-from dflop_jax.schedule.batch import Batch, Capacity, check_fits
+from dflop_jax.schedule.batch import (
+    Batch,
+    check_fits,
+    first_fit_decreasing,
+    sub_microbatch_shape,
+)
 from dflop_jax.schedule.content_balance import (
     GroupContents,
     assign_pieces,
     balance_content,
-    imbalance,
     rank_content,
 )
 from dflop_jax.schedule.costs import GroupCosts, Ticks, running_order
 from dflop_jax.schedule.count_vectors import Conditions, volume_conditions
-from dflop_jax.schedule.packing import Microbatch, Packing, first_fit, rows_per_microbatch
-from dflop_jax.schedule.sub_microbatches import split_group, sub_microbatch_shape
+from dflop_jax.schedule.packing import Microbatch, Packing, first_fit
 
 # Share of a step's seconds below which a further balancing of content is not worth its search.
 _TOLERATED_SHARE = 1e-3
@@ -45,26 +48,20 @@ Assignment = Sequence[BucketRun]  # groups that hold a whole batch together
 
 @dataclass(frozen=True)
 class PackingSpace:
-    """What a batch is packed into: buckets with their costs, times data ranks and group size.
-    `priced` are the modules whose content has a price."""
+    """The buckets that a batch is packed into, their costs, and the modules whose content has a
+    price."""
 
     batch: Batch
     buckets: tuple[Bucket, ...]
-    capacity: Capacity
     ticks: Ticks
-    priced: frozenset[str] = frozenset()
+    priced: Mapping[str, float] = field(default_factory=dict)
 
     def cost(self, assignment: Assignment) -> int:
         """The cost of an assignment, in ticks, which the search minimises: every run keeps its
         dearest resource busy, and the run that fills the pipeline fastest goes first."""
         chosen = [t.bucket for t in assignment]
-        if not chosen:
-            return 0
-        return int(self.ticks.dearest_C[chosen].sum() + self.ticks.rest_C[chosen].min())
-
-    def tokens(self, bucket: Bucket, module: str) -> int:
-        """Tokens of one microbatch of a bucket, on all ranks, that pieces can fill."""
-        return self.batch.microbatch_tokens(bucket, module, self.capacity)
+        fill = self.ticks.rest_C[chosen].min() if chosen else 0
+        return int(self.ticks.dearest_C[chosen].sum() + fill)
 
     def sort_runs(self, assignment: Assignment) -> list[BucketRun]:
         """The runs in running order."""
@@ -73,14 +70,13 @@ class PackingSpace:
     def build_run(self, bucket: int, microbatches: Packing, budget: Budget) -> BucketRun | None:
         """The groups of these microbatches, padded with empty ones; None if some pieces fit no
         row."""
-        shapes = self.buckets[bucket]
-        width = rows_per_microbatch(shapes, self.batch, self.capacity)
-        missing = self.capacity.group_size - len(microbatches)
+        width = self.batch.anchor_rows(self.buckets[bucket])
+        missing = self.batch.capacity.group_size - len(microbatches)
         empty: Packing = [[[] for _ in range(width)] for _ in range(missing)]
         padded = [*microbatches, *empty]
         placements: dict[str, PackedPieces] = {}
         for module in self.batch.modules:
-            placement = assign_pieces(self.batch, shapes, padded, module, self.capacity, budget)
+            placement = assign_pieces(self.batch, self.buckets[bucket], padded, module, budget)
             if placement is None:
                 return None
             if len(placement):
@@ -104,9 +100,9 @@ class PackingSpace:
             if b == run.bucket:
                 break
             bucket = self.buckets[b]
-            may_hold = rows_per_microbatch(bucket, batch, self.capacity) == width and all(
-                batch.row_tokens(bucket.shape(m), m) >= row_tokens
-                and self.tokens(bucket, m) >= microbatch_tokens
+            may_hold = batch.anchor_rows(bucket) == width and all(
+                batch.row_tokens(bucket, m) >= row_tokens
+                and batch.microbatch_tokens(bucket, m) >= microbatch_tokens
                 for m, (row_tokens, microbatch_tokens) in needs.items()
             )
             if may_hold and (cheaper := self.build_run(b, run.microbatches, budget)):
@@ -116,12 +112,12 @@ class PackingSpace:
     @cached_property
     def can_hold_CN(self) -> NDArray[np.bool_]:
         """[buckets, N]: which samples each bucket can hold."""
-        return np.array([self.batch.can_hold(b, self.capacity) for b in self.buckets])
+        return np.array([self.batch.can_hold(b) for b in self.buckets])
 
     @cached_property
     def demand(self) -> Conditions:
         """Volume conditions on the groups that hold the batch."""
-        return volume_conditions(self.batch, self.buckets, self.capacity)
+        return volume_conditions(self.batch, self.buckets)
 
     @cached_property
     def buckets_by_cost(self) -> list[int]:
@@ -130,19 +126,15 @@ class PackingSpace:
 
 
 def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
-    """First fit, fullest sample first, into one main bucket; samples that it cannot hold go to the
-    cheapest bucket that can. Each group then moves to its cheapest bucket. Returns the cheapest
-    result over the first `mains` buckets as the main one."""
+    """First fit, fullest sample first, into one of the first `mains` buckets, the one with which
+    the result is cheapest; samples that it cannot hold go to the cheapest bucket that can. Each
+    group then moves to its cheapest bucket."""
     budget = Budget(0)
     able_CN = space.can_hold_CN
     cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]
     cheapest: list[BucketRun] | None = None
-    tried_buckets: set[bytes] = set()
-    for main in range(mains):
-        bucket_N = np.where(able_CN[main], main, cheapest_N)
-        if bucket_N.tobytes() in tried_buckets:
-            continue
-        tried_buckets.add(bucket_N.tobytes())
+    by_main = (np.where(able_CN[main], main, cheapest_N) for main in range(mains))
+    for bucket_N in {bucket_N.tobytes(): bucket_N for bucket_N in by_main}.values():  # each once
         assignment: list[BucketRun] = []
         for b in np.unique(bucket_N).tolist():
             assignment += _first_fit_runs(space, b, np.flatnonzero(bucket_N == b), budget)
@@ -154,26 +146,23 @@ def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
 def _first_fit_runs(
     space: PackingSpace, b: int, members: NDArray[np.int64], budget: Budget
 ) -> list[BucketRun]:
-    """Groups of a bucket that hold the samples, by first fit, fullest first. Samples whose pieces
-    fit no row are packed again."""
-    batch, capacity, bucket = space.batch, space.capacity, space.buckets[b]
-
+    """Groups of a bucket that hold the samples, by first fit, fullest first."""
+    batch, bucket = space.batch, space.buckets[b]
     fill_N = np.zeros(batch.n_samples)
     for m in batch.modules:
-        free_tokens = space.tokens(bucket, m)
-        free_tokens = batch.row_tokens(bucket.shape(m), m) if m == batch.anchor else free_tokens
-        np.maximum(fill_N, batch.tokens[m] / max(free_tokens, 1), out=fill_N)
+        tokens_of = batch.row_tokens if m == batch.anchor else batch.microbatch_tokens
+        np.maximum(fill_N, batch.tokens[m] / max(tokens_of(bucket, m), 1), out=fill_N)
     waiting = members[np.argsort(-fill_N[members], kind="stable")].tolist()
     microbatches: Packing = []
     while waiting:
-        packed = first_fit(batch, waiting, bucket, capacity)
+        packed = first_fit(batch, waiting, bucket)
         waiting = []
         for microbatch in packed:
             waiting += _remove_overflow(space, b, microbatch, budget)
         microbatches += packed
-    assignment = []
-    for lo in range(0, len(microbatches), capacity.group_size):
-        run = space.build_run(b, microbatches[lo : lo + capacity.group_size], budget)
+    assignment, size = [], batch.capacity.group_size
+    for lo in range(0, len(microbatches), size):
+        run = space.build_run(b, microbatches[lo : lo + size], budget)
         assert run is not None, "a bucket holds what was packed into it"
         assignment.append(space.shrink(run, budget))
     return assignment
@@ -182,17 +171,16 @@ def _first_fit_runs(
 def _remove_overflow(
     space: PackingSpace, b: int, microbatch: Microbatch, budget: Budget
 ) -> list[int]:
-    """Remove samples from the microbatch, in place, until the pieces of all others fit rows;
-    returns the removed samples."""
+    """Remove samples from the microbatch until the pieces of all others fit rows, and return
+    them."""
     removed: list[int] = []
-    batch, bucket, capacity = space.batch, space.buckets[b], space.capacity
 
     def fits(module: str) -> bool:
-        return assign_pieces(batch, bucket, [microbatch], module, capacity, budget) is not None
+        pieces = assign_pieces(space.batch, space.buckets[b], [microbatch], module, budget)
+        return pieces is not None
 
-    while not all(map(fits, batch.modules)):
-        fullest = max(microbatch, key=len)
-        removed.append(fullest.pop())
+    while not all(map(fits, space.batch.modules)):
+        removed.append(max(microbatch, key=len).pop())
     return sorted(removed)
 
 
@@ -203,83 +191,66 @@ def arrival_assignment(space: PackingSpace) -> list[BucketRun]:
     Raises:
       ValueError: modules differ in data ranks, or a sample fits no bucket on one rank.
     """
-    batch, ranks = space.batch, space.capacity.ranks
-    last = batch.modules[-1]
-    if len(set(ranks.values())) > 1:
+    batch, capacity = space.batch, space.batch.capacity
+    if len(set(capacity.ranks.values())) > 1:
         raise ValueError(
-            f"arrival grouping needs equal data ranks, got {dict(ranks)}; plan all modules alike "
-            "or use balanced grouping"
+            f"arrival grouping needs equal data ranks, got {dict(capacity.ranks)}; plan all "
+            "modules alike or use balanced grouping"
         )
-    own_rank = Capacity(dict.fromkeys(ranks, 1))
-    check_fits(batch, space.buckets, own_rank)
-    shape = space.buckets[0].shape(last)
+    own_rank = replace(capacity, ranks=dict.fromkeys(capacity.ranks, 1))
+    check_fits(batch.with_capacity(own_rank), space.buckets)
+    shape = space.buckets[0].shape(batch.modules[-1])
     per_rank = shape.rows if shape else 1
-    width = per_rank * ranks[last]
+    max_samples = per_rank * capacity.ranks[batch.modules[-1]] * capacity.group_size
     assignment: list[BucketRun] = []
     start = 0
     while start < batch.n_samples:
-        for count in range(min(width * space.capacity.group_size, batch.n_samples - start), 0, -1):
-            run = _arrival_run(space, range(start, start + count), per_rank)
+        for stop in range(min(start + max_samples, batch.n_samples), start, -1):
+            run = _arrival_run(space, range(start, stop), per_rank)
             if run is not None:
                 break
         assert run is not None, "one sample fits (checked)"
         assignment.append(run)
-        start += count
+        start = stop
     return assignment
 
 
 def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRun | None:
-    """The cheapest groups for consecutive samples; None if no bucket holds them on their own
-    ranks."""
-    last, n_ranks = space.batch.modules[-1], next(iter(space.capacity.ranks.values()))
-    width, group_size = per_rank * n_ranks, space.capacity.group_size
-    ranks_MD = [
-        [
-            list(samples[(k * n_ranks + d) * per_rank : (k * n_ranks + d + 1) * per_rank])
-            for d in range(n_ranks)
-        ]
-        for k in range(group_size)
-    ]
-    rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
-    batch = space.batch
+    """The cheapest groups for consecutive samples on their own ranks; None if there are none."""
+    batch, n_ranks = space.batch, next(iter(space.batch.capacity.ranks.values()))
+    n_rows = per_rank * n_ranks * batch.capacity.group_size
+    rows = [[i] for i in samples] + [[] for _ in range(n_rows - len(samples))]
+    width = per_rank * n_ranks
     for b in space.buckets_by_cost:
-        placements: dict[str, PackedPieces] = {}
-        for m in batch.modules:
-            shape = space.buckets[b].shape(m)
-            placement = _place_on_own_ranks(batch, ranks_MD, m, shape, m == last)
-            if placement is None:
-                break
-            if len(placement):
-                placements[m] = placement
-        else:
-            padded = [[*r, *([] for _ in range(width - len(r)))] for r in rows]
-            return BucketRun(b, padded, placements)
+        placements = {
+            m: _place_on_own_ranks(batch, samples, m, space.buckets[b].shape(m), n_ranks, per_rank)
+            for m in batch.modules
+        }
+        if None not in placements.values():
+            microbatches = [rows[k : k + width] for k in range(0, n_rows, width)]
+            return BucketRun(b, microbatches, {m: p for m, p in placements.items() if p})
     return None
 
 
 def _place_on_own_ranks(
-    batch: Batch,
-    ranks_MD: Sequence[Sequence[Sequence[int]]],
-    module: str,
-    shape: Shape | None,
-    row_each: bool,
+    batch: Batch, samples: range, module: str, shape: Shape | None, n_ranks: int, per_rank: int
 ) -> PackedPieces | None:
-    """Pieces on the ranks of their samples, in the sample's own row (`row_each`) or by first fit;
-    None if they do not fit."""
-    entries: list[tuple[int, int, int, int]] = []
-    for m, ranks_D in enumerate(ranks_MD):
-        for d, samples in enumerate(ranks_D):
-            free = [shape.tokens] * shape.rows if shape else []
-            for slot, i in enumerate(samples):
-                for piece_number in batch.piece_indices(module, [i]).tolist():
-                    n = int(batch.lengths[module][piece_number])
-                    rows = range(slot, min(slot + 1, len(free))) if row_each else range(len(free))
-                    row = next((r for r in rows if free[r] >= n), None)
-                    if row is None:
-                        return None
-                    free[row] -= n
-                    entries.append((piece_number, m, d, row))
-    return PackedPieces(np.array(entries, np.int64).reshape(-1, 4).T)
+    """Pieces on the ranks of their samples, in the sample's own row of the last module, else by
+    first fit decreasing; None if they do not fit."""
+    pieces = batch.piece_indices(module, samples)
+    length_P = batch.lengths[module][pieces]
+    if shape is None or length_P.max(initial=0) > shape.tokens:
+        return None if len(pieces) else PackedPieces(np.zeros((4, 0), np.int64))
+    rank_P, row_P = np.divmod(batch.sample[module][pieces] - samples.start, per_rank)
+    if module == batch.modules[-1]:
+        used = np.bincount(batch.sample[module][pieces], length_P)
+    else:
+        for is_on_rank in (rank_P == rank for rank in np.unique(rank_P)):
+            row_P[is_on_rank] = first_fit_decreasing(length_P[is_on_rank], shape.tokens)
+        used = length_P
+    if used.max(initial=0) > shape.tokens or row_P.max(initial=-1) >= shape.rows:
+        return None
+    return PackedPieces(np.stack((pieces, *np.divmod(rank_P, n_ranks), row_P)))
 
 
 def schedule_groups(
@@ -287,23 +258,21 @@ def schedule_groups(
 ) -> tuple[Group, ...]:
     """The schedule's groups in running order. Each run of a bucket becomes one group per module,
     producers first, which feeds the groups of the same run that read it. A divided module becomes
-    several groups, which all feed or read the same groups."""
+    several groups, each with its share of every rank's rows, which all feed or read the same."""
     groups: list[Group] = []
-    size, ranks = space.capacity.group_size, space.capacity.ranks
+    size, ranks = space.batch.capacity.group_size, space.batch.capacity.ranks
     for run in assignment:
         parts_of: dict[str, tuple[Shape, list[PackedPieces]]] = {}  # shape, groups
         for m, placement in run.placements.items():
             if m in layout.divided:
-                sub_shape = sub_microbatch_shape(layout, m)
-                parts_of[m] = sub_shape, split_group(placement, sub_shape)
+                shape = sub_microbatch_shape(layout, m)
+                part_P, row_P = np.divmod(placement.row, shape.rows)
+                inside = placement.reassigned(placement.rank, row_P)
+                parts_of[m] = shape, [inside.select(part_P == k) for k in np.unique(part_P)]
             else:
                 parts_of[m] = dict(space.buckets[run.bucket].shapes)[m], [placement]
-        n_parts = [len(placements) for _, placements in parts_of.values()]
-        first = accumulate(n_parts, initial=len(groups))
-        groups_of = {
-            m: range(first_group, first_group + len(parts_of[m][1]))
-            for m, first_group in zip(parts_of, first)
-        }
+        stops = accumulate((len(parts) for _, parts in parts_of.values()), initial=len(groups))
+        groups_of = {m: range(*ends) for m, ends in zip(parts_of, pairwise(stops))}
         for m, (shape, placements) in parts_of.items():
             feeds = tuple(f for t in layout.targets(m) for f in groups_of.get(t, ()))
             for placement in placements:
@@ -311,18 +280,18 @@ def schedule_groups(
                     int(rank_content(placement, feature_P, size, ranks[m]).sum(axis=0).max())
                     for feature_P in space.batch.features[m]
                 ]
-                pieces = placement.sorted_by_row()
-                groups.append(Group(m, shape, feeds, tuple(content), pieces, size))
+                groups.append(
+                    Group(m, shape, feeds, tuple(content), placement.sorted_by_row(), size)
+                )
     return tuple(groups)
 
 
 def content_tolerance(
     space: PackingSpace, costs: GroupCosts, assignment: Assignment
 ) -> dict[str, float]:
-    """By priced module, the content above the bound that is not worth a further search: it costs a
-    small share of the seconds of the assignment."""
+    """By priced module, the content above the bound that is not worth a further search."""
     step_s = sum(float(costs.bucket_s(space.buckets[t.bucket]).max()) for t in assignment)
-    return {m: _TOLERATED_SHARE * step_s / costs.unit_s(m) for m in space.priced}
+    return {m: _TOLERATED_SHARE * step_s / unit_s for m, unit_s in space.priced.items()}
 
 
 def balance_contents(
@@ -331,65 +300,21 @@ def balance_contents(
     budget: Budget,
     seed: int,
     tolerance: Mapping[str, float],
-) -> float:
-    """Balance the content of the priced modules, in place, to within `tolerance`; returns the sum
-    of their objectives (`content_balance.imbalance`)."""
-    uneven_content = 0.0
-    priced = [m for m in space.batch.modules if m in space.priced]
+) -> None:
+    """Balance the content of the priced modules, in place, to within `tolerance`."""
+    batch = space.batch
+    priced = [m for m in batch.modules if m in space.priced]
     for n_left, m in zip(range(len(priced), 0, -1), priced):
         runs = [t for t in assignment if m in t.placements]
-        shapes = [space.buckets[t.bucket].shape(m) for t in runs]
         content = GroupContents(
-            space.batch.lengths[m],
-            space.batch.content[m],
-            space.capacity.ranks[m],
-            space.capacity.group_size,
-            [s for s in shapes if s is not None],
+            batch.lengths[m],
+            batch.content[m],
+            batch.capacity.ranks[m],
+            batch.capacity.group_size,
+            [dict(space.buckets[t.bucket].shapes)[m] for t in runs],
             [t.placements[m] for t in runs],
         )
         share = budget.sub_budget(budget.remaining / n_left)
         balance_content(content, share, seed, tolerance.get(m, 0.0))
         for t, placement in zip(runs, content.groups, strict=True):
             t.placements[m] = placement
-        uneven_content += imbalance(content)
-    return uneven_content
-
-
-def longest_first_assignment(
-    space: PackingSpace, assignment: Assignment, budget: Budget
-) -> list[BucketRun] | None:
-    """The same groups with the samples reassigned, longest first, each to a row of the rank that
-    has the least content in the step so far. Where groups have spare room, this is a better start
-    for balancing content than packing. None if the content of the anchor module has no price, the
-    assignment is empty, or a sample finds no room."""
-    batch, anchor = space.batch, space.batch.anchor
-    if anchor is None or anchor not in space.priced or not assignment:
-        return None
-    ranks, tokens_N = space.capacity.ranks[anchor], batch.tokens[anchor]
-    tokens_NM = batch.shared_tokens_NM
-    runs = [t for t in assignment for _ in t.microbatches]
-    empty = [batch.empty_tokens(space.buckets[t.bucket], space.capacity) for t in runs]
-    rows: Packing = [[[] for _ in row] for t in assignment for row in t.microbatches]
-    micro_R = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
-    row_in_microbatch_R = np.concatenate([np.arange(len(r)) for r in rows])  # in its microbatch
-    rank_R = np.concatenate([np.arange(len(r)) * ranks // len(r) for r in rows])
-    free_R = np.array([row for row, _ in empty])[micro_R]
-    free_GM = np.array([shared_M for _, shared_M in empty])
-    budget.spend(batch.n_samples * (1 + len(free_R) / 500) / 20)
-    content_D, content_N = np.zeros(ranks), np.zeros(batch.n_samples)
-    content_N[batch.n_pieces[anchor] > 0] = batch.content[anchor]
-    for i in np.argsort(-tokens_N, kind="stable").tolist():
-        fits_R = (free_R >= tokens_N[i]) & (free_GM >= tokens_NM[i]).all(axis=1)[micro_R]
-        if not fits_R.any():
-            return None
-        r = int(np.where(fits_R, content_D[rank_R], np.inf).argmin())
-        rows[micro_R[r]][row_in_microbatch_R[r]].append(i)
-        free_R[r] -= tokens_N[i]
-        free_GM[micro_R[r]] -= tokens_NM[i]
-        content_D[rank_R[r]] += content_N[i]
-    size = space.capacity.group_size
-    filled = [
-        space.build_run(t.bucket, rows[k * size : (k + 1) * size], budget)
-        for k, t in enumerate(assignment)
-    ]
-    return None if None in filled else [t for t in filled if t]

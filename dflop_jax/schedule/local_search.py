@@ -14,15 +14,20 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints, Problem
-from dflop_jax.schedule.longest_first import longest_first
+from dflop_jax.schedule.balance_problem import (
+    ROUNDING,
+    Budget,
+    Floats,
+    Ints,
+    Problem,
+    by_size,
+    longest_first,
+)
 
 _MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms per resource
 _RESPLIT_WORK = 40  # pairs priced while re-splitting three or four bins
 _NOISE = 0.5  # relative noise on the sizes by which a re-split orders its samples; uniform, since
 # the last bit of an exponential differs from one CPU to another
-_RESPLITS = (8, 24)  # of the first turn, of later ones
-_CLOSE = 3e-4  # relative gain of a batch of re-splits that is worth another
 
 
 class State:
@@ -60,30 +65,18 @@ class State:
 
 
 def improve(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
-    """Lower the makespan in place by exchanges and re-splits, until it is at most `target` or the
-    budget is spent."""
-
-    def should_stop() -> bool:
-        return state.makespan <= target or budget.is_spent
+    """Lower the makespan in place to at most `target`, or until the budget is spent."""
 
     descend(state, target, budget)
-    n_resplits, later_resplits = _RESPLITS
-    while not should_stop():
-        makespan_before = np.inf
-        while state.makespan < makespan_before * (1 - _CLOSE):
-            makespan_before = state.makespan
-            for _ in range(n_resplits):
-                if should_stop():
-                    return
-                resplit(state, target, budget, rng)
-                descend(state, target, budget)
-        n_resplits = later_resplits
+    while state.makespan > target and not budget.is_spent:
+        resplit(state, target, budget, rng)
+        descend(state, target, budget)
 
 
 @lru_cache(maxsize=256)
 def subsets(m: int, max_subsets: int) -> Floats:
-    """[m, S]: 0/1 memberships of the subsets of m samples, the empty one first, up to the largest
-    subset size for which S <= max_subsets (size 1 always included)."""
+    """[m, S]: 0/1 memberships of the subsets of m samples, smallest first, up to the largest size
+    for which S <= max_subsets (size 1 always included)."""
     chosen: list[tuple[int, ...]] = [(), *((i,) for i in range(m))]
     for size in range(2, m + 1):
         more = list(combinations(range(m), size))
@@ -97,8 +90,8 @@ def subsets(m: int, max_subsets: int) -> Floats:
 
 
 def exchange(state: State, a: int, b: int) -> bool:
-    """Make the best exchange between bins a and b if it lowers the larger of their scores; returns
-    whether it did."""
+    """Make the best exchange between bins a and b that lowers the larger of their scores; returns
+    whether there is one."""
     p, in_a, in_b = state.problem, state.members[a], state.members[b]
     max_new_score = max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING)
     member_a_MS, member_b_MS = subsets(len(in_a), _MAX_SUBSETS), subsets(len(in_b), _MAX_SUBSETS)
@@ -113,9 +106,7 @@ def exchange(state: State, a: int, b: int) -> bool:
                 load_SS = _larger_after(load_a, load_b, out_a_RS[r], out_b_RS[r])
                 price_SS[load_SS > p.limits_R[r] * (1 + ROUNDING)] = np.inf
             continue
-        scale_a, scale_b = 1.0, 1.0
-        if p.scale_RB is not None:
-            scale_a, scale_b = float(p.scale_RB[r, a]), float(p.scale_RB[r, b])
+        scale_a, scale_b = (1.0, 1.0) if p.scale_RB is None else p.scale_RB[r, [a, b]].tolist()
         if stays:
             np.maximum(price_SS, load_a * scale_a, out=price_SS)
         elif scale_a != scale_b:
@@ -132,9 +123,8 @@ def exchange(state: State, a: int, b: int) -> bool:
         return False
     row, column = divmod(best_exchange, price_SS.shape[1])
     go_a, go_b = member_a_MS[:, row] > 0, member_b_MS[:, column] > 0
-    new_a = np.concatenate([in_a[~go_a], in_b[go_b]])
-    new_b = np.concatenate([in_b[~go_b], in_a[go_a]])
-    state.refill((a, b), (new_a, new_b))
+    new_a = np.append(in_a[~go_a], in_b[go_b])
+    state.refill((a, b), (new_a, np.append(in_b[~go_b], in_a[go_a])))
     return True
 
 
@@ -147,8 +137,8 @@ def _larger_after(load_a: float, load_b: float, out_a_S: Floats, out_b_S: Floats
 
 
 def descend(state: State, target: float, budget: Budget, bins: Ints | None = None) -> None:
-    """Exchange samples of the heaviest bin until no exchange lowers it, `target` is reached or the
-    budget is spent. `only` restricts the search to some bins."""
+    """Exchange samples of the heaviest of `bins` (None: all) until no exchange lowers it, `target`
+    is reached or the budget is spent."""
     among = np.arange(state.problem.n_bins) if bins is None else bins
     exchanged = True
     while exchanged and not budget.is_spent and state.score_B[among].max() > target:
@@ -164,8 +154,7 @@ def descend(state: State, target: float, budget: Budget, bins: Ints | None = Non
 
 
 def _heaviest(state: State, among: Ints) -> list[int]:
-    """The heaviest bin. If bins share loads, also the other bins of its group with the same
-    score."""
+    """The heaviest bin, and the other bins of its group with the same score."""
     first = int(among[state.score_B[among].argmax()])
     group = state.problem.group
     peers = among[among // group == first // group]
@@ -173,16 +162,12 @@ def _heaviest(state: State, among: Ints) -> list[int]:
 
 
 def _partners(state: State, a: int, among: Ints) -> list[int]:
-    """Bins that may relieve bin a, most promising first: by the load that an even split of the two
-    leaves."""
+    """Bins that may relieve bin a, by the load that an even split of the two leaves."""
     p = state.problem
     costs_RB = state.loads_RB[: p.n_costs]
+    room_RB = np.ones_like(costs_RB) if p.scale_RB is None else 1 / p.scale_RB
     together_RB = costs_RB[:, among] + costs_RB[:, [a]]
-    if p.scale_RB is None:
-        even = (together_RB / 2).max(axis=0)
-    else:
-        room_RB = 1 / p.scale_RB
-        even = (together_RB / (room_RB[:, among] + room_RB[:, [a]])).max(axis=0)
+    even = (together_RB / (room_RB[:, among] + room_RB[:, [a]])).max(axis=0)
     even[among == a] = np.inf
     order = np.argsort(even, kind="stable")
     useful = order[even[order] < state.score_B[a] * (1 - ROUNDING)]
@@ -191,7 +176,7 @@ def _partners(state: State, a: int, among: Ints) -> list[int]:
 
 def resplit(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
     """Pool the heaviest bin with two or three random ones and split them anew (noisy longest-first,
-    then exchanges). Keeps the result if the largest of their scores falls."""
+    then exchanges), if that lowers the largest of their scores."""
     p, n_bins = state.problem, state.problem.n_bins
     heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
     random_bins = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
@@ -235,49 +220,30 @@ def balance(
 
     Args:
       costs: >= 0, [samples, modules] or [samples]; any one unit.
-      n_bins: number of bins, >= 1.
       bin_group, grouped: the cost columns named in `grouped` are summed over each `bin_group`
         consecutive bins, as a source module that runs the union of a microbatch's data ranks.
-      work: max. units of work (see `solver.problem.Budget`), each about 0.1 ms.
-      seed: of the search.
+      work: max. units of work (see `Budget`), each about 0.1 ms.
 
     Raises:
       ValueError: a negative or non-finite cost (its row is named), or arguments that do not match.
     """
-    problem = balance_problem(costs, n_bins, bin_group, grouped)
-    if problem.n_samples == 0:
-        return np.empty(0, np.int64)
-    state = State(problem, longest_first(problem))
-    bins_R = np.where(problem.grouped_R, problem.n_groups, n_bins)
-    mean_R = problem.sizes_RN.sum(axis=1) / bins_R
-    target = max(mean_R.max(initial=0.0), problem.sizes_RN.max(initial=0.0))
-    improve(state, target * (1 + ROUNDING), Budget(work), np.random.default_rng(seed))
-    return state.bins
-
-
-def balance_problem(
-    costs: ArrayLike, n_bins: int, bin_group: int = 1, grouped: Sequence[int] = ()
-) -> Problem:
-    """The problem in array form. Raises ValueError with the argument that is wrong."""
     costs_NC = np.asarray(costs, dtype=np.float64)
     costs_NC = costs_NC[:, None] if costs_NC.ndim == 1 else costs_NC
     if costs_NC.ndim != 2:
         raise ValueError(f"costs must be [samples, columns], got shape {costs_NC.shape}")
-    bad = np.argwhere(~np.isfinite(costs_NC) | (costs_NC < 0))
-    if len(bad):
-        row, column = bad[0]
+    for row, column in np.argwhere(~np.isfinite(costs_NC) | (costs_NC < 0))[:1]:
         raise ValueError(
             f"costs[{row}, {column}] is {costs_NC[row, column]}; "
             "every entry must be a finite number >= 0 (check the profile it was predicted from)"
         )
-    c = costs_NC.shape[1]
-    if n_bins < 1:
-        raise ValueError(f"n_bins={n_bins} must be at least 1")
-    if bin_group < 1 or n_bins % bin_group:
-        raise ValueError(f"bin_group={bin_group} must divide n_bins={n_bins}")
+    n, c = costs_NC.shape
+    if n_bins < 1 or bin_group < 1 or n_bins % bin_group:
+        raise ValueError(f"bin_group={bin_group} must divide n_bins={n_bins}, both at least 1")
     if not set(grouped) <= set(range(c)):
         raise ValueError(f"grouped={tuple(grouped)} names columns outside 0..{c - 1}")
-    return Problem(
+    if n == 0:
+        return np.empty(0, np.int64)
+    problem = Problem(
         sizes_RN=np.ascontiguousarray(costs_NC.T),
         n_costs=c,
         limits_R=np.full(c, np.inf),
@@ -285,3 +251,9 @@ def balance_problem(
         group=bin_group,
         grouped_R=tuple(i in grouped for i in range(c)),
     )
+    state = State(problem, longest_first(problem, by_size(problem.sizes_RN)))
+    bins_R = np.where(problem.grouped_R, n_bins // bin_group, n_bins)
+    mean_R = problem.sizes_RN.sum(axis=1) / bins_R
+    target = max(mean_R.max(initial=0.0), problem.sizes_RN.max(initial=0.0))
+    improve(state, target * (1 + ROUNDING), Budget(work), np.random.default_rng(seed))
+    return state.bins

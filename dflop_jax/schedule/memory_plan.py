@@ -3,19 +3,19 @@ backward than their segment's recompute policy asks for.
 
 A segment with a second recompute policy may run any of its groups under it: the backward takes less
 time, and the group takes more memory in between. The order of tasks determines which groups a
-device holds at every moment, and thus how much memory is free. On every device, the groups with the
-largest total saving are chosen, greedily or by a MILP where the greedy choice leaves some out.
+device holds at every moment, and thus how much memory is free. On every device, groups are chosen
+by seconds saved per byte and moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
-from dflop_jax.schedule.balance_problem import ROUNDING, Budget
+from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.simulate.steps import makespan_function
 from dflop_jax.simulate.task_graph import (
     in_flight_changes,
@@ -24,17 +24,10 @@ from dflop_jax.simulate.task_graph import (
     step_graph,
 )
 
-_GRAIN_BYTES = 2.0**16  # needs are rounded up to it, room down: twice as much wastes twice as much
-_TICKS_OF_MAX = 1e6  # whole units that the most seconds saved are rounded to
-_MAX_VARIABLES = 2_000  # groups of a device up to which a MILP is solved; else greedy alone
-_VARIABLE_WORK = 2  # units of work for each of them, measured
-_MAX_NODES = 50  # of a device's branch and bound, which then ends with the best answer so far
-
 
 @dataclass(frozen=True)
 class ResidualItem:
-    """A group of a segment that may keep more residuals: the seconds that this saves, and the extra
-    bytes that it takes during the moments [first, stop)."""
+    """A group of a segment that may keep `extra_bytes` more during the moments [first, stop)."""
 
     segment: str
     group: int
@@ -51,25 +44,22 @@ class DeviceMemory:
     items: tuple[ResidualItem, ...]
     free_bytes_at: tuple[float, ...]
 
-    def saved_s(self, chosen: Sequence[int]) -> float:
-        return sum(self.items[i].saved_s for i in chosen)
-
 
 def with_memory_plan(
-    plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str], budget: Budget
+    plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
 ) -> Schedule:
-    """The schedule with the groups that keep more residuals and its makespan in the same order.
-    Unchanged if no segment has a second policy or nothing is gained."""
+    """The schedule with groups that keep more residuals; unchanged if nothing is gained."""
     if not plan.scheduling.residuals:
         return schedule
     remat_less: dict[int, list[str]] = {}
     for device in device_memories(plan, schedule, prices):
-        for i in choose_items(device, budget):
+        for i in choose_items(device):
             remat_less.setdefault(device.items[i].group, []).append(device.items[i].segment)
     if not remat_less:
         return schedule
-    segments = [tuple(remat_less.get(i, ())) for i in range(len(schedule.groups))]
-    groups = tuple(replace(g, remat_less=s) for g, s in zip(schedule.groups, segments))
+    groups = tuple(
+        replace(g, remat_less=tuple(remat_less.get(i, ()))) for i, g in enumerate(schedule.groups)
+    )
     planned = replace(schedule, groups=groups)
     graph = step_graph(plan.layout, groups, trainable)
     order = [graph.task_index[t] for t in schedule.order]
@@ -86,8 +76,7 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
     Moments are the times at which a resource holds most: the last forward before a backward. Each
     segment is assumed to hold one more input, of the group that waits.
     """
-    usual_bytes = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.residuals}
-    extra_bytes = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.residuals}
+    residuals = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
     largest: dict[str, float] = {}
     for k in plan.scheduling.residuals:
         largest[k.segment] = max(largest.get(k.segment, 0.0), k.n_bytes)
@@ -108,9 +97,10 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
         for t, change in zip(schedule.order, changes, strict=True):
             if t.segment not in live or not change:
                 continue
-            shape, key = schedule.groups[t.group].shape, (t.segment, t.group)
+            key = t.segment, t.group
+            residual = residuals[t.segment, schedule.groups[t.group].shape]
             if change > 0:
-                live[t.segment] += usual_bytes[t.segment, shape]
+                live[t.segment] += residual.n_bytes
                 start[key] = len(free_bytes)
                 after_forward = True
                 continue
@@ -118,18 +108,17 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
                 used = {n: max(b, min(b + largest[n], reserved[n])) for n, b in live.items()}
                 free_bytes.append(max(0.0, free + sum(reserved[n] - used[n] for n in live)))
                 after_forward = False
-            live[t.segment] -= usual_bytes[t.segment, shape]
+            live[t.segment] -= residual.n_bytes
             saved_s = _saved_s(schedule, t, prices)
             if saved_s > 0:
-                extra = max(0.0, extra_bytes[t.segment, shape])
+                extra = max(0.0, residual.more_bytes)
                 items.append(ResidualItem(*key, saved_s, extra, start[key], len(free_bytes)))
         devices.append(DeviceMemory(tuple(items), tuple(free_bytes)))
     return devices
 
 
 def peak_residual_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
-    """Peak bytes of the residuals on each resource, of groups between forward and backward under
-    the recompute policies that they run under."""
+    """Peak bytes of the residuals on each resource, under the policies that groups run under."""
     residuals = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
     resource = segment_resources(plan.layout)
     live = dict.fromkeys(resource.values(), 0.0)
@@ -157,8 +146,8 @@ def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
     return saved_s
 
 
-def choose_greedily(device: DeviceMemory) -> list[int]:
-    """Indices of items that fit, in the order of seconds saved per byte and moment."""
+def choose_items(device: DeviceMemory) -> list[int]:
+    """Indices of items that fit, chosen in the order of seconds saved per byte and moment."""
     free_bytes = np.array(device.free_bytes_at)
     items = []
 
@@ -174,36 +163,3 @@ def choose_greedily(device: DeviceMemory) -> list[int]:
             free_bytes[span] -= item.extra_bytes
             items.append(i)
     return sorted(items)
-
-
-def choose_items(device: DeviceMemory, budget: Budget) -> list[int]:
-    """Indices of the items with the largest total saving: the greedy choice, or the solution of a
-    MILP if that saves more.
-
-    The MILP has one binary per item and one row per moment. A fraction of a tick per item breaks
-    ties, so the solution is unique.
-    """
-    greedy_items, n = choose_greedily(device), len(device.items)
-    if len(greedy_items) == n or n > _MAX_VARIABLES or budget.is_spent:
-        return greedy_items
-    from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
-
-    budget.spend(_VARIABLE_WORK * n)
-    saved, extra_bytes, start, stop = np.array(
-        [(i.saved_s, i.extra_bytes, i.first, i.stop) for i in device.items]
-    ).T
-    ticks = np.rint(saved / saved.max() * _TICKS_OF_MAX) + (n - np.arange(n)) / n**2
-    moments = np.arange(len(device.free_bytes_at))[:, None]
-    in_use = (start <= moments) & (moments < stop)
-    needs = np.where(in_use, np.ceil(extra_bytes / _GRAIN_BYTES), 0.0)
-    free_units = np.floor(np.array(device.free_bytes_at) / _GRAIN_BYTES)
-    tight = needs.sum(axis=1) > free_units
-    result = milp(
-        -ticks,
-        integrality=np.ones(n),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(needs[tight], ub=free_units[tight]),
-        options={"node_limit": _MAX_NODES},
-    )
-    milp_items = [] if result.x is None else np.flatnonzero(result.x > 0.5).tolist()
-    return max(greedy_items, milp_items, key=device.saved_s)

@@ -10,8 +10,7 @@ from operator import itemgetter
 import numpy as np
 
 from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule
-from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints
-from dflop_jax.schedule.bounds import earliest_starts, order_bound
+from dflop_jax.schedule.balance_problem import ITEMS_PER_WORK, ROUNDING, Budget
 from dflop_jax.simulate.numbered_tasks import (
     StepTasks,
     backward_list_schedule,
@@ -24,7 +23,6 @@ from dflop_jax.simulate.numbered_tasks import (
 from dflop_jax.simulate.steps import makespan_function, task_seconds, task_sends
 from dflop_jax.simulate.task_graph import StepGraph, step_graph
 
-_TASKS_PER_WORK = 16  # tasks that list scheduling places for a unit of work
 # Pairs of units of tasks that are exchanged in one start, at most. With 6 or 1, 24 small steps are
 # 0.7% and 0.4% longer.
 _MAX_EXCHANGES = 3
@@ -65,35 +63,25 @@ def with_searched_order(
 def order_problem(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices, order: Sequence[int]
 ) -> StepTasks:
-    """The tasks of a step at the prices of undisturbed tasks.
-
-    A segment may hold as many groups as under 1F1B (`task_graph.in_flight_limit`), or as in `order`
-    if that is more.
-    """
+    """The tasks of a step at the prices of undisturbed tasks. A segment may hold as many groups as
+    under 1F1B (`task_graph.in_flight_limit`), or as in `order` if that is more."""
     seconds = task_seconds(schedule, prices)
     sent = task_sends(plan.layout, schedule, graph, prices)
     tasks = number_tasks(plan, graph, schedule.groups, seconds, sent)
     limit = tuple(map(max, tasks.max_live, peak_in_flight(tasks, order)))
-    return replace(tasks, max_live=limit, interchangeable=_equal_tasks(schedule, graph))
-
-
-def _equal_tasks(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
-    """By module, and by module and direction, the tasks of each group, segment by segment: arrays
-    [groups, tasks] with two rows or more."""
-    tasks: dict[tuple[str, str], dict[int, list[int]]] = {}
+    # By module, and by module and direction, the tasks of each group, segment by segment.
+    numbers: dict[tuple[str, str], dict[int, list[int]]] = {}
     for i, t in enumerate(graph.tasks):
-        if t.group != NO_GROUP:
-            for direction_key in ("", t.direction):
-                by_group = tasks.setdefault((schedule.groups[t.group].module, direction_key), {})
-                by_group.setdefault(t.group, []).append(i)
-    return tuple(np.array(list(g.values())) for g in tasks.values() if len(g) > 1)
+        for direction_key in ("", t.direction) if t.group != NO_GROUP else ():
+            by_group = numbers.setdefault((schedule.groups[t.group].module, direction_key), {})
+            by_group.setdefault(t.group, []).append(i)
+    equal_tasks = tuple(np.array([*g.values()]) for g in numbers.values() if len(g) > 1)
+    return replace(tasks, max_live=limit, interchangeable=equal_tasks)
 
 
 def search_order(problem: StepTasks, order: Sequence[int], budget: Budget, seed: int) -> TimedOrder:
-    """The fastest order found, sorted by task start; `order` if none is faster.
-
-    No segment holds more groups than its limit. The result depends on the arguments only.
-    """
+    """The fastest order found within the limits of groups, sorted by task start; `order` if none
+    is."""
     budget.spend(_min_work(problem.n_tasks))
     bound_ticks = order_bound(problem)
     best_order = initial = list(order), start_ticks(problem, order)[1]
@@ -111,18 +99,18 @@ def search_order(problem: StepTasks, order: Sequence[int], budget: Budget, seed:
 
 def _min_work(n: int) -> float:
     """Units of work until the search of `n` tasks has its first order."""
-    return 3 * n / _TASKS_PER_WORK
+    return 3 * n / ITEMS_PER_WORK
 
 
 def _initial_orders(problem: StepTasks, budget: Budget) -> Iterator[TimedOrder]:
-    """List schedules with longest tail first, or by the middle between earliest and latest start,
-    each with one queue per resource and with two."""
+    """List schedules by longest tail, or by the middle of earliest and latest start, each with one
+    queue per resource and with two."""
     tails = earliest_starts(problem.mirrored)
     longest = [-tail - ticks for tail, ticks in zip(tails, problem.ticks)]
     middle = [head + tail for head, tail in zip(earliest_starts(problem), longest)]
     for keys, alternate in ((longest, False), (middle, True), (longest, True), (middle, False)):
         if not budget.is_spent:
-            budget.spend(problem.n_tasks / _TASKS_PER_WORK)
+            budget.spend(problem.n_tasks / ITEMS_PER_WORK)
             order = list_schedule(problem, keys, alternate=alternate)
             yield from _forward_backward(problem, order, budget)
 
@@ -143,7 +131,7 @@ def _perturbed_orders(
         reach = best_order[1] >> int(rng.integers(1, problem.n_tasks.bit_length() + 1))
         starts += rng.integers(-reach, reach + 1, problem.n_tasks)
     keys = starts.tolist()
-    budget.spend(2 * problem.n_tasks / _TASKS_PER_WORK)
+    budget.spend(2 * problem.n_tasks / ITEMS_PER_WORK)
     if not may_wait:
         yield from _forward_backward(problem, list_schedule(problem, keys), budget)
     elif problem.is_within_limits(order := serial_schedule(problem, keys)):
@@ -159,7 +147,42 @@ def _forward_backward(problem: StepTasks, order: list[int], budget: Budget) -> I
         if budget.is_spent:
             return
         order = backward_list_schedule(problem, backward_list_schedule(problem.mirrored, order))
-        budget.spend(2 * problem.n_tasks / _TASKS_PER_WORK)
+        budget.spend(2 * problem.n_tasks / ITEMS_PER_WORK)
         previous, makespan = makespan, start_ticks(problem, order)[1]
         if makespan >= previous:
             return
+
+
+def earliest_starts(problem: StepTasks) -> list[int]:
+    """A lower bound on the start of each task in every order, in ticks: a resource runs the task's
+    inputs one after another, and the last takes at least the shortest of their sends to arrive."""
+    start_ticks, n_pending = [0] * problem.n_tasks, list(problem.n_inputs)
+    inputs: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in range(problem.n_tasks)]
+    ready_tasks = [t for t in range(problem.n_tasks) if not n_pending[t]]
+    for t in ready_tasks:  # which grows
+        for rows in inputs[t].values():
+            end = 0
+            for head, ticks, send in sorted(rows):
+                start_ticks[t] = max(start_ticks[t], head + ticks + send)
+                end = max(end, head) + ticks
+            start_ticks[t] = max(start_ticks[t], end + min(row[2] for row in rows))
+        for reader, _, send in problem.successors[t]:
+            row = start_ticks[t], problem.ticks[t], send
+            inputs[reader].setdefault(problem.resource[t], []).append(row)
+            n_pending[reader] -= 1
+            if not n_pending[reader]:
+                ready_tasks.append(reader)
+    return start_ticks
+
+
+def order_bound(problem: StepTasks) -> int:
+    """A lower bound on the makespan of every order, in ticks: a resource runs its tasks one at a
+    time, after the least head and before the least tail among them."""
+    bound, heads, tails = 0, earliest_starts(problem), earliest_starts(problem.mirrored)
+    for r in range(problem.n_resources):
+        own_tasks = [t for t in range(problem.n_tasks) if problem.resource[t] == r]
+        busy = sum(problem.ticks[t] for t in own_tasks)
+        ends = [min((end[t] for t in own_tasks), default=0) for end in (heads, tails)]
+        through = [heads[t] + problem.ticks[t] + tails[t] for t in own_tasks]
+        bound = max(bound, busy + sum(ends), *through)
+    return bound

@@ -12,45 +12,66 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflop_jax.records import Bucket
-from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints, Problem
-from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.balance_problem import (
+    ITEMS_PER_WORK,
+    ROUNDING,
+    Budget,
+    Floats,
+    Ints,
+    Problem,
+    by_size,
+    longest_first,
+)
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.local_search import State, improve
-from dflop_jax.schedule.longest_first import by_size, longest_first
-
-# Samples put into initial bins for a unit of work: 8,192 take 45 ms, into a thousand bins.
-SAMPLES_PER_WORK = 16
-_ZERO_CAPACITY = 1e-6  # tokens that stand for none, so that fills stay finite
 
 Microbatch = list[list[int]]  # samples of each row of the anchor
 Packing = list[Microbatch]
 
 
-def rows_per_microbatch(bucket: Bucket, batch: Batch, capacity: Capacity) -> int:
-    """Rows of a microbatch into which samples are packed; 1 if the bucket lacks the anchor."""
-    return capacity.rows(bucket, batch.anchor) or 1 if batch.anchor else 1
-
-
 def pack_samples(
     batch: Batch,
     buckets: Sequence[Bucket],
-    capacity: Capacity,
     budget: Budget,
     rng: np.random.Generator,
     initial: tuple[Ints, Ints] | None = None,
 ) -> Packing | None:
-    """The rows of each microbatch, one microbatch per bucket of `buckets`; None if no packing was
-    found.
+    """The rows of each microbatch, one per bucket of `buckets`; None if no packing was found.
 
     Args:
-      initial: a number for each sample and for each microbatch; a sample starts in a microbatch
-        with its number. None: it starts where it fills least.
+      initial: a number for each sample and each microbatch; a sample starts in a microbatch with
+        its number. None: it starts where it fills least.
     """
-    widths = [rows_per_microbatch(b, batch, capacity) for b in buckets]
+    widths = [batch.anchor_rows(b) for b in buckets]
     width = max(widths)  # microbatches of fewer rows get rows without room
-    problem = _fill_problem(batch, buckets, capacity, widths, width)
-    budget.spend(1 + problem.n_samples / SAMPLES_PER_WORK)
-    order = by_size(problem.sizes_RN * _mean_scale(problem))
-    state = State(problem, _initial_bins(problem, order, width, initial))
+    room_RB = _bin_tokens(batch, buckets, widths)
+    sizes_RN, modules = batch.shared_tokens_NM.T, batch.shared
+    if batch.anchor:
+        modules = (batch.anchor, *modules)
+        sizes_RN = np.vstack((batch.tokens[batch.anchor], sizes_RN))
+    problem = Problem(
+        sizes_RN=np.ascontiguousarray(sizes_RN, float),
+        n_costs=len(modules),
+        limits_R=np.full(len(modules), np.inf),
+        n_bins=width * len(buckets),
+        group=width,
+        grouped_R=tuple(m != batch.anchor for m in modules),
+        scale_RB=1 / room_RB,
+    )
+    budget.spend(1 + problem.n_samples / ITEMS_PER_WORK)
+    order = by_size(problem.sizes_RN / room_RB.mean(axis=1, keepdims=True))
+    if initial is None:
+        bins = longest_first(problem, order)
+    else:
+        number_N, number_B = initial[0], np.repeat(initial[1], width)
+        bins = np.full(problem.n_samples, -1)
+        for number in np.unique(number_N).tolist():
+            samples, open_bins = (
+                order[number_N[order] == number],
+                np.flatnonzero(number_B == number),
+            )
+            bins = longest_first(problem, samples, bins, open_bins)
+    state = State(problem, bins)
     improve(state, 1 + ROUNDING, budget, rng)
     if state.makespan > 1 + ROUNDING:
         return None
@@ -64,58 +85,22 @@ def pack_samples(
     return packed
 
 
-def _initial_bins(
-    problem: Problem, order: Ints, width: int, initial: tuple[Ints, Ints] | None
-) -> Ints:
-    """Bins of the samples, longest first, each in a microbatch that `initial` gives it."""
-    if initial is None:
-        return longest_first(problem, order)
-    number_N, number_B = initial[0], np.repeat(initial[1], width)
-    bins = np.full(problem.n_samples, -1)
-    for number in np.unique(number_N).tolist():
-        samples, open_bins = order[number_N[order] == number], np.flatnonzero(number_B == number)
-        bins = longest_first(problem, samples, bins, open_bins)
-    return bins
+def _bin_tokens(batch: Batch, buckets: Sequence[Bucket], widths: Sequence[int]) -> Floats:
+    """[R, B]: tokens of each bin of the anchor, if any, and the shared modules; above 0, so that
+    fills stay finite."""
+    rows = []
+    for bucket, n in zip(buckets, widths, strict=True):
+        row, shared_M = batch.empty_tokens(bucket)
+        own = [[row * (k < n)] if batch.anchor else [] for k in range(max(widths))]
+        rows += [[*anchor, *shared_M] for anchor in own]
+    return np.maximum(np.array(rows, float).T, ROUNDING)
 
 
-def _fill_problem(
-    batch: Batch, buckets: Sequence[Bucket], capacity: Capacity, widths: Sequence[int], width: int
-) -> Problem:
-    """The balancing problem whose costs are fills; rows beyond the width hold nothing."""
-    empty = [batch.empty_tokens(b, capacity) for b in buckets]
-    tokens_BR = [[*shared_M] for _, shared_M in empty for _ in range(width)]
-    sizes_NR = batch.shared_tokens_NM
-    order = batch.shared
-    if batch.anchor:
-        rows = [row * (k < n) for (row, _), n in zip(empty, widths) for k in range(width)]
-        tokens_BR = [[row, *tokens] for row, tokens in zip(rows, tokens_BR)]
-        sizes_NR = np.column_stack((batch.tokens[batch.anchor], sizes_NR))
-        order = (batch.anchor, *order)
-    return Problem(
-        sizes_RN=np.ascontiguousarray(sizes_NR.T, float),
-        n_costs=len(order),
-        limits_R=np.full(len(order), np.inf),
-        n_bins=width * len(buckets),
-        group=width,
-        grouped_R=tuple(m != batch.anchor for m in order),
-        scale_RB=1 / np.maximum(np.array(tokens_BR, float).T, _ZERO_CAPACITY),
-    )
-
-
-def _mean_scale(problem: Problem) -> Floats:
-    """[R, 1]: about the share of a bin that one unit fills, by which samples are ordered."""
-    assert problem.scale_RB is not None
-    room_R = (1 / problem.scale_RB).mean(axis=1, keepdims=True)
-    return 1 / np.maximum(room_R, _ZERO_CAPACITY)
-
-
-def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capacity) -> Packing:
-    """The microbatches of one bucket that first fit opens for the samples, in the given order.
-
-    Every sample must fit an empty microbatch (`Batch.can_hold`).
-    """
-    width = rows_per_microbatch(bucket, batch, capacity)
-    row_tokens, shared_M = batch.empty_tokens(bucket, capacity)
+def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket) -> Packing:
+    """The microbatches of a bucket that first fit opens for the samples, each of which it can
+    hold."""
+    width = batch.anchor_rows(bucket)
+    row_tokens, shared_M = batch.empty_tokens(bucket)
     tokens_N = batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n_samples, np.int64)
     tokens_NM = batch.shared_tokens_NM
     empty_GR, empty_GM = np.full((1, width), row_tokens), shared_M[None]

@@ -4,9 +4,9 @@ proportional.
 
 After balancing, ranks differ only in what they hold, so permuting them changes no load (OrchMLLM,
 arXiv 2503.23830, node-wise all-to-all). With all other modules fixed, the best permutation of one
-module is an assignment problem, solved exactly; modules take turns until no traffic is saved. Among
-permutations with equal traffic between nodes, the one with the least traffic within nodes is
-chosen. Finally pieces of equal length are swapped.
+module is an assignment problem, solved exactly: first for the traffic between nodes, then for that
+within nodes. Modules take turns until no traffic is saved. Finally pieces of equal length are
+swapped.
 
 Shape suffixes: R ranks of the permuted module, Q ranks of another module, P positions of ranks.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from dflop_jax.records import (
     rank_traffic,
 )
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
-from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.content_balance import apply_permutation
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
@@ -44,34 +43,13 @@ _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when not
 _MIN_SHARE, _ROUND_OVERHEAD = 1 / 32, 0.3
 
 
-@dataclass(frozen=True, eq=False)
-class RankDevices:
-    """The device of each rank; `node` consecutive devices, counted from 0, form a node."""
-
-    of_rank: Ints
-    node: int
-
-
-def local_tokens(tokens_RQ: Ints, rank_devices: RankDevices, other_devices: RankDevices) -> Floats:
+def local_tokens(tokens_RQ: Ints, device_P: Ints, device_Q: Ints, node: int) -> Floats:
     """[R, P]: the tokens that stay on their node, first, and on their device, second, if rank R
-    moves to position P. `tokens_RQ` is the traffic between the ranks and those of another
-    module."""
-    total = float(tokens_RQ.sum())
-    in_node_RP = _sum_by_label(
-        tokens_RQ,
-        other_devices.of_rank // other_devices.node,
-        rank_devices.of_rank // rank_devices.node,
-    )
-    return in_node_RP * (total + 1) + _sum_by_label(
-        tokens_RQ, other_devices.of_rank, rank_devices.of_rank
-    )
-
-
-def _sum_by_label(tokens_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
-    """[R, P]: sums over the columns with the wanted label."""
-    sums_LR = np.zeros((max(label_Q.max(), wanted_P.max()) + 1, len(tokens_RQ)))
-    np.add.at(sums_LR, label_Q, tokens_RQ.T)
-    return sums_LR[wanted_P].T
+    moves to position P. `tokens_RQ` is the traffic with the ranks of another module; `node`
+    consecutive devices, counted from 0, form a node."""
+    is_same_node_QP = np.equal.outer(device_Q // node, device_P // node)
+    weight_QP = is_same_node_QP * (tokens_RQ.sum() + 1.0) + np.equal.outer(device_Q, device_P)
+    return tokens_RQ @ weight_QP
 
 
 def best_permutation(local_RP: Floats) -> Ints:
@@ -86,20 +64,16 @@ def best_permutation(local_RP: Floats) -> Ints:
 
 
 def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
-    """Permute the ranks of every module, in place, so that least crosses nodes and then devices.
-
-    Every microbatch has its own permutation. A module whose content has a price has one for the
-    whole step, since its ranks were matched over the step.
-    """
+    """Permute the ranks of every module, in place, so that least crosses nodes and then devices: in
+    every microbatch on its own, or alike in all if its ranks were matched over the step."""
+    capacity = space.batch.capacity
     for _ in range(_MAX_PASSES):
         changed = False
-        for module in plan.layout.modules:
+        for module in (m for m in plan.layout.modules if capacity.ranks[m] > 1):
             runs = [t for t in assignment if module in t.placements]
-            each = [(t, k) for t in runs for k in range(space.capacity.group_size)]
-            permuted_together = [each] if module in space.priced else [[member] for member in each]
-            if space.capacity.ranks[module] > 1:
-                for members in permuted_together:
-                    changed |= _permute_module(space, plan, module, members)
+            each = [(t, k) for t in runs for k in range(capacity.group_size)]
+            for members in [each] if module in space.priced else [[member] for member in each]:
+                changed |= _permute_module(space, plan, module, members)
         if not changed:
             break
 
@@ -107,48 +81,42 @@ def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> No
 def _permute_module(
     space: PackingSpace, plan: Plan, module: str, members: Sequence[tuple[BucketRun, int]]
 ) -> bool:
-    """Apply the best permutation of a module's ranks, the same in all these microbatches; returns
-    whether it changed anything."""
-    ranks, layout = space.capacity.ranks, plan.layout
+    """Apply the best permutation of a module in all these microbatches; whether it changed any."""
+    ranks, layout = space.batch.capacity.ranks, plan.layout
     node, n = plan.scheduling.node or layout.n_devices, ranks[module]
     local_RP = np.zeros((n, n))
     for edge in layout.edges:
-        if module not in (edge.source, edge.target):
+        modules, n_VD = (edge.source, edge.target), (ranks[edge.source], ranks[edge.target])
+        if module not in modules:
             continue
-        modules = edge.source, edge.target
-        n_VD = ranks[edge.source], ranks[edge.target]
         tokens_VD = np.zeros(n_VD, np.int64)
         for t, k in members:
-            if edge.source in t.placements and edge.target in t.placements:
-                places = [t.placements[m] for m in modules]
+            if set(modules) <= t.placements.keys():
+                places = (t.placements[m] for m in modules)
                 source, target = (p.select(p.microbatch == k) for p in places)
-                tokens_VD += tokens_read(modules, source, target, space.batch, n_VD)
-        of_rank = np.array(layout.devices(edge.source))
-        source_devices = RankDevices(of_rank, node)
-        home_devices = RankDevices(of_rank[home_ranks(*n_VD)], node)
+                tokens_VD += tokens_read(modules, source, target, space.batch)
+        device_V = np.array(layout.devices(edge.source))
+        home_D = device_V[home_ranks(*n_VD)]
         if module == edge.source:
-            local_RP += local_tokens(tokens_VD, source_devices, home_devices)
+            local_RP += local_tokens(tokens_VD, device_V, home_D, node)
         else:
-            local_RP += local_tokens(tokens_VD.T, home_devices, source_devices)
+            local_RP += local_tokens(tokens_VD.T, home_D, device_V, node)
     ranks_P = best_permutation(local_RP)
     if (ranks_P == np.arange(n)).all():
         return False
     for t, k in members:
-        ranks_KD = np.tile(np.arange(n), (space.capacity.group_size, 1))
+        ranks_KD = np.tile(np.arange(n), (space.batch.capacity.group_size, 1))
         ranks_KD[k] = ranks_P
         t.placements[module] = apply_permutation(t.placements[module], ranks_KD)
     return True
 
 
 def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
-    """Swap pieces of equal length within microbatches, in place, so that least is sent to the ranks
-    of the module that reads them (the first one, if several do).
-
-    Pieces of equal length do not affect balance. Each goes to the rank where its sample is read,
-    while that has a slot; then to a rank of the same node. The rest goes to the remaining ranks in
-    turn, so that traffic between pairs of ranks is even.
+    """Swap pieces of equal length within microbatches, in place, so that each lies on the rank
+    where its sample is first read, if that has a slot, else on its node. The rest goes to the
+    remaining ranks in turn, so that traffic between pairs of ranks is even.
     """
-    batch, ranks = space.batch, space.capacity.ranks
+    batch, ranks = space.batch, space.batch.capacity.ranks
     for edge in {e.source: e for e in reversed(plan.layout.edges)}.values():
         source_ranks, target_ranks = ranks[edge.source], ranks[edge.target]
         if source_ranks == 1:
@@ -177,7 +145,9 @@ def nearest_slots(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
     are read, then most on its node. Slot p is on rank `rank_P[p]`; piece p is read on rank
     `home_P[p]` (-1: nowhere)."""
     slot_P = np.full(len(rank_P), -1)
-    order = _round_the_ranks(rank_P)
+    by_rank = np.argsort(rank_P, kind="stable")
+    turn_P = np.arange(len(rank_P)) - np.searchsorted(rank_P[by_rank], rank_P[by_rank])
+    order = by_rank[np.argsort(turn_P, kind="stable")]  # one slot of each rank in turn
     unassigned = list(range(len(home_P)))
     for label in (np.arange(len(node_of)), node_of, np.zeros_like(node_of)):
         free: dict[int, deque[int]] = defaultdict(deque)
@@ -198,54 +168,40 @@ def nearest_slots(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
     return slot_P
 
 
-def _round_the_ranks(rank_P: Ints) -> Ints:
-    """Slots in an order that takes one of each rank in turn."""
-    by_rank = np.argsort(rank_P, kind="stable")
-    ordered = rank_P[by_rank]
-    round_P = np.arange(len(rank_P)) - np.searchsorted(ordered, ordered)
-    return by_rank[np.argsort(round_P, kind="stable")]
-
-
 def tokens_read(
-    modules: tuple[str, str],
-    source: PackedPieces,
-    target: PackedPieces,
-    batch: Batch,
-    n: tuple[int, int],
+    modules: tuple[str, str], source: PackedPieces, target: PackedPieces, batch: Batch
 ) -> Ints:
-    """[V, D]: tokens that each of the V source ranks holds for each of the D target ranks, for `n`
-    = (V, D)."""
+    """[V, D]: tokens that each of the source ranks holds for each of the target ranks."""
+    n = batch.capacity.ranks[modules[0]], batch.capacity.ranks[modules[1]]
     amount = batch.lengths[modules[0]][source.piece_id]
-    held_by, read_by = batch.sample[modules[0]], batch.sample[modules[1]]
-    sent, read = held_by[source.piece_id], read_by[target.piece_id]
+    sent, read = (batch.sample[m][p.piece_id] for m, p in zip(modules, (source, target)))
     return rank_traffic(sent, source.rank, amount, read, target.rank, n)
 
 
 def exchange_rooms(
     layout: Layout, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
 ) -> tuple[ExchangeCapacity, ...]:
-    """The exchange buffer sizes with which these schedules send least: one round is enough for most
-    groups, and a few groups need another."""
+    """The exchange buffer sizes with which these schedules send least; most groups need one
+    round."""
     shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
     for schedule, loads in zip(schedules, batches, strict=True):
-        batch = Batch(loads, layout.modules)
-        for index, target in enumerate(schedule.groups):
-            for source in (g for g in schedule.groups if index in g.feeds):
-                n = layout.data_ranks(source.module), layout.data_ranks(target.module)
-                if n[0] > 1:
-                    modules = source.module, target.module
-                    read = tokens_read(modules, source.pieces, target.pieces, batch, n)
-                    traffic_between = crossing_traffic(read, np.zeros(n[0], np.int64))
-                    held_tokens = source.microbatches * source.shape.size
-                    key = *modules, source.shape, target.shape
-                    shares.setdefault(key, []).append(traffic_between.max_amount / held_tokens)
-    share_by_key = {key: _cheapest_share(np.array(needs)) for key, needs in shares.items()}
-    return tuple(ExchangeCapacity(*key, share) for key, share in share_by_key.items())
+        batch = Batch(loads, capacity_of(layout))
+        for source in schedule.groups:
+            n = layout.data_ranks(source.module)
+            for target in (schedule.groups[f] for f in source.feeds if n > 1):
+                modules = source.module, target.module
+                read = tokens_read(modules, source.pieces, target.pieces, batch)
+                traffic = crossing_traffic(read, np.zeros(n, np.int64))
+                held_tokens = source.microbatches * source.shape.size
+                key = *modules, source.shape, target.shape
+                shares.setdefault(key, []).append(traffic.max_amount / held_tokens)
+    return tuple(
+        ExchangeCapacity(*key, _cheapest_share(np.array(needs))) for key, needs in shares.items()
+    )
 
 
 def _cheapest_share(needs: np.ndarray) -> float:
-    """The buffer share, out of those that groups need, with the lowest total cost over all
-    rounds."""
+    """The buffer share, out of those needed, with the lowest total cost over all rounds."""
     rooms = np.unique(np.clip(needs, _MIN_SHARE, 1.0))
     rounds = np.maximum(1, np.ceil(needs[:, None] / rooms - 1e-9))
     return float(rooms[np.argmin((rounds * (rooms + _ROUND_OVERHEAD)).sum(axis=0))])

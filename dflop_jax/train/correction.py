@@ -53,8 +53,8 @@ class Corrector:
     def report(self) -> dict[str, float]:
         """The figures for metrics."""
         return {
-            "sampling": float(self._learnt.monitor.on),
-            "farthest_factor": 1.0 + self._learnt.state.deviation,
+            "sampling": float(self._learnt.is_on),
+            "farthest_factor": self._learnt.correction.max_factor,
             "predicted_gain_s": self._gain_s,
             "overhead_s": self._overhead_s,
         }
@@ -62,18 +62,18 @@ class Corrector:
     def after_step(self, trace: Trace, batch: PackedBatch) -> None:
         """Learn from a finished step, if it is one to sample; later batches are scheduled by what
         was learnt. The first time that sampling begins and ends is logged."""
-        was_sampling = self._learnt.monitor.on
-        if batch.step > self._learnt.last and rules.is_sampling(self._learnt.monitor, batch.step):
+        was_sampling = self._learnt.is_on
+        if batch.step > self._learnt.last and self._learnt.is_sampling(batch.step):
             self._sample(trace, batch)
-        if rules.is_full(self._learnt.monitor):
+        if self._learnt.is_full:
             self._decide(batch)
-        is_sampled = self._learnt.monitor.on
+        is_sampled = self._learnt.is_on
         if is_sampled == was_sampling or self._n_logged == 2:
             return
         self._n_logged += 1
         text = "task times are sampled, by which schedules are corrected"
         if not is_sampled:
-            factor = 1 + self._learnt.state.deviation
+            factor = self._learnt.correction.max_factor
             text = (
                 f"schedules follow task times that are up to {factor:.2f}x off the predicted "
                 f"ones, which by prediction saves {1e3 * self._gain_s:.1f} ms a step; "
@@ -86,8 +86,8 @@ class Corrector:
         started_s = time.perf_counter()
         plan, prices, trainable = self._run.ex.plan, self._prices, self._run.ex.trainable
         expected = rules.expected_times(plan, batch.schedule, prices, trainable)
-        ratios = rules.log_ratios(plan.layout, rules.task_times(trace, batch.schedule), expected)
-        state = rules.add_ratios(previous.state, ratios)
+        ratios = rules.log_ratios(rules.task_times(trace, batch.schedule), expected)
+        state = rules.add_ratios(previous.correction, ratios)
         first_step = self._worker.update_prices(rules.correct_prices(prices, state))
         self._spent_s += time.perf_counter() - started_s
         sample = StepSample(
@@ -101,10 +101,10 @@ class Corrector:
         """Have the gain of a full window predicted for this batch; decide once it is known."""
         learnt = self._learnt
         if not self._gain_is_pending:
-            corrected_prices = rules.correct_prices(self._prices, learnt.state)
+            corrected_prices = rules.correct_prices(self._prices, learnt.correction)
             self._worker.request_gain(batch.step, batch.loads, self._prices, corrected_prices)
             self._gain_is_pending = True
         elif (gain_s := self._worker.gain_s) is not None:
-            self._gain_s, self._overhead_s = gain_s, self._spent_s / learnt.monitor.window
+            self._gain_s, self._overhead_s = gain_s, self._spent_s / learnt.window
             self._gain_is_pending, self._spent_s = False, 0.0
             self._learnt = rules.with_decision(learnt, self._gain_s, self._overhead_s)

@@ -19,7 +19,7 @@ from dflop_jax.records import Load, Plan, Schedule
 from dflop_jax.report.run_folder import read_evaluations
 from dflop_jax.report.wall_time import EVALUATION
 from dflop_jax.schedule.batch_scheduler import schedule_batch
-from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
+from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.train.callbacks import Evaluation, HeldOutLoss
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.feed import BatchLoss, PackedBatch, Packer

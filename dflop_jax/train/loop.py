@@ -25,7 +25,7 @@ from dflop_jax.profile.needed import needed_flops
 from dflop_jax.report.run_folder import CORRECTIONS, XPROF
 from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
 from dflop_jax.runtime.step_result import StepHandle
-from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
+from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.schedule.correction import price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
@@ -181,7 +181,7 @@ class TrainLoop:
             stop_step=self.config.train.steps,
             ahead=config.ahead,
         )
-        stack.enter_context(worker)
+        stack.enter_context(closing(worker))
         if learnt:
             self._corrector = Corrector(self._run, worker, learnt)
         return worker

@@ -18,7 +18,7 @@ from dflop_jax.config import Config
 from dflop_jax.plan.evaluate import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
 from dflop_jax.schedule.buckets.choose import dominating_loads
-from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
+from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.planning import make_plan
 

@@ -29,7 +29,7 @@ from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.step_figures import SkippedSteps
 
 log = logging.getLogger(__name__)
-VERSION = 4  # of `RunState` in checkpoints
+VERSION = 5  # of `RunState` in checkpoints
 _PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
 _MEMORY, _FROZEN = "memory of a device", "frozen parts"
 _RECORDED_FLAGS = ("model.", "data.", "train.", "plan.")

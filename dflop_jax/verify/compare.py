@@ -64,7 +64,7 @@ def _loss(
     def objective(params: dict[str, Params]) -> tuple[Array, Array]:
         llm_params = params[LLM]
         batch = add_features(model, chip, params, row)
-        x, _ = run_decoder(llm, llm_params, batch, {}, None, inlets)
+        x, _ = run_decoder(llm, llm_params, batch, inlets)
         entry = llm_params["entry"] if llm.tied else None
         sums = llm.exit(llm_params["exit"], x, batch, entry)
         return sums["loss_sum"], llm.logits(llm_params["exit"], x, entry)

@@ -19,17 +19,14 @@ import numpy as np
 from dflop_jax.records import Bucket, Load, Plan, Prices, Schedule, Shape, Trace
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
-    Correction,
-    Monitor,
-    add_ratios,
+    CorrectionState,
+    StepSample,
+    add_sample,
     correct_prices,
-    count_sampled_step,
-    decide_sampling,
-    is_full,
-    is_sampling,
     log_ratios,
     predicted_gain_s,
     task_times,
+    with_decision,
 )
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.answers import TOKEN_MULTIPLE, answer
@@ -84,26 +81,24 @@ class _Loop:
     plan: Plan
     predicted: Prices
     names: list[str]
-    state: Correction = field(default_factory=Correction)
-    monitor: Monitor = field(default_factory=lambda: Monitor(window=4))
+    learnt: CorrectionState = field(
+        default_factory=lambda: CorrectionState("", window=4, next_step=0)
+    )
     n_sampled: int = 0
 
     def observe(self, step: int, batch: Sequence[Load], trace: Trace, schedule: Schedule) -> float:
         """Learn of a step, if its stage times are sampled; seconds that this took."""
-        if not is_sampling(self.monitor, step):
+        if not self.learnt.is_sampling(step):
             return 0.0
         overhead_s = OVERHEAD * trace.makespan_s
         expected = {k: p.static_s for k, p in self.predicted.programs.items()}
-        ratios = log_ratios(self.plan.layout, task_times(trace, schedule), expected)
-        self.state = add_ratios(self.state, ratios)
-        self.monitor = count_sampled_step(self.monitor)
+        ratios = log_ratios(task_times(trace, schedule), expected)
+        self.learnt = add_sample(self.learnt, StepSample(step, step + 1, "", ratios, 0.0, 0.0))
         self.n_sampled += 1
-        if is_full(self.monitor):
-            corrected = correct_prices(self.predicted, self.state)
+        if self.learnt.is_full:
+            corrected = correct_prices(self.predicted, self.learnt.correction)
             gain_s = predicted_gain_s(batch, self.plan, self.predicted, corrected, self.names)
-            self.monitor = decide_sampling(
-                self.monitor, step, self.state, gain_s=gain_s, overhead_s=overhead_s
-            )
+            self.learnt = with_decision(self.learnt, gain_s, overhead_s)
         return overhead_s
 
 
@@ -128,7 +123,7 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
     for step in range(steps):
         say(f"correction: step {step + 1} of {steps}")
         for name, prices in zip(
-            spent, (predicted, correct_prices(predicted, loop.state), true), strict=True
+            spent, (predicted, correct_prices(predicted, loop.learnt.correction), true), strict=True
         ):
             schedule = scheduled(step, prices)
             trace = simulate_step(plan, schedule, true, names)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dflop_jax.records import Plan
-from dflop_jax.schedule.sub_microbatches import merge_sub_microbatches
+from dflop_jax.schedule.batch import merge_sub_microbatches
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.answers import MEGATRON, answer, computing_s, mean_s, run_steps
 from experiments.paper.cases import Case, Step

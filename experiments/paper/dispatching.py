@@ -11,7 +11,7 @@ import numpy as np
 from dflop_jax.data.content import features_struct
 from dflop_jax.records import Hardware, Load, Plan, crossing_traffic, home_ranks
 from dflop_jax.records.traffic import CrossingTraffic
-from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.rank_permutation import tokens_read
 from experiments.paper.cases import Case, Step
 from experiments.paper.costs import profile_of
@@ -75,12 +75,11 @@ def _slowest_s(moved: CrossingTraffic, hardware: Hardware) -> float:
 def _read(plan: Plan, step: Step, loads: Sequence[Load]) -> Iterator[tuple[str, Array]]:
     """Of groups that feed one another: the source, and its tokens that each of its ranks has for
     the target's."""
-    groups, batch = step.schedule.groups, Batch(loads, plan.layout.modules)
+    groups, batch = step.schedule.groups, Batch(loads, capacity_of(plan.layout))
     for group in groups:
         for target in (groups[f] for f in group.feeds):
-            ranks = plan.layout.data_ranks(group.module), plan.layout.data_ranks(target.module)
             modules = group.module, target.module
-            yield group.module, tokens_read(modules, group.pieces, target.pieces, batch, ranks)
+            yield group.module, tokens_read(modules, group.pieces, target.pieces, batch)
 
 
 def _token_bytes(case: Case, source: str) -> float:

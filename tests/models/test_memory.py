@@ -50,7 +50,8 @@ def one_sample_rows(module, items, tokens):
 
 def whole(module, params, batch):
     """Logits at every position, [items, tokens, vocab]."""
-    x = run_layers(module, params, module.entry(params["entry"], batch), batch, 0, module.n_layers)
+    x = module.entry(params["entry"], batch)
+    x, _ = run_layers(module, params, x, batch, 0, module.n_layers)
     return module.logits(params["exit"], x, params["entry"])
 
 

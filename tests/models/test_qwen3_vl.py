@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.generate.mesh import answer_mesh, param_structs
-from dflop_jax.generate.programs import AnswerPrograms
+from dflop_jax.generate.programs import AnswerPrograms, answer_mesh, param_structs
 from dflop_jax.generate.row import pack_rows as samples_in_rows
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.verify.samples import mixed_samples

@@ -24,7 +24,7 @@ def simple_buckets(loads, problem, *, effort, **options):
         shapes[m] = (Shape(need, tile) if tile else Shape(1, tokens)) if need else None
     both = Bucket.from_shapes(shapes)
     without = [(m, s) for m, s in both.shapes if m != "vision"]
-    return BucketChoice(tuple(dict.fromkeys([both, Bucket(tuple(without))])), 0.0, {})
+    return BucketChoice(tuple(dict.fromkeys([both, Bucket(tuple(without))])), 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -33,10 +33,9 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import capacity_of, schedule_batch
 from dflop_jax.schedule.balance_problem import Budget
-from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.batch import Batch, sample_batches
 from dflop_jax.schedule.bucket_search import pack_into
 from dflop_jax.schedule.groups import PackingSpace
-from dflop_jax.schedule.sampled_batches import sample_batches
 from dflop_jax.simulate.task_graph import in_flight_limit
 
 from .cases import (
@@ -122,7 +121,7 @@ def counted(batch, bucket, ranks, group_size, profile, longest):
     smaller, share = smaller_than(bucket, profile, longest)
     if smaller == bucket:
         return n
-    room = PackingSpace(Batch(batch, list(ranks)), (bucket, smaller), capacity_of(layout), None)
+    room = PackingSpace(Batch(batch, capacity_of(layout)), (bucket, smaller), None)
     into = [0] * (n - 1) + [1]
     packed = pack_into(room, into, Budget(100), np.random.default_rng(0))
     return n - (1 - share) * (packed is not None)

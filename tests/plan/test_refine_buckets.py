@@ -10,7 +10,7 @@ from dflop_jax.plan.evaluate import buckets_with_shares
 from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.records import REMAT, Bucket, Load, Shape
-from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
+from dflop_jax.schedule.buckets.sizes import oversize_samples
 
 from ..plans import chain
 from .cases import CONFIG, TILE, data_profile, prepared, run

@@ -16,7 +16,7 @@ from dflop_jax.plan.space import BASELINES, baseline_layouts
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Load
 from dflop_jax.schedule import quick_schedule, schedule_batch
-from dflop_jax.schedule.sampled_batches import sample_batches
+from dflop_jax.schedule.batch import sample_batches
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_order import peak_groups_in_flight
 from tests.plans import params

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import (
-    BACKWARD,
     FORWARD,
     Bucket,
     Edge,
@@ -21,6 +20,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.costs import segment_directions
 from dflop_jax.schedule.count_program import canonicalize, program_sizes
 from tests.rows import rows_of
@@ -41,14 +41,9 @@ def make_plan(buckets, ranks=None, group_size=1, grouping="balanced", edges=None
     ranks = {"a": 2, "b": 2} if ranks is None else ranks
     *sources, last = ranks
     edges = [(m, last) for m in sources] if edges is None else edges
-    submeshes, free, common = [], 0, None
-    for m, n in ranks.items():
-        if m in shared and common is not None:
-            submeshes.append(SubmeshPlan(m, common, 1, n, 1))
-            continue
-        submeshes.append(SubmeshPlan(m, free, 1, n, 1))
-        common = free if m in shared else common
-        free += max(ranks.values())
+    width, own = max(ranks.values()), [m for m in ranks if m not in shared[1:]]
+    place = {m: width * own.index(m if m in own else shared[0]) for m in ranks}
+    submeshes = [SubmeshPlan(m, place[m], 1, n, 1) for m, n in ranks.items()]
     return Plan(
         "dflop" if grouping == "balanced" else "blind",
         Layout(
@@ -73,7 +68,6 @@ def make_prices(plan, pair_s=0.0, trainable=None, factor=lambda program: 1.0):
             program = ProgramId(s.name, shape, d)
             scale = factor(program)
             programs[program] = Price(scale * times * one_s, (scale * times * pair_s,))
-    assert {d for p in programs for d in [p.direction]} <= {FORWARD, BACKWARD}
     return Prices(programs)
 
 
@@ -124,6 +118,14 @@ def check(schedule, loads, plan):
 def program_of(plan):
     """The integer program of a plan's counts."""
     return canonicalize(program_sizes(plan.layout))
+
+
+def solve(loads, plan, prices=None, **options):
+    """A checked schedule."""
+    prices = make_prices(plan) if prices is None else prices
+    schedule = schedule_batch(loads, plan, prices, plan.layout.modules, **options)
+    check(schedule, loads, plan)
+    return schedule
 
 
 @pytest.fixture

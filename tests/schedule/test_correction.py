@@ -1,6 +1,5 @@
 """Adaptive correction in a simulated training loop, and its parts by hand."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,34 +7,25 @@ import pytest
 
 from dflop_jax.records import (
     BACKWARD,
-    FORWARD,
-    UPDATE,
     Event,
-    Group,
     Load,
     Price,
     Prices,
     ProgramId,
-    Schedule,
     Shape,
-    Task,
     Trace,
+    add_host_work,
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
     Correction,
     CorrectionState,
-    Monitor,
     StepSample,
     add_ratios,
     add_sample,
     correct_prices,
-    count_sampled_step,
-    decide_sampling,
     drop_old_changes,
     expected_times,
-    is_full,
-    is_sampling,
     log_ratios,
     price_changes,
     price_digest,
@@ -63,8 +53,8 @@ def prices_of(plan, slow_bucket=None):
     return make_prices(plan, factor=lambda p: SLOW if slow.get(p.segment) == p.shape else 1.0)
 
 
-def observe(state, layout, observed, predicted):
-    return add_ratios(state, log_ratios(layout, observed, predicted))
+def observe(state, observed, predicted):
+    return add_ratios(state, log_ratios(observed, predicted))
 
 
 def seconds_of(prices):
@@ -82,8 +72,8 @@ def noisy(trace, rng):
 
 
 def test_correction_recovers_most_of_the_loss_in_20_batches(plan):
-    """On simulated hardware with one slow shape, against schedules by the true times from the start
-    and against no correction, on the same batches."""
+    """On simulated hardware with one slow shape, against schedules by the true times and by the
+    predicted ones."""
     profiled, hardware = prices_of(plan), prices_of(plan, slow_bucket=2)
     state, rng = Correction(), np.random.default_rng(0)
 
@@ -95,7 +85,7 @@ def test_correction_recovers_most_of_the_loss_in_20_batches(plan):
     for step in range(20):
         trace, schedule = run(correct_prices(profiled, state), step)
         times = task_times(noisy(trace, rng), schedule)
-        state = observe(state, plan.layout, times, seconds_of(profiled))
+        state = observe(state, times, seconds_of(profiled))
     corrected, blind, oracle = (
         sum(run(prices, step)[0].makespan_s for step in range(20, 36))
         for prices in (correct_prices(profiled, state), profiled, hardware)
@@ -113,7 +103,7 @@ def test_factors_converge_and_resist_outliers(plan):
     state, factors = Correction(), []
     for runs in ([900.0], [2.0, 2.0, 500.0], [2.0] * 3, [2.0], [0.01], [2.0] * 2, [2.0]):
         observed = {program: [r * predicted[program] for r in runs]}
-        state = observe(state, plan.layout, observed, predicted)
+        state = observe(state, observed, predicted)
         factors.append(state.factor(name))
     assert list(state.logs) == [name]
     assert factors[0] == 1.0  # one step convinces nobody
@@ -121,21 +111,6 @@ def test_factors_converge_and_resist_outliers(plan):
     fixed = correct_prices(prices, state)
     assert fixed.programs[program].static_s == pytest.approx(2.0 * predicted[program])
     assert {p for p in fixed.programs if fixed.programs[p] != prices.programs[p]} == {program}
-
-
-def test_correction_without_observations_changes_nothing(plan):
-    prices = prices_of(plan)
-    predicted = seconds_of(prices)
-    some = next(iter(predicted))
-    other = ProgramId("absent", Shape(1, 1), FORWARD)
-    assert observe(Correction(), plan.layout, {}, predicted) == Correction()
-    assert observe(Correction(), plan.layout, {some: [0.0]}, predicted) == Correction()
-    assert observe(Correction(), plan.layout, {some: [1.0]}, {}) == Correction()
-    assert observe(Correction(), plan.layout, {other: [1.0]}, {other: 2.0}) == Correction()
-    assert correct_prices(prices, Correction()) == prices
-    assert Correction().deviation == 0.0
-    end = Prices({}, {Task("b", -1, UPDATE): 0.5})
-    assert correct_prices(end, Correction()) == end
 
 
 # ---- the host's work ----
@@ -169,78 +144,80 @@ def test_host_work_does_not_move_to_long_programs():
         )
         groups.append(len(schedule.groups))
         expected = expected_times(ROWS, schedule, prices, ["b"])
-        state = observe(state, ROWS.layout, task_times(as_seen(schedule), schedule), expected)
+        state = observe(state, task_times(as_seen(schedule), schedule), expected)
     assert groups == [9] * 12
-    assert state.deviation == pytest.approx(0.0)
+    assert state.max_factor == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("n", [0, 1, 3])
-def test_expected_times_of_few_groups(n):
-    groups = tuple(Group("b", Shape(1, 128)) for _ in range(n))
-    schedule = Schedule(0, groups)
-    for shares_cores in (True, False):  # alike, they take what they cost
-        found = expected_times(ROWS, schedule, host_prices(shares_cores), ["b"])
-        assert found == {
-            ProgramId("b", Shape(1, 128), BACKWARD): pytest.approx(0.024) for _ in range(min(n, 1))
-        }
-
-
-def test_no_price_falls_below_the_host_work():
-    prices = host_prices()
-    name = "b/1x128/backward"
-    fixed = correct_prices(prices, Correction({name: (math.log(0.01),) * 9}))
-    assert fixed.programs[ProgramId("b", Shape(1, 128), BACKWARD)].static_s == HOST_S
-    cheap = replace(prices, programs={p: Price(HOST_S / 2) for p in prices.programs})
-    assert correct_prices(cheap, Correction()) == cheap
-
-
-def test_task_times_are_grouped_by_program():
-    """Groups of one shape run one program, whatever their buckets; sends and updates run none."""
-    groups = tuple(Group("b", shape) for shape in (Shape(1, 96), Shape(1, 64), Shape(1, 96)))
-    events = tuple(
-        Event("m", "b", g, d, start, end)
-        for g, d, start, end in (
-            (0, FORWARD, 0.0, 1.0),
-            (1, FORWARD, 1.0, 3.0),
-            (1, "send", 3.0, 3.5),
-            (2, FORWARD, 3.0, 6.0),
-            (-1, UPDATE, 6.0, 9.0),
-        )
-    )
-    times = task_times(Trace(0, "measured", events), Schedule(0, groups))
-    assert times == {
-        ProgramId("b", Shape(1, 96), FORWARD): (1.0, 3.0),
-        ProgramId("b", Shape(1, 64), FORWARD): (2.0,),
-    }
-    assert {program_key(p) for p in times} == {"b/1x96/forward", "b/1x64/forward"}
-
-
-def test_monitor_samples_while_the_gain_exceeds_the_overhead():
+def test_sampling_pauses_while_the_gain_is_below_the_overhead():
     """On while the newly learnt share of the gain exceeds the overhead; pauses double."""
-    learnt = Correction({"a": (0.4,) * 4})
-    monitor = count_sampled_step(Monitor(window=2, recheck_every=10, max_every=20))
-    assert is_sampling(monitor, 1)
-    assert not is_full(monitor)
-    full = count_sampled_step(monitor)
-    assert is_full(full)
-    assert not is_sampling(full, 2)  # until the gain is known
 
-    def after_window(monitor, step, state=learnt):
-        return decide_sampling(
-            count_sampled_step(count_sampled_step(monitor)), step, state, gain_s=1.0, overhead_s=0.1
-        )
+    def after_window(state, step, ratio=0.4):
+        for k in (step - 1, step):
+            assert state.is_sampling(k)
+            assert not state.is_full
+            state = add_sample(state, StepSample(k, k + 1, "", {"a": ratio}, 0.0, 0.0))
+        assert state.is_full
+        assert not state.is_sampling(step + 1)  # until the gain is known
+        return with_decision(state, 1.0, 0.1)
 
-    monitor = decide_sampling(full, 1, learnt, gain_s=1.0, overhead_s=0.1)
-    assert monitor.on  # all of the gain is new
-    monitor = after_window(monitor, 3)
-    assert (monitor.on, monitor.next_step) == (False, 13)  # nothing new was learnt
-    assert not is_sampling(monitor, 12)
-    assert is_sampling(monitor, 13)
-    monitor = after_window(monitor, 14)
-    assert (monitor.on, monitor.next_step) == (False, 34)
-    monitor = after_window(monitor, 35)
-    assert monitor.next_step == 55  # at most every 20 steps
-    assert after_window(monitor, 56, Correction({"a": (0.8,) * 9})).on
+    state = after_window(CorrectionState("", window=2), 3)
+    assert state.is_on  # all of the gain is new
+    state = after_window(state, 5)
+    assert state.is_on  # half of it
+    state = after_window(state, 7)
+    assert not state.is_on  # nothing new was learnt
+    assert [state.is_sampling(k) for k in (56, 57)] == [False, True]
+    state = after_window(state, 58)
+    assert (state.is_on, state.next_step) == (False, 158)
+    for step in (159, 400, 900):
+        state = after_window(state, step, 0.8)
+    assert state.is_on
+
+
+ROW_S = 0.01
+OWN_ROWS = make_plan([bucket(None, (4, 128)), bucket(None, (1, 128))], ranks={"b": 1})
+
+
+def row_prices(host_s, *, shares_cores=True):
+    """A row takes the device as long in every shape, so that padding is all a large group costs."""
+    device_s = {ProgramId("b", s, BACKWARD): ROW_S * s.rows for s in OWN_ROWS.layout.shapes("b")}
+    programs = {
+        p: Price(float(add_host_work(s, host_s, shares_cores=shares_cores)))
+        for p, s in device_s.items()
+    }
+    return Prices(programs, host_s=host_s, shares_cores=shares_cores)
+
+
+@pytest.mark.parametrize(
+    "host_s, shares_cores, rows",
+    [
+        (0.0, True, [1] * 7),
+        (0.0, False, [1] * 7),
+        (ROW_S, True, [4, 4]),  # 2 x (4 + 1) rows' seconds against 4 + 1 + 3 x (1 + 1)
+        (3 * ROW_S, False, [4, 4]),  # 2 x 4 against 4 + 3 x 3
+        (0.5 * ROW_S, False, [1] * 7),  # hidden
+    ],
+)
+def test_small_groups_are_used_only_if_the_host_keeps_up(host_s, shares_cores, rows):
+    """Seven full rows in groups of four rows, of which one would be empty, and of one."""
+    loads = [Load({"b": (128,)})] * 7
+    found = row_prices(host_s, shares_cores=shares_cores)
+    schedule = schedule_batch(loads, OWN_ROWS, found, ["b"], work=400)
+    assert [g.shape.rows for g in schedule.groups] == rows
+    each_s = [max(ROW_S * n, host_s) if not shares_cores else ROW_S * n + host_s for n in rows]
+    assert schedule.makespan_s == pytest.approx(sum(each_s))
+    assert schedule.lower_bound_s <= schedule.makespan_s
+    assert schedule.status == "optimal"
+
+
+def test_price_digest_includes_host_work():
+    without = Prices({ProgramId("b", Shape(1, 128), BACKWARD): Price(0.25)})
+    assert price_digest(without) == "2be9e3e74dd0632b"
+    some, other = (replace(without, host_s=0.5, shares_cores=c) for c in (True, False))
+    assert len({price_digest(p) for p in (without, some, other)}) == 3
+    unknown = CorrectionState(price_digest(some))
+    assert replay_samples(unknown, samples_of(0)) == unknown
 
 
 # ---- samples of a run give another the same prices, step by step ----
@@ -253,19 +230,12 @@ PROGRAMS = [program_key(p) for p in KNOWN_PRICES.programs]
 
 def samples_of(seed: int, n: int = 20) -> list[StepSample]:
     """Steps are asked for 1 to 6 ahead, by a resumed run fewer than by the one before it."""
-    rng = np.random.default_rng(seed)
-    steps = np.cumsum(rng.integers(1, 3, n))
-    return [
-        StepSample(
-            int(step),
-            int(step + rng.integers(1, 7)),
-            KEY,
-            {p: float(rng.normal()) for p in PROGRAMS if rng.random() < 0.7},
-            float(rng.random()),
-            0.5,
-        )
-        for step in steps
-    ]
+    rng, samples = np.random.default_rng(seed), []
+    for step in np.cumsum(rng.integers(1, 3, n)).tolist():
+        ratios = {p: float(rng.normal()) for p in PROGRAMS if rng.random() < 0.7}
+        first = int(step + rng.integers(1, 7))
+        samples.append(StepSample(step, first, KEY, ratios, float(rng.random()), 0.5))
+    return samples
 
 
 def prices_at(learnt: CorrectionState, step: int):
@@ -278,9 +248,8 @@ def plainly(samples, step: int):
     found = KNOWN_PRICES
     for n, sample in enumerate(samples, 1):
         if sample.first <= step:
-            found = correct_prices(
-                KNOWN_PRICES, replay_samples(CorrectionState(KEY), samples[:n]).state
-            )
+            learnt = replay_samples(CorrectionState(KEY), samples[:n])
+            found = correct_prices(KNOWN_PRICES, learnt.correction)
     return found
 
 
@@ -297,36 +266,6 @@ def test_replayed_samples_give_every_step_the_same_prices(seed):
         kept = drop_old_changes(replay_samples(CorrectionState(KEY), samples[:n]), done)
         assert len(kept.changes) <= 8
         again = replay_samples(replay_samples(kept, samples), samples)
-        assert (again.state, again.monitor, again.last) == (whole.state, whole.monitor, last)
+        assert replace(again, changes=()) == replace(whole, changes=())
         assert all(prices_at(again, s) == plainly(samples, s) for s in range(done, last + 9))
     assert drop_old_changes(whole, last + 9).changes == whole.changes[-1:]
-
-
-def test_monitor_state_follows_from_the_samples():
-    quiet = [StepSample(k, k + 1, KEY, {PROGRAMS[0]: 0.1}, 0.0, 1e-3) for k in range(8)]
-    full = replay_samples(CorrectionState(KEY), quiet)
-    assert full == add_sample(replay_samples(CorrectionState(KEY), quiet[:7]), quiet[7])
-    assert not is_sampling(full.monitor, 1000)  # what it gained is not known
-    nothing_gained = with_decision(full, 0.0, 1e-3)
-    assert [is_sampling(nothing_gained.monitor, k) for k in (8, 56, 57)] == [False, False, True]
-    # The next sample, of whichever run, tells what was decided, once.
-    for next_step, gain_s in ((57, 0.0), (9, 1.0)):
-        sample = StepSample(next_step, next_step + 1, KEY, {PROGRAMS[0]: 0.1}, gain_s, 1e-3)
-        after = add_sample(full, sample)
-        assert after == add_sample(with_decision(full, gain_s, 1e-3), sample)
-        assert (after.monitor.on, after.monitor.steps) == (True, 1)
-
-
-def test_samples_of_other_prices_are_ignored():
-    other = make_prices(KNOWN_PLAN, factor=lambda p: 2.0 if p.segment == "a" else 1.0)
-    assert price_digest(other) != KEY == price_digest(make_prices(KNOWN_PLAN))
-    assert replay_samples(CorrectionState(price_digest(other)), samples_of(0)) == CorrectionState(
-        price_digest(other)
-    )
-
-
-@pytest.mark.parametrize("wrong", [(3, 3, 0.0), (-1, 2, 0.0), (3, 4, float("nan"))])
-def test_invalid_samples_are_refused(wrong):
-    step, first, ratio = wrong
-    with pytest.raises(ValueError, match="a sample"):
-        StepSample(step, first, KEY, {"a": ratio}, 0.0, 0.0)

@@ -1,5 +1,4 @@
-"""`balance` and its parts against brute force, LPT and plain loops; an exchange between two bins
-against trying every one."""
+"""`balance` and its parts against brute force and plain loops; an exchange against every one."""
 
 from dataclasses import replace
 from itertools import product
@@ -7,75 +6,41 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dflop_jax.schedule.balance_problem import Problem
-from dflop_jax.schedule.local_search import State, balance, balance_problem, exchange
-from dflop_jax.schedule.longest_first import longest_first
+from dflop_jax.schedule.balance_problem import Problem, longest_first
+from dflop_jax.schedule.local_search import State, balance, exchange
 
 LIMIT = 8.0
 
 
-def heavy_tailed(rng, n, modules=2):
-    return rng.lognormal(0, 1, (n, modules))
-
-
-def loads_of(bins, sizes, n_bins, group, grouped):
-    """Plain-loop loads: the oracle of what a bin (or group) carries."""
-    out = []
-    for column in range(sizes.shape[1]):
+def makespan(bins, costs, n_bins, group=1, grouped=()):
+    """The largest load of a bin, or of a group, by plain loops."""
+    largest = 0.0
+    for column in range(costs.shape[1]):
         width = group if column in grouped else 1
         load = [0.0] * (n_bins // width)
         for i, b in enumerate(bins):
-            load[b // width] += sizes[i, column]
-        out.append(load)
-    return out
+            load[b // width] += costs[i, column]
+        largest = max(largest, *load)
+    return largest
 
 
-def brute_force(costs, n_bins, group=1, grouped=()):
-    """Least makespan over all assignments, by plain depth-first recursion."""
-    n, c = costs.shape
-    cost_load = np.zeros((c, n_bins))
-    best = [np.inf]
-
-    def place(i):
-        merged = cost_load.copy()
-        for column in grouped:
-            by_group = cost_load[column].reshape(-1, group).sum(axis=1)
-            merged[column] = np.repeat(by_group, group)
-        reached = merged.max(initial=0.0)
-        if reached >= best[0]:
-            return
-        if i == n:
-            best[0] = reached
-            return
-        tried = set()
-        for b in range(n_bins):
-            if group == 1:  # bins with equal content are the same choice
-                key = tuple(cost_load[:, b])
-                if key in tried:
-                    continue
-                tried.add(key)
-            cost_load[:, b] += costs[i]
-            place(i + 1)
-            cost_load[:, b] -= costs[i]
-
-    place(0)
-    return best[0]
-
-
-def makespan(bins, costs, n_bins, group=1, grouped=()):
-    return max(map(max, loads_of(bins, costs, n_bins, group, grouped)))
+def brute_force(costs, n_bins, *more):
+    """Least makespan over all assignments; the first sample's bin is the same by symmetry."""
+    n = len(costs)
+    every = product(range(n_bins), repeat=n - 1)
+    return min(makespan((0, *bins), costs, n_bins, *more) for bins in every)
 
 
 @pytest.mark.parametrize("grouped", [(), (0,)])
 def test_balance_is_close_to_brute_force(grouped):
     ratios = []
-    for seed in range(30 if grouped else 100):
+    for seed in range(30):
         rng = np.random.default_rng(seed)
-        n, n_bins, modules = (int(x) for x in rng.integers((1, 1, 1), (10, 5, 4)))
+        n, n_bins, modules = (int(x) for x in rng.integers((1, 1, 1), (7, 5, 4)))
         if grouped:
-            n, n_bins, modules = min(n, 7), 4, 2
+            n_bins, modules = 4, 2
         more = (1 + bool(grouped), grouped)
-        costs = heavy_tailed(rng, n, modules)
+        costs = rng.lognormal(0, 1, (n, modules))
         costs[:, grouped] *= 0.5
         bins = balance(costs, n_bins, bin_group=more[0], grouped=grouped, work=200)
         assert set(bins) <= set(range(n_bins))
@@ -109,8 +74,8 @@ def test_balance_names_bad_arguments(arguments, options, message):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_longest_first_equals_a_plain_loop_over_bins(seed):
-    """Against the rule over all bins in plain Python: groups that share a load, bins of several
-    sizes, what they carry already, limits, and some bins only."""
+    """With groups that share a load, bins of several sizes, what they carry already, limits, and
+    some bins only."""
     rng = np.random.default_rng(seed)
     group, n_groups, n_costs, n = (int(x) for x in rng.integers((1, 1, 1, 0), (5, 5, 4, 30)))
     n_bins, limited = group * n_groups, bool(rng.integers(2))
@@ -161,13 +126,19 @@ def best_of_all(problem, bins, a, b):
     return least
 
 
+def problem_of(costs, n_bins, group=1, grouped=()):
+    c = costs.shape[1]
+    limits = np.full(c, np.inf)
+    return Problem(costs.T.copy(), c, limits, n_bins, group, tuple(r in grouped for r in range(c)))
+
+
 @pytest.mark.parametrize("group, grouped", [(1, ()), (2, (0,)), (2, (0, 1))])
 @pytest.mark.parametrize("kind", ["limits", "sizes", "carried"])
 def test_exchange_is_the_best_of_all_exchanges(group, grouped, kind):
     moved, rng = 0, np.random.default_rng(0)
     for _ in range(20):
         costs = rng.integers(1, 9, (9, 2)).astype(float)
-        problem = balance_problem(costs, 4, group, grouped)
+        problem = problem_of(costs, 4, group, grouped)
         if kind == "limits":
             tokens = rng.integers(1, 5, 9).astype(float)
             problem = replace(
@@ -193,10 +164,3 @@ def test_exchange_is_the_best_of_all_exchanges(group, grouped, kind):
         assert np.allclose(state.loads_RB, problem.loads(state.bins))
         assert sorted(np.concatenate(state.members)) == list(range(9))
     assert moved > 3
-
-
-def test_exchange_with_an_empty_bin():
-    state = State(balance_problem([3.0, 2.0], 2), np.array([0, 0]))
-    assert exchange(state, 0, 1)
-    assert sorted(state.score_B) == [2.0, 3.0]
-    assert not exchange(state, 0, 1)

@@ -1,4 +1,4 @@
-"""Groups that keep more: against every choice, and against memory counted task by task."""
+"""Groups that keep more: near the best choice, against memory counted task by task."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, Price, Prices, ProgramId, ResidualBytes, Schedule
-from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.memory_plan import (
     DeviceMemory,
     ResidualItem,
-    choose_greedily,
     choose_items,
     peak_residual_bytes,
     with_memory_plan,
 )
 from dflop_jax.simulate.steps import simulate_step, with_list_order
-from dflop_jax.simulate.task_graph import in_flight_limit, submesh_resources
+from dflop_jax.simulate.task_graph import in_flight_limit, segment_resources, submesh_resources
 from tests.simulate.cases import SHAPES, batch, graph, names, random_case, same_prices
 
 MIB = 2.0**20
@@ -29,19 +27,13 @@ def random_device(rng, n):
     items = []
     for i in range(n):
         first, stop = sorted(int(x) for x in rng.choice(7, 2, replace=False))
-        items.append(
-            ResidualItem(
-                "s", i, float(rng.exponential()), float(rng.integers(0, 6)) * MIB, first, stop
-            )
-        )
+        saved_s, extra = float(rng.exponential()), float(rng.integers(0, 6)) * MIB
+        items.append(ResidualItem("s", i, saved_s, extra, first, stop))
     return DeviceMemory(tuple(items), room)
 
 
-def most_saved(device):
-    """Over every choice."""
-    n = len(device.items)
-    every = (c for k in range(n + 1) for c in combinations(range(n), k))
-    return max((device.saved_s(c) for c in every if fits(device, c)), default=0.0)
+def saved_s(device, choice):
+    return sum(device.items[i].saved_s for i in choice)
 
 
 def fits(device, choice):
@@ -52,24 +44,17 @@ def fits(device, choice):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_choose_items_is_optimal(seed):
-    rng = np.random.default_rng(seed)
-    device = random_device(rng, int(rng.integers(0, 10)))
-    choice, best_s = choose_items(device, Budget(1e6)), most_saved(device)
-    assert fits(device, choice)
-    assert device.saved_s(choice) >= best_s * (1 - 1e-3)
-    first = choose_greedily(device)
-    assert fits(device, first)
-    assert choose_items(device, Budget(0)) == first
-    assert choose_items(device, Budget(1e6)) == choice
-
-
-def test_milp_beats_the_greedy_choice():
-    found = [random_device(np.random.default_rng(seed), 9) for seed in range(60)]
-    gains = [d.saved_s(choose_items(d, Budget(1e6))) / max(d.saved_s(choose_greedily(d)), 1e-9)
-             for d in found]  # fmt: skip
-    assert max(gains) > 1.05
+def test_chosen_items_fit_and_save_nearly_as_much_as_any():
+    shares = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        device = random_device(rng, n := int(rng.integers(0, 10)))
+        choice = choose_items(device)
+        assert fits(device, choice)
+        every = (c for k in range(n + 1) for c in combinations(range(n), k))
+        best_s = max(saved_s(device, c) for c in every if fits(device, c))
+        shares.append(saved_s(device, choice) / best_s if best_s else 1.0)
+    assert np.mean(shares) > 0.97
 
 
 def second_policies(rng, plan, prices, free):
@@ -96,57 +81,50 @@ def second_policies(rng, plan, prices, free):
     return plan, replace(prices, programs=programs)
 
 
-def held(plan, schedule, less):
+def held(plan, schedule):
     """Bytes of each resource after every task of its that opens a group, counted anew each time."""
-    own = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.residuals}
-    more = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.residuals}
-    of, where = submesh_resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
+    kept = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
+    of = segment_resources(plan.layout)
     tasks = {(t.segment, t.group, t.direction) for t in schedule.order}
     for at, last in enumerate(schedule.order):
         total = 0.0
-        for s, g, d in {(t.segment, t.group, t.direction) for t in schedule.order[: at + 1]}:
-            done = any(
-                (t.segment, t.group, t.direction) == (s, g, BACKWARD)
-                for t in schedule.order[: at + 1]
-            )
-            here = of[where[s]] == of[where[last.segment]]
+        run = {(t.segment, t.group, t.direction) for t in schedule.order[: at + 1]}
+        for s, g, d in run:
+            done = (s, g, BACKWARD) in run
+            here = of[s] == of[last.segment]
             if d == FORWARD and (s, g, BACKWARD) in tasks and not done and here:
-                shape = schedule.groups[g].shape
-                total += own[s, shape] + (more[s, shape] if less(s, g) else 0.0)
-        yield of[where[last.segment]], total
+                k = kept[s, schedule.groups[g].shape]
+                total += k.n_bytes + k.more_bytes * (s in schedule.groups[g].remat_less)
+        yield of[last.segment], total
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_residuals_fit_memory_at_every_task(seed):
     rng = np.random.default_rng(seed)
     plan, schedule, prices, trainable = random_case(rng, sends=True)
     plan = plan.with_scheduling(order="1f1b")
     plan, prices = second_policies(rng, plan, prices, 8.0)
     ordered = with_list_order(plan, schedule, prices, trainable)
-    planned = with_memory_plan(plan, ordered, prices, trainable, Budget(1e6))
+    planned = with_memory_plan(plan, ordered, prices, trainable)
     assert planned.order == ordered.order
     assert planned.makespan_s <= ordered.makespan_s
     again = simulate_step(plan, planned, prices, trainable)
     assert planned.makespan_s == pytest.approx(again.makespan_s)
-    of, limit = submesh_resources(plan.layout), in_flight_limit(plan)
-    largest = {
-        k.segment: k.n_bytes for k in sorted(plan.scheduling.residuals, key=lambda k: k.n_bytes)
-    }
+    of, limit = segment_resources(plan.layout), in_flight_limit(plan)
+    largest = {}
+    for k in plan.scheduling.residuals:
+        largest[k.segment] = max(largest.get(k.segment, 0.0), k.n_bytes)
     most = dict.fromkeys(of.values(), 0.0)  # that the planner reserved, and what was left
     for s in plan.layout.segments:
-        most[of[s.submesh]] += largest[s.name] * limit[s.name]
-    free = {of[m]: b for m, b in plan.scheduling.free_bytes.items()}
+        most[of[s.name]] += largest[s.name] * limit[s.name]
+    free = {of[s.name]: plan.scheduling.free_bytes[s.submesh] for s in plan.layout.segments}
     seconds = {s.name: s.remat_less for s in plan.layout.segments}
-    for g in planned.groups:
-        assert all(seconds[n] == "none" for n in g.remat_less)
-    plain = {}
-    for r, total in held(plan, ordered, lambda s, g: False):
-        plain[r] = max(plain.get(r, 0.0), total)
-    for r, total in held(plan, planned, lambda s, g: s in planned.groups[g].remat_less):
-        assert total <= max(most[r] + free[r], plain[r]) + 1e-6
-    counted = dict.fromkeys(of.values(), 0.0)
-    for r, total in held(plan, planned, lambda s, g: s in planned.groups[g].remat_less):
-        counted[r] = max(counted[r], total)
+    assert all(seconds[n] == "none" for g in planned.groups for n in g.remat_less)
+    plain, counted = dict.fromkeys(most, 0.0), dict.fromkeys(most, 0.0)
+    for peaks, one in ((plain, ordered), (counted, planned)):
+        for r, total in held(plan, one):
+            peaks[r] = max(peaks[r], total)
+    assert all(counted[r] <= max(most[r] + free[r], plain[r]) + 1e-6 for r in most)
     assert peak_residual_bytes(plan, planned) == pytest.approx(counted)
 
 
@@ -168,9 +146,9 @@ def test_memory_decides_how_many_groups_keep_residuals(free, share):
     }
     prices = Prices({**base.programs, **less})
     ordered = with_list_order(plan, batch(plan, 6), prices, names(plan))
-    planned = with_memory_plan(plan, ordered, prices, names(plan), Budget(1e6))
+    planned = with_memory_plan(plan, ordered, prices, names(plan))
     assert sum(g.remat_less == ("b0",) for g in planned.groups) == share * 6
     assert (planned == ordered) == (share == 0)
     for empty in (Schedule(0, ()), batch(plan, 0)):
         ordered = with_list_order(plan, empty, prices, names(plan))
-        assert with_memory_plan(plan, ordered, prices, names(plan), Budget(9)) == ordered
+        assert with_memory_plan(plan, ordered, prices, names(plan)) == ordered

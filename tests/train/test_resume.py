@@ -181,8 +181,8 @@ def samples(folder) -> list[StepSample]:
 
 def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
     asked = prices_by_step(monkeypatch)
-    on = dataclasses.replace(CorrectionState("").monitor, window=1000)
-    monkeypatch.setattr(correction_module, "CorrectionState", partial(CorrectionState, monitor=on))
+    always = partial(CorrectionState, window=1000)
+    monkeypatch.setattr(correction_module, "CorrectionState", always)
     correct = {
         "schedule": ScheduleConfig(correct=True, ahead=1),
         "data": dataclasses.replace(CONFIG.data, prefetch=1),

@@ -80,8 +80,8 @@ def test_killing_the_scheduler_costs_no_step_and_no_sample(undisturbed, monkeypa
 
     def kill_once(self, step):
         if step == 6 and not killed:
-            killed.append(self.pid)
-            os.kill(self.pid, signal.SIGKILL)
+            killed.append(self._child.pid)
+            os.kill(self._child.pid, signal.SIGKILL)
         return get(self, step)
 
     monkeypatch.setattr(schedule_worker.ScheduleWorker, "get", kill_once)

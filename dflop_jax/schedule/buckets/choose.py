@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 
 from dflop_jax.records import Bucket, Load, Shape
-from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
+from dflop_jax.schedule.batch import (
+    LARGE_BATCH,
+    Batch,
+    drifted_batches,
+    rows_needed,
+    sample_batches,
+)
+from dflop_jax.schedule.buckets import sizes as bucket_sizes
 from dflop_jax.schedule.buckets.milp import SLACKS, solve_bucket_milp
 from dflop_jax.schedule.buckets.problem import (
     BucketEvaluator,
@@ -22,47 +29,30 @@ from dflop_jax.schedule.buckets.problem import (
     is_less,
     largest_first,
 )
-from dflop_jax.schedule.buckets.sizes import (
-    Move,
-    Sizes,
-    bucket_chains,
-    make_bucket,
-    max_cuts,
-    sizes_of,
-)
-from dflop_jax.schedule.sampled_batches import LARGE_BATCH, drifted_batches, sample_batches
+from dflop_jax.schedule.buckets.sizes import Move, Sizes
 
 _USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
-_MILP_NODES = 1  # of the integer program's branch and bound
-_MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's solution
+# Share of a usual budget that large batches get at least, and that the MILP's solution gets again.
+_MIN_SHARE = 0.3
 _SCALES = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity, in turn
 _ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the same tokens, in turn
 
 
 @dataclass(frozen=True)
 class _Effort:
-    """The work of a choice.
+    """The work of a choice."""
 
-    Attributes:
-      starts, first, finalists: starting sets; batches on which all of them are evaluated first;
-        sets that are then evaluated on all `batches`.
-      batches, budget, work: sampled batches; batches scheduled in all, which ends the refinement;
-        units of work for each.
-      milp_batches, slacks: batches and amounts of slack of the integer program.
-      cuts: microbatches per batch of its candidates, over the largest sensible number.
-      last_lengths, other_lengths: row lengths of its candidates (or numbers of rows, where a row
-        takes one piece) in the last module and in the others. Twice as many make it twice as large.
-    """
-
-    starts: int
-    first: int
-    finalists: int
-    batches: int
-    budget: int
-    work: int
-    milp_batches: int
+    starts: int  # starting sets
+    first: int  # batches on which all of them are evaluated first
+    finalists: int  # sets that are then evaluated on all `batches`
+    batches: int  # sampled
+    budget: int  # batches scheduled in all, which ends the refinement
+    work: int  # units of work for each
+    milp_batches: int  # batches and amounts of slack of the integer program
     slacks: tuple[float, ...]
-    cuts: tuple[float, ...]
+    cuts: tuple[float, ...]  # microbatches per batch of its candidates, over the largest number
+    # Row lengths of its candidates (or numbers of rows, where a row takes one piece) in the last
+    # module and in the others. Twice as many make it twice as large.
     last_lengths: int
     other_lengths: int
 
@@ -81,11 +71,10 @@ _EFFORTS = {
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """The chosen buckets, largest first, and results of scheduling sampled batches with them."""
+    """The chosen buckets, largest first, and what scheduling sampled batches with them gives."""
 
     buckets: Buckets
     expected_s: float  # mean simulated makespan of a global batch
-    padding: dict[str, float]  # by module, mean share of padding in the executed tokens
 
 
 def choose_buckets(
@@ -128,42 +117,28 @@ def choose_buckets(
     if effort not in _EFFORTS:
         raise ValueError(f"effort={effort!r} is not one of {', '.join(_EFFORTS)}")
     work = _EFFORTS[effort]
-    sizes = sizes_of(loads, problem)
-    front = Batch(dominating_loads(loads, tuple(sizes)), tuple(sizes))
+    sizes = bucket_sizes.sizes_of(loads, problem)
+    front = Batch(dominating_loads(loads, tuple(sizes)), problem.capacity)
     batch_share = min(1.0, _USUAL_BATCH / problem.global_batch)
     n_first = max(1, round(work.first * batch_share))
     batches = _draw_batches(loads, problem, work.batches, seed)
-    budget = round(work.budget * max(0.3, batch_share))
+    budget = round(work.budget * max(_MIN_SHARE, batch_share))
     evaluator = BucketEvaluator(batches, problem, work=work.work, budget=budget)
-    chain_sets = bucket_chains(sizes, problem)[: work.starts]
+    chain_sets = bucket_sizes.bucket_chains(sizes, problem)[: work.starts]
     if start is None:
-        starts = [_grow_to_hold(one, front, sizes, problem.capacity) for one in chain_sets]
+        starts = [_grow_to_hold(one, front, sizes) for one in chain_sets]
         best_set = _best_start(starts, evaluator, n_first, work.finalists)
         start = _refined_choice(best_set, sizes, evaluator, front)
     if not with_milp:
         return start
-    evaluator.remaining = round(_MILP_SHARE * budget)
-    candidates = _candidates((*chain_sets, start.buckets), sizes, problem, work)
-    return _better_with_milp(start, candidates, sizes, evaluator, front, work)
-
-
-def _better_with_milp(
-    start: BucketChoice,
-    candidates: Sequence[Bucket],
-    sizes: Sizes,
-    evaluator: BucketEvaluator,
-    front: Batch,
-    work: _Effort,
-) -> BucketChoice:
-    """The better of a choice and of the integer program's best set after refinement."""
+    evaluator.remaining = round(_MIN_SHARE * budget)
     gap_by_set = solve_bucket_milp(
-        candidates,
+        _candidates((*chain_sets, start.buckets), sizes, problem, work),
         evaluator.batches[: work.milp_batches],
-        evaluator.problem,
+        problem,
         must_hold=front,
         start=start.buckets,
         slacks=work.slacks,
-        max_nodes=_MILP_NODES,
     )
     milp_choice = start
     if other_sets := [buckets for buckets in gap_by_set if buckets != start.buckets]:
@@ -175,62 +150,47 @@ def _better_with_milp(
 def _refined_choice(
     buckets: Buckets, sizes: Sizes, evaluator: BucketEvaluator, front: Batch
 ) -> BucketChoice:
-    """The choice of these buckets after refinement."""
-    return _evaluate_choice(_refine(buckets, sizes, evaluator, front), evaluator)
-
-
-def _evaluate_choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
-    """The choice of these buckets, evaluated on all batches."""
-    n = len(evaluator.batches)
-    expected_s, padding = evaluator.mean_s(buckets, n), {}
-    for m in evaluator.problem.ranks:
-        capacity_tokens = sum(evaluator.schedule_seconds(buckets, i)[1][m] for i in range(n))
-        used = sum(int(b.tokens[m].sum()) for b in evaluator.batches)
-        padding[m] = 1 - used / capacity_tokens if capacity_tokens else 0.0
-    return BucketChoice(largest_first(buckets), expected_s, padding)
+    refined = _refine(buckets, sizes, evaluator, front)
+    n_batches = len(evaluator.batches)
+    return BucketChoice(largest_first(refined), evaluator.mean_s(refined, n_batches))
 
 
 def _draw_batches(
     loads: Sequence[Load], problem: BucketProblem, usual: int, seed: int
 ) -> list[list[Load]]:
     """Global batches drawn from the loads; every second one is drifted."""
-    min_batches = max(2, round(4 * min(1.0, LARGE_BATCH / problem.global_batch)))
-    n = max(min_batches, round(usual * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
-    plain = sample_batches(loads, problem.global_batch, n - n // 2, seed)
-    modules = tuple(problem.ranks)
-    drifted = drifted_batches(loads, modules, problem.global_batch, n // 2, seed)
+    size = problem.global_batch
+    min_batches = max(2, round(4 * min(1.0, LARGE_BATCH / size)))
+    n = max(min_batches, round(usual * min(1.0, 2 * _USUAL_BATCH / size)))
+    plain = sample_batches(loads, size, n - n // 2, seed)
+    drifted = drifted_batches(loads, tuple(problem.ranks), size, n // 2, seed)
     return [b for pair in zip_longest(plain, drifted) for b in pair if b is not None]
 
 
-def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -> Buckets:
+def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes) -> Buckets:
     """The set with rows added to its largest bucket until it holds every sample."""
-    ranked = largest_first(buckets)
-    first, rest = ranked[0], ranked[1:]
-    while not front.any_can_hold((first, *rest), capacity).all():
+    first, *rest = largest_first(buckets)
+    while not front.any_can_hold((first, *rest)).all():
         shapes = {}
         for m, size in sizes.items():
             shape = first.shape(m) or size.shape(0, holds_largest=True)
             assert shape is not None, "a module with volume has a shape"
             needs = max(rows_needed(load.lengths(m), shape) for load in front.loads)
-            is_short = needs > shape.rows * capacity.ranks[m]
+            is_short = needs > shape.rows * front.capacity.ranks[m]
             shapes[m] = Shape(shape.rows + 1, shape.tokens) if is_short else shape
-        grown = Bucket.from_shapes(shapes)
-        assert grown != first, "a row that holds the longest piece was chosen"
-        first = grown
+        first = Bucket.from_shapes(shapes)
     return (first, *rest)
 
 
 def _best_start(
     starts: Sequence[Buckets], evaluator: BucketEvaluator, n_first: int, n_final: int
 ) -> Buckets:
-    """The set that is fastest on all batches, out of the `n_final` sets that are fastest on the
-    first `n_first` batches."""
+    """The set that is fastest on all batches, of the `n_final` fastest on the first `n_first`."""
     starts_left: list[Buckets] = []
     for start in starts:
-        if starts_left and evaluator.is_spent:
-            break
-        evaluator.mean_s(start, n_first)
-        starts_left.append(start)
+        if not starts_left or not evaluator.is_spent:
+            evaluator.mean_s(start, n_first)
+            starts_left.append(start)
     finalists: list[Buckets] = []
     while starts_left and len(finalists) < n_final:
         fastest = first_min([evaluator.mean_s(s, n_first) for s in starts_left])
@@ -262,8 +222,7 @@ def _refine(
         if new_bucket is None or new_bucket in best_buckets:
             continue
         buckets = (*best_buckets[: move.bucket], new_bucket, *best_buckets[move.bucket + 1 :])
-        fits_all = front.any_can_hold(buckets, evaluator.problem.capacity).all()
-        if fits_all and evaluator.is_faster(buckets, best_buckets):
+        if front.any_can_hold(buckets).all() and evaluator.is_faster(buckets, best_buckets):
             best_buckets, untried = buckets, len(moves)
     return best_buckets
 
@@ -272,13 +231,14 @@ def _candidates(
     starts: Sequence[Buckets], sizes: Sizes, problem: BucketProblem, work: _Effort
 ) -> list[Bucket]:
     """Candidates of the MILP: the buckets of all starting sets, one that holds every sample, and
-    others that split an average batch into several numbers of microbatches, with rows of several
-    lengths."""
+    others that split an average batch into several numbers of microbatches and row lengths."""
     candidates = dict.fromkeys(b for start in starts for b in start)
-    candidates[make_bucket(sizes, {}, holds_largest=True)] = None
+    candidates[bucket_sizes.make_bucket(sizes, {}, holds_largest=True)] = None
     *other_modules, last = sizes
     for cut in work.cuts:
-        tokens = {m: s.volume / (cut * max_cuts(sizes, problem)) for m, s in sizes.items()}
+        tokens = {
+            m: s.volume / (cut * bucket_sizes.max_cuts(sizes, problem)) for m, s in sizes.items()
+        }
         options = [sizes[m].choices(tokens[m], work.other_lengths) for m in other_modules]
         for shapes in product(*options, sizes[last].choices(tokens[last], work.last_lengths)):
             candidates[Bucket.from_shapes(dict(zip(sizes, shapes, strict=True)))] = None
@@ -287,24 +247,17 @@ def _candidates(
 
 def dominating_loads(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:
     """Loads that together need all that any load needs: a set of buckets that holds these holds
-    all.
-
-    A load is dropped if another has at least as many tokens and pieces and as long a piece of every
-    module. Loads of unequal pieces may need more rows, so the largest load for each number of
-    pieces stays.
+    all. A load is dropped if another has at least as many tokens and pieces and as long a piece of
+    every module.
     """
 
     def key(load: Load) -> tuple[int, ...]:
-        amounts = []
-        for m in modules:
-            lengths = load.lengths(m)
-            amounts += [sum(lengths), max(lengths, default=0), len(lengths)]
-        return tuple(amounts)
+        lengths = [load.lengths(m) for m in modules]
+        return tuple(n for each in lengths for n in (sum(each), max(each, default=0), len(each)))
 
     by_key = {key(load): load for load in loads}
-    ranked = sorted(by_key, reverse=True)
     kept_keys: list[tuple[int, ...]] = []
-    for key_of_load in ranked:
-        if not any(all(a >= b for a, b in zip(larger, key_of_load)) for larger in kept_keys):
-            kept_keys.append(key_of_load)
+    for amounts in sorted(by_key, reverse=True):
+        if not any(all(a >= b for a, b in zip(larger, amounts)) for larger in kept_keys):
+            kept_keys.append(amounts)
     return [by_key[k] for k in kept_keys]

@@ -15,20 +15,18 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets, largest_first
 from dflop_jax.schedule.count_vectors import volume_conditions
 
-SLACKS = (
-    1.004,
-    1.03,
-)  # capacity over volume that packing whole samples may need; one solution for each
-_GAP = 0.004  # relative, at which the MILP counts as solved
+# Capacity over volume that packing whole samples may need; one solution for each.
+SLACKS = (1.004, 1.03)
 # Price of a second on all but the slowest devices, relative to the slowest: padding is not free
-# there either. Twice as much gives buckets with less padding there and a worse fill on the slowest
-# devices.
+# there either. Twice as much gives a worse fill on the slowest devices.
 _IDLE_PRICE = 0.2
+GAP = 0.004  # relative, at which the MILP counts as solved
+MAX_NODES = 1  # of branch and bound, which then returns its best solution
 
 
 def group_price(problem: BucketProblem, bucket: Bucket) -> tuple[float, float]:
-    """(the price of a group, its price of filling the pipeline): seconds on the slowest devices
-    plus a share of those on the others, and seconds on all others."""
+    """(seconds of a group on the slowest devices plus a share of those on the others, seconds on
+    all others: its price of filling the pipeline)."""
     seconds_R = problem.costs(bucket).bucket_s(bucket)
     slowest = float(seconds_R.max())
     rest = float(seconds_R.sum()) - slowest
@@ -55,7 +53,6 @@ def solve_bucket_milp(
     must_hold: Batch,
     start: Buckets,
     slacks: Sequence[float] = SLACKS,
-    max_nodes: int,
 ) -> dict[Buckets, float]:
     """Solutions of the MILP, at most one per slack: buckets, largest first, and the relative
     distance of their cost from the program's optimum, at most.
@@ -71,17 +68,15 @@ def solve_bucket_milp(
 
     Args:
       start: the candidates with which branch and bound starts.
-      max_nodes: of branch and bound, which then returns its best solution.
     """
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
-    capacity = problem.capacity
     parents = with_variants(candidates, batches)
     columns = list(parents)
     prices = np.array([group_price(problem, b) for b in columns])
     price_V, rest_V = np.round(prices / prices[:, 0].max(), 9).T
     of_VC = np.array([[c in whole for c in range(len(candidates))] for whole in parents.values()])
-    able_CN = np.array([must_hold.can_hold(b, capacity) for b in candidates], float)
+    able_CN = np.array([must_hold.can_hold(b) for b in candidates], float)
     n = cp.Variable((len(batches), len(columns)), integer=True)
     z = cp.Variable(len(candidates), integer=True)
     fill_s, slack = cp.Variable(), cp.Parameter(nonneg=True)
@@ -94,7 +89,7 @@ def solve_bucket_milp(
         able_CN.T @ z >= 1,
     ]
     for s, batch in enumerate(batches):
-        conditions = volume_conditions(batch, columns, capacity)
+        conditions = volume_conditions(batch, columns)
         most_V = np.ceil(max(slacks) * conditions.alone_C)
         constraints += [
             n[s] <= cp.multiply(most_V, of_VC.astype(float) @ z),
@@ -107,25 +102,24 @@ def solve_bucket_milp(
         slack.value = value
         data, _, _ = program.get_problem_data(cp.HIGHS)
         z_columns = data["param_prob"].var_id_to_col[z.id] + np.arange(len(candidates))
-        chosen_C, gap = _solve(_model(data), z_columns, start_C, max_nodes)
+        chosen_C, gap = _solve(_model(data), z_columns, start_C)
         chosen = [b for b, value in zip(candidates, chosen_C, strict=True) if value > 0.5]
-        if must_hold.any_can_hold(chosen, capacity).all():
+        if must_hold.any_can_hold(chosen).all():
             gap_by_set.setdefault(largest_first(chosen), gap)
     return gap_by_set
 
 
-def _solve(
-    model: highspy.HighsLp, columns: Ints, start: Floats, max_nodes: int
-) -> tuple[Floats, float]:
-    """(values of these columns, relative gap) of the best solution within `max_nodes`; zeros if
-    there is none.
-
-    Args:
-      start: values of the columns with which branch and bound starts.
-    """
+def _solve(model: highspy.HighsLp, columns: Ints, start: Floats) -> tuple[Floats, float]:
+    """(values of these columns, relative gap) of the best solution, with branch and bound from the
+    values `start`; zeros if there is none."""
     solver = _SilentHighs()
-    options: dict[str, Any] = {"mip_rel_gap": _GAP, "mip_max_nodes": max_nodes}
-    for name, option in {"threads": 1, "parallel": "off", **options}.items():
+    options: dict[str, Any] = {
+        "mip_rel_gap": GAP,
+        "mip_max_nodes": MAX_NODES,
+        "threads": 1,
+        "parallel": "off",
+    }
+    for name, option in options.items():
         solver.setOptionValue(name, option)
     solver.passModel(model)
     solver.setSolution(len(columns), columns.astype(np.int32), start)

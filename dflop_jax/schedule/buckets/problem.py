@@ -10,46 +10,34 @@ from functools import cache, cached_property, partial
 from dflop_jax.records import Bucket, Layout, Load, Plan, Prices
 from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
 from dflop_jax.schedule.batch_scheduler import assign_groups
-from dflop_jax.schedule.costs import GroupCosts, group_costs
+from dflop_jax.schedule.costs import TIE_TOLERANCE, GroupCosts, group_costs
 
 Buckets = tuple[Bucket, ...]
 
-# Relative: makespans that differ by less are equal, since the last bits of a fit depend on the
-# machine.
-TIE_TOLERANCE = 1e-6
 # Seconds of a set over those of the best set, on the first batches, above which it is given up.
 # With 1.02 sets are given up later, within the same budget of batches.
 _GIVE_UP_RATIO = 1.01
-_UNCHANGED_PLAN = partial(Plan, "")  # the plan of a layout
+
+
+_UNCHANGED_PLAN = partial(Plan, "")
 
 
 @dataclass(frozen=True, eq=False)
 class BucketProblem:
-    """What buckets are chosen for.
+    """What buckets are chosen for."""
 
-    Attributes:
-      layout: the modules' devices; its own buckets are ignored.
-      prices: the prices of all programs of a layout.
-      global_batch: samples per step.
-      n_buckets: largest number of buckets.
-      trainable: names of the trainable segments; None: all.
-      piece_tokens: tokens of a row, for modules whose rows take one piece each.
-      token_multiple: tokens of packed rows are a multiple of it (128 on GPU).
-      max_tokens: by module, the tokens of a microbatch on one rank that memory allows.
-      max_microbatches: largest number of microbatches that an average batch is split into.
-      make_plan: makes the plan of a layout with chosen buckets.
-    """
-
-    layout: Layout
-    prices: Callable[[Layout], Prices]
-    global_batch: int
-    n_buckets: int = 4
-    trainable: Collection[str] | None = None
+    layout: Layout  # the modules' devices; its own buckets are ignored
+    prices: Callable[[Layout], Prices]  # of all programs of a layout
+    global_batch: int  # samples per step
+    n_buckets: int = 4  # at most
+    trainable: Collection[str] | None = None  # names of the trainable segments; None: all
+    # Tokens of a row, for modules whose rows take one piece each.
     piece_tokens: Mapping[str, int] = field(default_factory=dict)
-    token_multiple: int = 128
+    token_multiple: int = 128  # of the tokens of packed rows (128 on GPU)
+    # By module, the tokens of a microbatch on one rank that memory allows.
     max_tokens: Mapping[str, int] = field(default_factory=dict)
-    max_microbatches: int = 16
-    make_plan: Callable[[Layout], Plan] = _UNCHANGED_PLAN
+    max_microbatches: int = 16  # into which an average batch is split
+    make_plan: Callable[[Layout], Plan] = _UNCHANGED_PLAN  # of a layout with chosen buckets
 
     @cached_property
     def capacity(self) -> Capacity:
@@ -67,7 +55,6 @@ class BucketProblem:
         return all_segments if self.trainable is None else self.trainable
 
     def with_buckets(self, buckets: Buckets) -> Plan:
-        """The plan with these buckets."""
         return self.make_plan(replace(self.layout, buckets=buckets))
 
     def costs(self, bucket: Bucket) -> GroupCosts:
@@ -77,12 +64,12 @@ class BucketProblem:
 
 
 def is_less(a: float, b: float) -> bool:
-    """Whether a is less than b by more than rounding, including the last bits of a fit."""
+    """Whether a is less than b by more than the last bits of a fit."""
     return a < b * (1 - TIE_TOLERANCE)
 
 
 def first_min(values: Sequence[float]) -> int:
-    """The index of the minimum; the first one among values that are equal to rounding."""
+    """The index of the first of the minimal values."""
     best_index = 0
     for i, value in enumerate(values):
         if is_less(value, values[best_index]):
@@ -91,51 +78,43 @@ def first_min(values: Sequence[float]) -> int:
 
 
 class BucketEvaluator:
-    """Simulated seconds of sampled batches under bucket sets. Each batch is scheduled once per set,
-    until the budget of scheduled batches is spent."""
+    """Simulated seconds of sampled batches under bucket sets, within a budget of batches."""
 
     def __init__(
         self, batches: Sequence[Sequence[Load]], problem: BucketProblem, *, work: int, budget: int
     ):
         self.problem, self.work, self.remaining = problem, work, budget
-        self.batches = [Batch(b, tuple(problem.ranks)) for b in batches]
+        self.batches = [Batch(b, problem.capacity) for b in batches]
         self.schedule_seconds = cache(self._scheduled)
 
     @property
     def is_spent(self) -> bool:
         return self.remaining <= 0
 
-    def _scheduled(self, buckets: Buckets, batch: int) -> tuple[float, dict[str, int]]:
-        """(simulated seconds of a batch, tokens of each module for which its groups have room)."""
-        problem = self.problem
-        plan = problem.with_buckets(buckets)
+    def _scheduled(self, buckets: Buckets, batch: int) -> float:
+        """Simulated seconds of a batch."""
+        problem, plan = self.problem, self.problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)
-        loads, trained = self.batches[batch], problem.trained
-        schedule = assign_groups(loads, plan, prices, trained, self.work, 0).schedule
-        capacity_tokens = dict.fromkeys(problem.ranks, 0)
-        for g in schedule.groups:
-            tokens = g.shape.size * problem.ranks[g.module]
-            capacity_tokens[g.module] += tokens * problem.capacity.group_size
+        packed, trained = self.batches[batch], problem.trained
         self.remaining -= 1
-        return schedule.makespan_s, capacity_tokens
+        return assign_groups(packed, plan, prices, trained, self.work, 0).schedule.makespan_s
 
     def mean_s(self, buckets: Buckets, n: int) -> float:
         """Mean simulated seconds of the first `n` batches."""
-        return sum(self.schedule_seconds(buckets, i)[0] for i in range(n)) / n
+        return sum(self.schedule_seconds(buckets, i) for i in range(n)) / n
 
     def is_faster(self, buckets: Buckets, best_set: Buckets) -> bool:
-        """Whether a set is faster than `best` on all batches; False as soon as it is far behind."""
+        """Whether a set is faster on all batches; False as soon as it is far behind."""
         set_s = best_s = 0.0
         for i in range(len(self.batches)):
-            set_s += self.schedule_seconds(buckets, i)[0]
-            best_s += self.schedule_seconds(best_set, i)[0]
+            set_s += self.schedule_seconds(buckets, i)
+            best_s += self.schedule_seconds(best_set, i)
             if is_less(best_s * (_GIVE_UP_RATIO if i + 1 < len(self.batches) else 1), set_s):
                 return False
         return is_less(set_s, best_s)
 
 
 def largest_first(buckets: Sequence[Bucket]) -> Buckets:
-    """The buckets by their tokens of the last module, then of the modules before it, largest
-    first."""
+    """The buckets, largest first by the last module, then by those before it."""
     modules = list(dict.fromkeys(m for b in buckets for m, _ in b.shapes))[::-1]
     return tuple(sorted(buckets, key=lambda b: ([-b.tokens(m) for m in modules], b.shapes)))

@@ -1,4 +1,5 @@
-"""The sizes that buckets may have for the data at hand, and starting sets of buckets.
+"""The sizes that buckets may have for the data at hand, starting sets of buckets, and buckets that
+are not searched: a baseline's, and the spare bucket for samples that no other bucket holds.
 
 A starting set is a chain: a main size and a few smaller ones, with the modules in the data's own
 ratio. Sizes within a factor of two keep the pipeline steady, and small ones fill the last
@@ -15,8 +16,9 @@ from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Load, Shape
-from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets
+from dflop_jax.records import Bucket, Load, Plan, Shape
+from dflop_jax.schedule.batch import Capacity, capacity_of, merged_buckets, oversize, rows_needed
+from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets, largest_first
 
 # Chains, most promising first by held-out makespans of five data sets and meshes: microbatches of a
 # batch over the largest sensible number, and the relative distance of the smallest to the main
@@ -33,33 +35,29 @@ _MAX_PRICE_RATIO = 0.97
 
 @dataclass(frozen=True)
 class ModuleSizes:
-    """The sizes that shapes of a module may have.
+    """The sizes that shapes of a module may have."""
 
-    Attributes:
-      piece_tokens: tokens of a row that takes one piece; 0: rows are packed.
-      multiple: tokens of packed rows are a multiple of it.
-      volume: tokens of an average batch on one rank.
-      longest, mean: tokens of the longest and of the mean piece.
-      sample_tokens: largest number of tokens of one sample on a rank.
-      limit: tokens that memory allows.
-    """
+    piece_tokens: int  # of a row that takes one piece; 0: rows are packed
+    multiple: int  # of the tokens of packed rows
+    volume: float  # tokens of an average batch on one rank
+    longest: int  # tokens of the longest piece
+    mean: float  # tokens of the mean piece
+    sample_tokens: int  # largest number of tokens of one sample on a rank
+    limit: float = math.inf  # tokens that memory allows
 
-    piece_tokens: int
-    multiple: int
-    volume: float
-    longest: int
-    mean: float
-    sample_tokens: int
-    limit: float = math.inf
+    @property
+    def unit(self) -> int:
+        """Tokens of a row that takes one piece, or a divisor of those of packed rows."""
+        return self.piece_tokens or self.multiple
 
     @property
     def min_tokens(self) -> int:
         """Tokens on a rank of the smallest shape that holds the largest sample."""
-        return max(self.sample_tokens, round_up(self.longest, self.piece_tokens or self.multiple))
+        return max(self.sample_tokens, round_up(self.longest, self.unit))
 
     def choices(self, tokens: float, n: int) -> list[Shape]:
-        """About `n` shapes of about `tokens` tokens on a rank: packed rows from the mean to the
-        longest piece's length, or several numbers of rows."""
+        """About `n` shapes of so many tokens: rows from the mean to the longest piece, or several
+        numbers of rows."""
         if self.piece_tokens:
             shapes = [self.shape(tokens * f) for f in np.geomspace(0.5, 2.0, n)]
         else:
@@ -97,41 +95,33 @@ Sizes = Mapping[str, ModuleSizes]
 
 
 def sizes_of(loads: Sequence[Load], problem: BucketProblem) -> dict[str, ModuleSizes]:
-    """The sizes of every module that the loads use.
-
-    Raises:
-      ValueError: no bucket within the limits can hold some sample.
-    """
+    """The sizes of every module that the loads use; ValueError if a sample is too large for all."""
     scale = problem.global_batch / len(loads)
     by_module: dict[str, ModuleSizes] = {}
     for m, ranks in problem.ranks.items():
         lengths = [n for load in loads for n in load.lengths(m)]
         if not lengths:
             continue
-        piece_tokens = problem.piece_tokens.get(m, 0)
+        unit = problem.piece_tokens.get(m) or problem.token_multiple
+        sample_lengths = filter(
+            None, (load.lengths(m) for load in loads)
+        )  # a sample's pieces stay whole
         sizes = ModuleSizes(
-            piece_tokens=piece_tokens,
+            piece_tokens=problem.piece_tokens.get(m, 0),
             multiple=problem.token_multiple,
             volume=sum(lengths) * scale / ranks,
             longest=max(lengths),
             mean=sum(lengths) / len(lengths),
-            sample_tokens=_sample_tokens(loads, m, ranks, piece_tokens or problem.token_multiple),
+            sample_tokens=max(-(-len(n) // ranks) * round_up(max(n), unit) for n in sample_lengths),
             limit=problem.max_tokens.get(m, math.inf),
         )
-        usable = sizes.limit // (piece_tokens or sizes.multiple) * (piece_tokens or sizes.multiple)
-        if sizes.min_tokens > usable:
+        if sizes.min_tokens > sizes.limit // unit * unit:
             raise ValueError(
                 f"the largest sample needs a capacity of {sizes.min_tokens} tokens of {m}, memory "
                 f"allows {int(sizes.limit)}: drop or truncate such samples, or use more ranks"
             )
         by_module[m] = sizes
     return by_module
-
-
-def _sample_tokens(loads: Sequence[Load], module: str, ranks: int, unit: int) -> int:
-    """The largest number of tokens that one sample needs on a rank, with its pieces whole."""
-    every = filter(None, (load.lengths(module) for load in loads))
-    return max((-(-len(n) // ranks) * round_up(max(n), unit) for n in every), default=0)
 
 
 def make_bucket(
@@ -177,8 +167,8 @@ def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:
 
 @dataclass(frozen=True)
 class Move:
-    """A change of one bucket: the tokens of some modules scaled (0: module dropped), or their
-    packed rows split anew."""
+    """A change of one bucket: the tokens of some modules scaled (0: none), or their rows split
+    anew."""
 
     bucket: int
     modules: tuple[str, ...]
@@ -199,12 +189,86 @@ class Move:
         if self.cut != 1:
             rows = max(1, int(shape.rows * self.cut))
             return shape if size.piece_tokens else size.shape(shape.size, rows)
-        unit, rows = size.piece_tokens or size.multiple, 1 if size.piece_tokens else shape.rows
-        units = shape.size // rows // unit
+        rows = 1 if size.piece_tokens else shape.rows
+        units = shape.size // rows // size.unit
         scaled = round(units * self.scale)
         scaled = max(scaled, units + 1) if self.scale > 1 else min(scaled, units - 1)
-        return size.shape(max(1, scaled) * unit * rows, rows)
+        return size.shape(max(1, scaled) * size.unit * rows, rows)
 
 
 def round_up(value: float, multiple: int) -> int:
     return max(multiple, int(-(-value // multiple)) * multiple)
+
+
+def arrival_buckets(
+    loads: Sequence[Load],
+    ranks: Mapping[str, int],
+    per_rank: int,
+    *,
+    n_buckets: int = 4,
+    piece_tokens: Mapping[str, int],
+    token_multiple: int,
+) -> Buckets:
+    """Buckets of the arrival baseline: `per_rank` rows of one sample each in the last module,
+    padded to the longest, and as many rows of the other modules as these samples' pieces need.
+
+    Capacities are quantiles of the needs per rank of microbatches drawn in arrival order, as many
+    as there are samples; the last bucket holds `per_rank` of the largest sample.
+    """
+    last = list(ranks)[-1]
+    rng = np.random.default_rng(0)
+    picks = rng.integers(len(loads), size=(len(loads), ranks[last], per_rank))
+    needs: dict[str, tuple[np.ndarray, int]] = {}
+    row_tokens: dict[str, int] = {}
+    for m in ranks:
+        lengths = [load.lengths(m) for load in loads]
+        if not any(lengths):
+            continue
+        if m == last:
+            unit = piece_tokens.get(m, token_multiple)
+            sizes_N = np.array([sum(n) for n in lengths])
+            drawn = sizes_N[picks].max(axis=(1, 2))
+            needs[m] = np.array([round_up(v, unit) for v in drawn]), round_up(sizes_N.max(), unit)
+            continue
+        longest = max((max(n, default=0) for n in lengths), default=0)
+        row_tokens[m] = piece_tokens.get(m) or round_up(longest, token_multiple)
+        shape = Shape(1, row_tokens[m])
+        rows_N = np.array([rows_needed(n, shape) for n in lengths], int)
+        needs[m] = rows_N[picks].sum(axis=2).max(axis=1), int(rows_N.max()) * per_rank
+
+    chosen: dict[Bucket, None] = {}
+    for q in np.arange(1, n_buckets + 1) / n_buckets:
+        shapes: dict[str, Shape | None] = {}
+        for m, (drawn, largest) in needs.items():
+            n = largest if q == 1 else int(np.quantile(drawn, q, method="higher"))
+            rows, tokens = (per_rank, n) if m == last else (n, row_tokens[m])
+            shapes[m] = Shape(rows, tokens) if n else None
+        chosen[Bucket.from_shapes(shapes)] = None
+    return largest_first([*chosen])
+
+
+def sample_capacity(plan: Plan) -> Capacity:
+    """The capacity of a bucket for one sample: all data ranks, or the one where it arrives."""
+    capacity = capacity_of(plan.layout)
+    if plan.scheduling.grouping == "balanced":
+        return capacity
+    return Capacity(dict.fromkeys(capacity.ranks, 1), capacity.group_size)
+
+
+def oversize_samples(loads: Sequence[Load], plan: Plan) -> list[int]:
+    """Indices of the samples that no microbatch of the plan holds."""
+    return oversize(loads, merged_buckets(plan.layout), sample_capacity(plan))
+
+
+def spare_bucket(
+    loads: Sequence[Load], capacity: Capacity, piece_tokens: Mapping[str, int], multiple: int
+) -> Bucket:
+    """The bucket that holds each of these samples alone, in rows of the longest piece: of
+    `piece_tokens` tokens where rows take one piece each, else of a multiple of `multiple`."""
+    shapes: dict[str, Shape | None] = {}
+    for m, ranks in capacity.ranks.items():
+        longest = max((max(load.lengths(m), default=0) for load in loads), default=0)
+        row = Shape(1, piece_tokens.get(m) or round_up(longest, multiple))
+        rows = max(int(rows_needed(load.lengths(m), row)) for load in loads)
+        shapes[m] = Shape(-(-rows // ranks), row.tokens) if longest else None
+    return Bucket.from_shapes(shapes)

@@ -2,27 +2,32 @@
 
 import doctest
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dflop_jax.records import Bucket, Edge, Load, Shape
 from dflop_jax.schedule import arrival_buckets, choose_buckets, oversize
-from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.buckets.choose import _EFFORTS, _evaluate_choice, dominating_loads
+from dflop_jax.schedule.batch import DRIFT, Batch, Capacity, drifted_batches
+from dflop_jax.schedule.buckets import milp
+from dflop_jax.schedule.buckets.choose import dominating_loads
 from dflop_jax.schedule.buckets.milp import (
-    _GAP,
+    GAP,
     SLACKS,
     group_price,
     solve_bucket_milp,
     with_variants,
 )
-from dflop_jax.schedule.buckets.problem import BucketEvaluator, first_min
-from dflop_jax.schedule.buckets.sizes import Move, bucket_chains, sizes_of
+from dflop_jax.schedule.buckets.sizes import (
+    Move,
+    bucket_chains,
+    oversize_samples,
+    sizes_of,
+    spare_bucket,
+)
 from dflop_jax.schedule.count_vectors import volume_conditions
 from tests.benchmarks.scripts import module
-from tests.schedule.conftest import TILE, bucket, make_batch
+from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, solve
 
 problems = module("schedule_methods")
 RANKS = {"a": 2, "b": 2}
@@ -62,7 +67,7 @@ def exhaustive_objective(candidates, batches, problem, must_hold, slack):
         objective(candidates, chosen, batches, problem, slack)
         for size in range(1, problem.n_buckets + 1)
         for chosen in itertools.combinations(candidates, size)
-        if must_hold.any_can_hold(chosen, problem.capacity).all()
+        if must_hold.any_can_hold(chosen).all()
     )
 
 
@@ -75,33 +80,33 @@ def objective(candidates, chosen, batches, problem, slack):
     price = [group_price(problem, columns[i])[0] for i in places]
     counts = np.array(list(itertools.product(range(9), repeat=len(places))))
     for batch in batches:
-        wanted = volume_conditions(batch, columns, problem.capacity)
+        wanted = volume_conditions(batch, columns)
         met = (counts @ wanted.capacity_DC[:, places].T >= slack * wanted.need_D - 1e-6).all(axis=1)
         total += (counts[met] @ price).min() / len(batches) if met.any() else np.inf
     return total
 
 
 @pytest.mark.parametrize("seed, shared", [(0, False), (1, True), (2, False)])
-def test_bucket_milp_equals_exhaustive_choice(seed, shared, capfd):
+def test_bucket_milp_equals_exhaustive_choice(seed, shared, capfd, monkeypatch):
+    monkeypatch.setattr(milp, "MAX_NODES", 100_000)
     rng = np.random.default_rng(seed)
     drawn = [make_batch(rng, 12, most_tiles=6, most_tokens=60) for _ in range(2)]
-    front = Batch(dominating_loads([s for batch in drawn for s in batch], ("a", "b")), ("a", "b"))
-    batches = [Batch(batch, ("a", "b")) for batch in drawn]
     problem = problem_of(12, {"a": 1, "b": 2}, seconds=linear_seconds, n_buckets=2, shared=shared)
+    front = Batch(dominating_loads([*drawn[0], *drawn[1]], ("a", "b")), problem.capacity)
+    batches = [Batch(batch, problem.capacity) for batch in drawn]
     candidates = [bucket(t, (1, k)) for t in (0, 6, 12) for k in (64, 128)]
-    every = {"must_hold": front, "start": candidates[-1:], "max_nodes": 100_000}
-    solved = solve_bucket_milp(candidates, batches, problem, **every)
+    start = candidates[-1:]
+    solved = solve_bucket_milp(candidates, batches, problem, must_hold=front, start=start)
     assert capfd.readouterr() == ("", "")
-    assert all(len(buckets) <= 2 and gap <= _GAP for buckets, gap in solved.items())
+    assert all(len(buckets) <= 2 and gap <= GAP for buckets, gap in solved.items())
     for slack in SLACKS:
         best = exhaustive_objective(candidates, batches, problem, front, slack)
         total = min(objective(candidates, chosen, batches, problem, slack) for chosen in solved)
-        assert best * (1 - 1e-6) <= total <= best * (1 + _GAP)
+        assert best * (1 - 1e-6) <= total <= best * (1 + GAP)
 
 
 def test_milp_finds_row_lengths_of_a_multimodal_distribution():
-    """Short and long texts, attention over a row dear: its answers make the choice faster, and what
-    is chosen without it stays a choice."""
+    """Short and long texts, attention over a row dear: its answers make the choice faster."""
     rng = np.random.default_rng(2)
     lengths = np.where(rng.random(400) < 0.05, 960, np.where(rng.random(400) < 0.5, 40, 250))
     loads = [Load({"b": (int(n),)}) for n in lengths]
@@ -129,7 +134,7 @@ def loads():
     return make_batch(np.random.default_rng(0), 600)
 
 
-def test_chosen_buckets_keep_limits_and_pad_little(loads):
+def test_chosen_buckets_keep_limits(loads):
     problem = problem_of(128, max_tokens={"a": 90 * TILE, "b": 1024})
     choice = choose_buckets(loads, problem, effort="quick")
     assert 1 <= len(choice.buckets) <= 4
@@ -138,65 +143,6 @@ def test_chosen_buckets_keep_limits_and_pad_little(loads):
         assert b.tokens("b") <= 1024
         assert b.shape("a") is None or (b.shape("a").tokens == TILE and b.shape("a").rows <= 90)
     assert not oversize(loads, choice.buckets, problem.capacity)
-    assert choice.padding["b"] <= 0.08
-    assert choice.padding["a"] <= 0.05
-
-
-def test_padding_is_the_unused_share_of_tokens():
-    loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
-    problem = problem_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
-    result = _evaluate_choice(
-        (bucket(4, (1, 100)),), BucketEvaluator([loads], problem, work=300, budget=0)
-    )
-    assert result.padding == pytest.approx({"b": 0.4, "a": 0.25})
-
-
-def test_missing_module_and_one_sample():
-    choice = choose_buckets([Load({"b": (70,)})], problem_of(4), effort="quick")
-    assert all(b.shape("a") is None for b in choice.buckets)
-    assert max(b.shape("b").tokens for b in choice.buckets) >= 96
-
-
-def test_packed_modules_and_groups_of_several_microbatches():
-    """Pictures at native resolution in a source, several texts a sample in the last module."""
-    rng = np.random.default_rng(0)
-    loads = [
-        Load(
-            {
-                "a": tuple(rng.integers(20, 200, rng.integers(0, 4)).tolist()),
-                "b": tuple(rng.integers(5, 90, rng.integers(1, 3)).tolist()),
-            }
-        )
-        for _ in range(100)
-    ]
-    problem = problem_of(16, piece_tokens={}, group_size=2)
-    choice = choose_buckets(loads, problem, effort="quick")
-    assert not oversize(loads, choice.buckets, problem.capacity)
-    assert all(s.tokens % 32 == 0 for b in choice.buckets for _, s in b.shapes)
-
-
-@pytest.mark.slow
-def test_equal_arguments_give_equal_buckets(loads, monkeypatch):
-    """Work is counted, not timed, and no choice depends on the last bits of the prices, which
-    another BLAS may fit otherwise; another seed draws other batches."""
-    monkeypatch.setitem(_EFFORTS, "quick", replace(_EFFORTS["quick"], budget=15, batches=4))
-    rng = np.random.default_rng(0)
-
-    def rounded_otherwise(one):
-        noise = {m: 1 + 3e-16 * int(rng.integers(-3, 4)) for m in RANKS}
-        return {m: s * noise[m] for m, s in quadratic_seconds(one).items()}
-
-    def choose(seconds, seed=0):
-        return choose_buckets(loads, problem_of(16, seconds=seconds), effort="quick", seed=seed)
-
-    first, second = choose(quadratic_seconds), choose(rounded_otherwise)
-    assert (first.buckets, first.padding) == (second.buckets, second.padding)
-    assert choose(rounded_otherwise, seed=1).expected_s != first.expected_s
-
-
-def test_first_min_breaks_ties_by_index():
-    assert first_min([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
-    assert first_min([2.0, 1.0, 0.9]) == 2
 
 
 @pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
@@ -220,15 +166,6 @@ def test_chains_and_moves_keep_the_limits(loads, limits):
     assert Move(0, ("b",), 0.0).applied(Bucket.from_shapes({"b": Shape(1, 32)}), sizes) is None
 
 
-def test_expensive_long_rows_give_several_short_rows(loads):
-    def choose(seconds):
-        return choose_buckets(loads, problem_of(32, seconds=seconds), effort="quick")
-
-    dear, linear = choose(quadratic_seconds), choose(linear_seconds)
-    assert any(b.shape("b").rows > 1 for b in dear.buckets)
-    assert all(b.shape("b").rows == 1 for b in linear.buckets)
-
-
 def test_sample_above_the_memory_limit_is_refused(loads):
     with pytest.raises(ValueError, match="of b, memory allows 64: drop or truncate"):
         choose_buckets(loads, problem_of(8, max_tokens={"b": 64}))
@@ -244,3 +181,51 @@ def test_arrival_buckets_follow_quantiles(loads):
     single = [Load({"a": (TILE,) * 2, "b": (13,)})]
     one = arrival_buckets(single, {"a": 1, "b": 1}, 1, **ROWS)
     assert one == (bucket(2, (1, 32)),)
+
+
+def test_spare_bucket_is_minimal():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        pieces = [tuple(rng.integers(1, 90, rng.integers(1, 9)).tolist()) for _ in range(5)]
+        loads = [Load({"a": a, "b": (int(rng.integers(1, 300)),)}) for a in pieces]
+        spare = spare_bucket(loads, Capacity(RANKS), {}, 32)
+        plan = make_plan((spare,), RANKS)
+        assert oversize_samples(loads, plan) == []
+        for m, shape in spare.shapes:
+            assert shape.tokens % 32 == 0
+            assert shape.tokens - 32 < max(max(load.lengths(m)) for load in loads)
+            if shape.rows > 1:
+                less = {**dict(spare.shapes), m: Shape(shape.rows - 1, shape.tokens)}
+                assert oversize_samples(loads, make_plan((Bucket.from_shapes(less),), RANKS))
+
+
+@pytest.mark.parametrize("grouping", ["balanced", "arrival"])
+def test_only_oversize_samples_run_in_the_spare_bucket(grouping):
+    small = bucket(2, (1, 64))
+    loads = [Load({"a": (TILE,), "b": (20,)})] * 6 + [Load({"a": (TILE,) * 9, "b": (200,)})]
+    plan = make_plan((small,), RANKS, grouping=grouping)
+    assert oversize_samples(loads, plan) == [6]
+    ranks = RANKS if grouping == "balanced" else dict.fromkeys(RANKS, 1)
+    spare = spare_bucket([loads[6]], Capacity(ranks), {"a": TILE}, 32)
+    plan = make_plan((small, spare), RANKS, grouping=grouping)
+    assert oversize_samples(loads, plan) == []
+    schedule = solve(loads, plan)
+    shapes = [g.shape for g in schedule.groups if g.module == "b"]
+    assert shapes.count(spare.shape("b")) == 1
+    assert small.shape("b") in shapes
+
+
+DRAWN = [Load({"a": (256,) * n, "b": (10 * n + 20 * (n % 3) + 1,)}) for n in range(40)]
+MODULES = ("a", "b")
+
+
+def test_drifted_batches_alternate_in_direction():
+    batches = drifted_batches(DRAWN, MODULES, 4000, 20)
+    for m in MODULES:
+        each = np.array([load.tokens(m) for load in DRAWN])
+        means = np.array([np.mean([load.tokens(m) for load in b]) for b in batches])
+        moved = (means - each.mean()) / each.std()
+        assert (np.abs(moved) < 3 * DRIFT).all()
+        assert np.abs(moved).max() > DRIFT / 2
+        assert (moved[::2] * moved[1::2]).mean() < 0  # the other way in every second
+        assert abs(moved.mean()) < DRIFT / 4

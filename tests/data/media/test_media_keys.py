@@ -109,13 +109,14 @@ def test_keys_that_cannot_be():
             with_keys(header, keys)
 
 
+def record(*parts, answer="a"):
+    question = {"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
+
+
 def test_keys_of_parts_reach_the_model_or_are_named(tmp_path, caplog):
     write_clip(tmp_path / "c.mp4", 40)  # 4 frames a second
     Image.fromarray(noise(300, 400)).save(tmp_path / "a.png")
-
-    def record(*parts):
-        return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]},
-                             {"role": "assistant", "content": "a"}]}  # fmt: skip
 
     clip, image = {"type": "video", "video": "c.mp4"}, {"type": "image", "image": "a.png"}
     listed = {"images": [{"path": "a.png", "min_pixels": 2048, "detail": "low"}]}
@@ -155,8 +156,8 @@ def test_keys_of_parts_reach_the_model_or_are_named(tmp_path, caplog):
 
 def test_a_tag_in_text_before_a_part_that_names_its_medium(tmp_path):
     Image.fromarray(noise(64, 64)).save(tmp_path / "a.png")
-    content = [{"type": "text", "text": "Write <image>, not "}, {"type": "image", "image": "a.png"},
-               {"type": "text", "text": " or <image>."}]  # fmt: skip
-    record = {"messages": [{"role": "user", "content": content},
-                           {"role": "assistant", "content": "An <image>."}]}  # fmt: skip
-    assert dataset(tmp_path, [record]).load(0).lengths("vision") == (16,)
+    before, after = (
+        {"type": "text", "text": text} for text in ("Write <image>, not ", " or <image>.")
+    )
+    made = record(before, {"type": "image", "image": "a.png"}, after, answer="An <image>.")
+    assert dataset(tmp_path, [made]).load(0).lengths("vision") == (16,)

@@ -1,4 +1,4 @@
-"""The user's own code in a run: what it is told, the metrics that it adds, and how it ends one."""
+"""A user's callbacks, records without supervision or held out, and flags that contradict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that begins with the parameters of another one."""
+"""A run that begins with the parameters of another run, or with published weights."""
 
 from __future__ import annotations
 

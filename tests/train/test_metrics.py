@@ -113,7 +113,7 @@ def test_steps_are_traced_for_xprof_and_perfetto(run):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_traces_what_is_left(capsys):
+def test_a_resumed_run_traces_what_is_left():
     fit("run", train=dataclasses.replace(TRAIN, steps=4), **NANO)
     assert traced("run") == []
     assert read_metrics("run")[0]["mfu"] is not None
@@ -124,11 +124,6 @@ def test_a_resumed_run_traces_what_is_left(capsys):
     row = read_metrics("run")[-1]
     assert (row["mfu"], row["mfu_by_module"]) == (None, {})  # of a CPU no peak is known
     assert row["flops_per_s"] > 0
-    capsys.readouterr()
-    late = dataclasses.replace(longer, steps=7, profile_steps="1:2")
-    fit("run", "resume", train=late, **NANO)
-    assert "done before step 6" in capsys.readouterr().err
-    assert len(traced("run")) == 1
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Folders named by the time, and steps that are said by epochs."""
+"""Run folders, epochs, restarts, errors between processes, and caches of programs."""
 
 from __future__ import annotations
 

@@ -54,12 +54,9 @@ def load_params(
         params = {}
         for name, lazy_params in open_params(reader, model).items():
             if isinstance(placement, Mapping):
-                structs = placement[name]
+                arrays = jax.tree.map(_make_device_array, placement[name], lazy_params)
             else:
-                sharding = jax.sharding.SingleDeviceSharding(placement)
-                struct = partial(jax.ShapeDtypeStruct, sharding=sharding)
-                structs = jax.tree.map(lambda a, s=struct: s(a.shape, a.dtype), lazy_params)
-            arrays = jax.tree.map(_make_device_array, structs, lazy_params)
+                arrays = jax.device_put(jax.tree.map(np.asarray, lazy_params), placement)
             params[name] = fold_adapters(model.modules[name], arrays)
         return LoadedParams(params, reader.step, folder)
 

@@ -14,9 +14,7 @@ from PIL import Image
 
 from dflop_jax import Callback, CheckpointConfig, Config, DataConfig, PlanConfig
 from dflop_jax.config import override
-from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.trackers import step_scalars
 from dflop_jax.train import evaluate
 from dflop_jax.train.callbacks import Callbacks, StepDone, import_callbacks
 from dflop_jax.train.planning import check_trainable
@@ -95,11 +93,6 @@ def test_a_callback_ends_a_run_as_if_it_were_done():
     assert result.evaluation.step == 7
     assert steps_saved("run") == (7, 6, 3)
     assert seen.told[-1] == ("end", 7)
-
-
-def test_what_is_added_is_tracked():
-    row = StepMetrics(step=1, loss=2.0, supervised_tokens=3, step_s=0.5, own={"mine": 4.0})
-    assert step_scalars(row)["own/mine"] == 4.0
 
 
 class Everywhere(Callback):

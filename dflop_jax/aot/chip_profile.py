@@ -151,9 +151,9 @@ def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """Probes of a module with layers of one kind at one tensor-parallel degree: two depths, a small
-    and a large shape. A module that ends in a loss runs forward and backward in one program; its
-    layers are therefore compiled without the ends as well, at one depth (`has_loss`)."""
+    """Probes of layers of one kind at one tensor-parallel degree: two depths, a small and a large
+    shape. A module with a loss runs forward and backward in one program; its layers are therefore
+    compiled without the ends as well, at one depth."""
 
     module: str
     tp: int

@@ -66,9 +66,8 @@ class Compiler:
 def compile_plan(
     config: Config, plan: Plan, compiler: Compiler, on_progress: OnProgress = lambda *_: None
 ) -> CompileReport:
-    """Compile every program of a plan for the chip `config.plan.hardware`. A program at which the
-    compiler dies is reported so. A compiler compiles programs once that are equal in several plans;
-    `on_progress` is called with (programs done, all programs).
+    """Compile every program of a plan for the chip `config.plan.hardware`, once those that are
+    equal in several plans of a compiler. One at which the compiler dies is reported so.
 
     Raises:
       ValueError: the chip is not described, or the plan does not fit the model or the devices.

@@ -69,7 +69,6 @@ class ProgramCost:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all matrix products; a multiply-add counts two, elementwise work none."""
         return sum(k.repeats * k.flops for k in self.kernels)
 
     @property
@@ -81,13 +80,9 @@ class ProgramCost:
 def program_cost(
     module: HloModule, visible_pairs: float = 1.0, *, content: bool = True
 ) -> ProgramCost:
-    """Cost of a program.
-
-    Args:
-      visible_pairs: share of a row's pairs of tokens that the attention kernels of `models` visit,
-        which the text does not say: about half where attention is causal.
-      content: whether attention kernels count what they compute; without, only what they move.
-    """
+    """Cost of a program. `visible_pairs`: share of a row's pairs of tokens that the attention
+    kernels of `models` visit, about half where attention is causal; `content`: whether attention
+    kernels count what they compute, or only what they move."""
     kernels: Counter[Kernel] = Counter()
     collectives: Counter[str] = Counter()
     unknown_loops, unknown_kernels = 0, set()

@@ -76,9 +76,8 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """A plan's programs compiled for a chip, and whether they fit into its memory: into the
-    `budget_bytes` that a device may use. Every program is compiled for all devices of its submesh,
-    as each process of a run compiles it."""
+    """A plan's programs, each compiled for all devices of its submesh, and whether they fit into
+    the `budget_bytes` that a device may use."""
 
     chip: str
     n_devices: int
@@ -91,7 +90,7 @@ class CompileReport:
 
     @property
     def exit_code(self) -> int:
-        """The command's exit code: 1 if a program does not compile or fit."""
+        """Of the command."""
         return 0 if self.fits else 1
 
 

@@ -22,21 +22,20 @@ def array(*shape, dtype=jnp.float32):
 
 
 def run(function, args, dims, tp):
-    region = trace(jax.make_jaxpr(function)(*args), dims, tp)
-    return kernels_of(region)
+    return kernels_of(trace(jax.make_jaxpr(function)(*args), dims, tp))
 
 
 def of_kind(kernels, kind):
     return [k for k in kernels if k.kind == kind]
 
 
-def mlp(x, up, down):
-    return jax.nn.silu(x @ up) @ down
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_an_mlp_by_hand(tp):
     """Split over its hidden width: one reduction of the output, as in Megatron-LM."""
+
+    def mlp(x, up, down):
+        return jax.nn.silu(x @ up) @ down
+
     kernels = run(mlp, (array(T, D), array(D, F), array(F, D)), (None, 1, 0), tp)
     up, down = of_kind(kernels, Kind.MATMUL)
     f = F / tp
@@ -85,11 +84,11 @@ def test_lookups_in_a_sharded_table_and_their_gradient():
     def function(table, ids):
         return jax.vjp(lambda t: t[ids], table)[1](jnp.ones((T, D)))[0]
 
-    kernels = run(lambda t, i: t[i], (array(64, D), array(T, dtype=jnp.int32)), (0, None), 2)
+    args = array(64, D), array(T, dtype=jnp.int32)
+    kernels = run(lambda t, i: t[i], args, (0, None), 2)
     assert [k.n_bytes for k in of_kind(kernels, Kind.LOOKUP)] == [2 * 4 * T * D]
     assert [k.n_bytes for k in of_kind(kernels, Kind.REDUCE)] == [4 * T * D]
-    kernels = run(function, (array(64, D), array(T, dtype=jnp.int32)), (0, None), 2)
-    assert len(of_kind(kernels, Kind.LOOKUP)) == 1
+    assert len(of_kind(run(function, args, (0, None), 2), Kind.LOOKUP)) == 1
 
 
 def test_convolutions_count_their_window():
@@ -98,9 +97,8 @@ def test_convolutions_count_their_window():
             x, k, (2,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
         )
 
-    (conv,) = of_kind(
-        run(function, (array(2, 10, 3), array(5, 3, 7)), (None, None), 1), Kind.MATMUL
-    )
+    kernels = run(function, (array(2, 10, 3), array(5, 3, 7)), (None, None), 1)
+    (conv,) = of_kind(kernels, Kind.MATMUL)
     assert conv.flops == 2 * (2 * 5) * 7 * (5 * 3)
 
 

@@ -182,16 +182,11 @@ def test_programs_need_every_product_once_and_twice_backward():
     assert flops == pytest.approx(3 * forward * 4 / (2 * 2))
 
 
-@pytest.mark.parametrize(
-    "trainable, brought, dense, attention, head",
-    [
-        (("exit",), (), 0, 0, 2),  # the norm before the head trains too
-        (("layers",), (), 2, 2, 1),
-        ((), ("visual",), 1, 2, 1),
-        (("exit",), ("visual",), 1, 2, 2),
-        (("entry",), (), 1, 2, 1),
-    ],
-)
+@pytest.mark.parametrize("trainable, brought, dense, attention, head", [
+    (("exit",), (), 0, 0, 2),  # the norm before the head trains too
+    (("layers",), (), 2, 2, 1), ((), ("visual",), 1, 2, 1),
+    (("exit",), ("visual",), 1, 2, 2), (("entry",), (), 1, 2, 1),
+])  # fmt: skip
 def test_frozen_parts_need_no_gradient_of_their_own(trainable, brought, dense, attention, head):
     s = segment(trainable=frozenset(trainable), wants_gradient=frozenset(brought))
     wanted = dense * DENSE + attention * ATTENTION + head * HEAD_FLOPS

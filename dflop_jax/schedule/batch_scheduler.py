@@ -37,7 +37,7 @@ from dflop_jax.simulate.steps import with_list_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 # Units of work for a batch if the plan has no work budget; twice as many take up to twice as long.
-DEFAULT_WORK = 4_000
+DEFAULT_WORK = 2 * WORK_PER_S // 5
 # Shares of the work: for the order of tasks, and at most of the rest for packing. What remains
 # balances content.
 _ORDER_SHARE, _PACKING_SHARE = 0.25, 0.5

@@ -18,7 +18,7 @@ from dflop_jax.schedule.balance_problem import Budget, Floats, Ints
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import BoundTerms, bound_terms, drain_s
 from dflop_jax.schedule.bucket_search import pack_into
-from dflop_jax.schedule.costs import running_order
+from dflop_jax.schedule.costs import TIE_TOLERANCE, running_order
 from dflop_jax.schedule.count_program import CountProgram, ProgramSizes
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
@@ -26,7 +26,7 @@ _GAP = 1e-3  # relative, at which a batch counts as solved; counts that gain les
 _DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
 _GROUP_PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
 _SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # room over volume that whole samples may need, in turn
-_SAFE = 1 - 1e-5  # HiGHS keeps conditions to about 1e-6
+_SAFE = 1 - 10 * TIE_TOLERANCE  # HiGHS keeps conditions to about 1e-6
 # Measured units of work of a model and of a node; largest number for packing.
 _MODEL_WORK, _NODE_WORK, _PACK_WORK = 100, 10, 800
 

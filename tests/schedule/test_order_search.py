@@ -6,11 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Task
-from dflop_jax.schedule import schedule_batch
+from dflop_jax.records import BACKWARD, FORWARD
 from dflop_jax.schedule.balance_problem import Budget
-from dflop_jax.schedule.batch import Batch, capacity_of
-from dflop_jax.schedule.bounds import lower_bound_s
 from dflop_jax.schedule.order_search import (
     order_bound,
     order_problem,
@@ -26,7 +23,6 @@ from dflop_jax.simulate.numbered_tasks import (
 from dflop_jax.simulate.steps import simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import in_flight_limit, step_graph
 from dflop_jax.simulate.task_order import check_order, peak_groups_in_flight
-from tests.schedule.conftest import bucket, make_batch, make_plan, make_prices
 from tests.simulate.cases import batch, chain, graph, names, prices, random_case
 
 
@@ -172,24 +168,3 @@ def test_small_steps_get_the_optimal_order(seed):
     by_start = [starts[t] for t in found] == sorted(starts)  # as they are dispatched
     assert by_start or found == order
     assert makespan == least_makespan(problem)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_lower_bound_is_below_the_best_order(seed):
-    """With reductions and updates; of plans whose modules all train, or only one."""
-    rng = np.random.default_rng(seed)
-    plan = make_plan([bucket(8, (1, 128))], {"a": 1, "b": 1}, shared=("a", "b") * (seed % 3 == 0))
-    trainable = plan.layout.modules if seed % 2 else ("b",)
-    prices = make_prices(plan, trainable=trainable, factor=lambda p: float(rng.lognormal(0, 0.5)))
-    ends = [Task(m, NO_GROUP, d) for m in plan.layout.modules for d in (REDUCE, UPDATE)]
-    prices = replace(prices, step_end={t: float(rng.exponential(0.3)) for t in ends})
-    loads = make_batch(rng, 6, most_tiles=8)
-    got = schedule_batch(loads, plan, prices, trainable, work=400)
-    tasks = step_graph(plan.layout, got.groups, trainable)
-    order = [tasks.task_index[t] for t in got.order]
-    problem = order_problem(plan, got, tasks, prices, order)
-    least_s = least_makespan(problem) * problem.tick_s
-    batch = Batch(loads, capacity_of(plan.layout))
-    bound_s = lower_bound_s(batch, plan.layout, prices, trainable)
-    assert 0 < bound_s <= least_s * (1 + 1e-9)
-    assert got.makespan_s <= least_s * (1 + 1e-8)

@@ -132,7 +132,7 @@ def choose_buckets(
     if not with_milp:
         return start
     evaluator.remaining = round(_MIN_SHARE * budget)
-    gap_by_set = solve_bucket_milp(
+    milp_sets = solve_bucket_milp(
         _candidates((*chain_sets, start.buckets), sizes, problem, work),
         evaluator.batches[: work.milp_batches],
         problem,
@@ -141,7 +141,7 @@ def choose_buckets(
         slacks=work.slacks,
     )
     milp_choice = start
-    if other_sets := [buckets for buckets in gap_by_set if buckets != start.buckets]:
+    if other_sets := [buckets for buckets in milp_sets if buckets != start.buckets]:
         best_set = _best_start(other_sets, evaluator, len(evaluator.batches), 1)
         milp_choice = _refined_choice(best_set, sizes, evaluator, front)
     return milp_choice if is_less(milp_choice.expected_s, start.expected_s) else start

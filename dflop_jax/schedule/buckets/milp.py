@@ -20,7 +20,7 @@ SLACKS = (1.004, 1.03)
 # Price of a second on all but the slowest devices, relative to the slowest: padding is not free
 # there either. Twice as much gives a worse fill on the slowest devices.
 _IDLE_PRICE = 0.2
-GAP = 0.004  # relative, at which the MILP counts as solved
+GAP = SLACKS[0] - 1  # relative, at which the MILP counts as solved: as exact as its conditions
 MAX_NODES = 1  # of branch and bound, which then returns its best solution
 
 
@@ -53,9 +53,8 @@ def solve_bucket_milp(
     must_hold: Batch,
     start: Buckets,
     slacks: Sequence[float] = SLACKS,
-) -> dict[Buckets, float]:
-    """Solutions of the MILP, at most one per slack: buckets, largest first, and the relative
-    distance of their cost from the program's optimum, at most.
+) -> list[Buckets]:
+    """Solutions of the MILP, at most one per slack, largest bucket first.
 
     Binary z[c] is 1 if candidate c is compiled. Integer n[s, v] is the number of groups of v in
     batch s, where v runs over the candidates and their variants without modules that some samples
@@ -97,21 +96,21 @@ def solve_bucket_milp(
         ]
     program = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill_s), constraints)
     start_C = np.array([c in start for c in candidates], float)
-    gap_by_set: dict[Buckets, float] = {}
+    solutions: dict[Buckets, None] = {}
     for value in slacks:
         slack.value = value
         data, _, _ = program.get_problem_data(cp.HIGHS)
         z_columns = data["param_prob"].var_id_to_col[z.id] + np.arange(len(candidates))
-        chosen_C, gap = _solve(_model(data), z_columns, start_C)
+        chosen_C = _solve(_model(data), z_columns, start_C)
         chosen = [b for b, value in zip(candidates, chosen_C, strict=True) if value > 0.5]
         if must_hold.any_can_hold(chosen).all():
-            gap_by_set.setdefault(largest_first(chosen), gap)
-    return gap_by_set
+            solutions[largest_first(chosen)] = None
+    return list(solutions)
 
 
-def _solve(model: highspy.HighsLp, columns: Ints, start: Floats) -> tuple[Floats, float]:
-    """(values of these columns, relative gap) of the best solution, with branch and bound from the
-    values `start`; zeros if there is none."""
+def _solve(model: highspy.HighsLp, columns: Ints, start: Floats) -> Floats:
+    """Values of these columns in the best solution, with branch and bound from the values `start`;
+    zeros if there is none."""
     solver = _SilentHighs()
     options: dict[str, Any] = {
         "mip_rel_gap": GAP,
@@ -125,8 +124,7 @@ def _solve(model: highspy.HighsLp, columns: Ints, start: Floats) -> tuple[Floats
     solver.setSolution(len(columns), columns.astype(np.int32), start)
     solver.run()
     solution = np.array(solver.getSolution().col_value)
-    values = solution[columns] if len(solution) else np.zeros(len(columns))
-    return values, min(1.0, float(solver.getInfo().mip_gap))
+    return solution[columns] if len(solution) else np.zeros(len(columns))
 
 
 class _SilentHighs(highspy.Highs):

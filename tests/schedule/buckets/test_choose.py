@@ -98,7 +98,7 @@ def test_bucket_milp_equals_exhaustive_choice(seed, shared, capfd, monkeypatch):
     start = candidates[-1:]
     solved = solve_bucket_milp(candidates, batches, problem, must_hold=front, start=start)
     assert capfd.readouterr() == ("", "")
-    assert all(len(buckets) <= 2 and gap <= GAP for buckets, gap in solved.items())
+    assert all(len(buckets) <= 2 for buckets in solved)
     for slack in SLACKS:
         best = exhaustive_objective(candidates, batches, problem, front, slack)
         total = min(objective(candidates, chosen, batches, problem, slack) for chosen in solved)

@@ -140,17 +140,13 @@ def test_a_clip_s_patches_are_the_published_ones(published, tmp_path):
     native = Native(max_clip_pixels=100_000, max_frames=4)
     patchify = published.clips.Qwen3VLVideoProcessor.patchify
     for path in [write_long(tmp_path / "a.mp4", "mpeg4", frames=9), *shared_files("videos")]:
-        layout, stored = native.clip(clip_of(path)), []
-
-        def resized(frame, layout=layout, stored=stored):
-            stored.append(np.asarray(frame).transpose(2, 0, 1))
-            return native.resized(frame, layout.grid)
-
-        frames = read_numbered(path, layout.frames, resized)
-        theirs = torch.tensor(np.stack(stored[-len(set(layout.frames)) :]))
+        layout = native.clip(clip_of(path))
+        stored = read_numbered(path, layout.frames, np.asarray)
+        frames = np.stack([native.resized(Image.fromarray(f), layout.grid) for f in stored])
         theirs = torch.nn.functional.interpolate(
-            theirs, frames.shape[1:3], mode="bicubic", antialias=True
-        )
+            torch.tensor(stored.transpose(0, 3, 1, 2)), frames.shape[1:3], mode="bicubic",
+            antialias=True,
+        )  # fmt: skip
         patches, *grid = patchify(None, theirs[None], 16, 2, 2)
         assert grid == [len(layout.seconds), *layout.grid]
         off = np.abs(native.patches(frames).astype(int) - patches[0].numpy())

@@ -49,7 +49,6 @@ class ClipAnswer:
 
 
 def generates_clips(config: Config) -> bool:
-    """Whether the model of a configuration answers by clips."""
     return GENERATOR in build_model(config.model).preprocessing
 
 

@@ -21,8 +21,6 @@ BATCHES_AHEAD = 8  # prepared together and sorted by length: more pad less and t
 
 @dataclass(frozen=True)
 class FilePrompt:
-    """A prompt of a file, and its media by kind."""
-
     text: str
     media: Media
 

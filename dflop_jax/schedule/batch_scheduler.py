@@ -26,7 +26,6 @@ from dflop_jax.schedule.groups import (
     PackingSpace,
     arrival_assignment,
     balance_contents,
-    content_tolerance,
     greedy_assignment,
     schedule_groups,
 )
@@ -41,6 +40,8 @@ DEFAULT_WORK = 2 * WORK_PER_S // 5
 # Shares of the work: for the order of tasks, and at most of the rest for packing. What remains
 # balances content.
 _ORDER_SHARE, _PACKING_SHARE = 0.25, 0.5
+# Share of a step's seconds below which a further balancing of content is not worth its search.
+_TOLERATED_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ def assign_groups(
         assignments = [("arrival", arrival_assignment(space))]
     else:
         greedy = greedy_assignment(space, len(merged.layout.buckets))
-        tolerance = content_tolerance(space, costs, greedy)
+        step_s = sum(float(costs.bucket_s(buckets[t.bucket]).max()) for t in greedy)
+        tolerance = {m: _TOLERATED_SHARE * step_s / unit_s for m, unit_s in priced.items()}
         assignments = [("greedy", greedy)]
         if work > 0:
             packing = budget.sub_budget(work * _PACKING_SHARE)

@@ -43,11 +43,6 @@ class BatchParameters:
     unit_s: float
     is_bound: bool  # whether the optimum is a lower bound for every schedule
 
-    def with_slack(self, slack: float) -> BatchParameters:
-        """The same with volumes larger by this share, since whole samples leave room unused."""
-        larger = {name: (1 + slack) * self.values[name] for name in ("need", "min_tokens")}
-        return replace(self, values=self.values | larger)
-
     def lower_bound_s(self, counts_C: Ints) -> float:
         """Least seconds of a step with so many groups of each bucket, according to the program."""
         v = self.values
@@ -189,7 +184,9 @@ def assign_by_counts(
     for slack in _SLACKS:
         if slack and budget.is_spent:
             break
-        widened = numbers.with_slack(slack)
+        # Volumes are larger by the slack, since whole samples leave room unused.
+        larger = {name: (1 + slack) * numbers.values[name] for name in ("need", "min_tokens")}
+        widened = replace(numbers, values=numbers.values | larger)
         solved, least_s = _solve(program, widened, budget)
         if slack == 0.0 and numbers.is_bound:
             bound_s = least_s

@@ -25,12 +25,9 @@ from dflop_jax.schedule.content_balance import (
     balance_content,
     rank_content,
 )
-from dflop_jax.schedule.costs import GroupCosts, Ticks, running_order
+from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.count_vectors import Conditions, volume_conditions
 from dflop_jax.schedule.packing import Microbatch, Packing, first_fit
-
-# Share of a step's seconds below which a further balancing of content is not worth its search.
-_TOLERATED_SHARE = 1e-3
 
 
 @dataclass
@@ -284,14 +281,6 @@ def schedule_groups(
                     Group(m, shape, feeds, tuple(content), placement.sorted_by_row(), size)
                 )
     return tuple(groups)
-
-
-def content_tolerance(
-    space: PackingSpace, costs: GroupCosts, assignment: Assignment
-) -> dict[str, float]:
-    """By priced module, the content above the bound that is not worth a further search."""
-    step_s = sum(float(costs.bucket_s(space.buckets[t.bucket]).max()) for t in assignment)
-    return {m: _TOLERATED_SHARE * step_s / unit_s for m, unit_s in space.priced.items()}
 
 
 def balance_contents(

@@ -19,10 +19,7 @@ from dflop_jax.schedule.buckets.milp import (
     with_variants,
 )
 from dflop_jax.schedule.buckets.sizes import (
-    Move,
-    bucket_chains,
     oversize_samples,
-    sizes_of,
     spare_bucket,
 )
 from dflop_jax.schedule.count_vectors import volume_conditions
@@ -118,17 +115,6 @@ def test_milp_finds_row_lengths_of_a_multimodal_distribution():
     assert again.expected_s <= both.expected_s
 
 
-def test_dominating_loads_cover_all_loads():
-    rng = np.random.default_rng(0)
-    loads = [Load({**s.pieces, "c": (8,) * int(rng.integers(4))}) for s in make_batch(rng, 50)]
-    for modules in (("a", "b"), ("a", "c", "b"), ("b",)):
-        front = dominating_loads(loads, modules)
-        for s in loads:
-            assert any(all(f.tokens(m) >= s.tokens(m) for m in modules) for f in front)
-        for x, y in itertools.permutations(front, 2):
-            assert any(x.tokens(m) > y.tokens(m) for m in modules)
-
-
 @pytest.fixture(scope="module")
 def loads():
     return make_batch(np.random.default_rng(0), 600)
@@ -143,27 +129,6 @@ def test_chosen_buckets_keep_limits(loads):
         assert b.tokens("b") <= 1024
         assert b.shape("a") is None or (b.shape("a").tokens == TILE and b.shape("a").rows <= 90)
     assert not oversize(loads, choice.buckets, problem.capacity)
-
-
-@pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
-def test_chains_and_moves_keep_the_limits(loads, limits):
-    problem = problem_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
-    sizes = sizes_of(loads, problem)
-    starts = bucket_chains(sizes, problem)
-    assert len(set(starts)) == len(starts) > 0
-    assert any(s.rows > 1 for start in starts for b in start for m, s in b.shapes if m == "b")
-    moves = [Move(0, part, f) for part in (("a", "b"), ("a",), ("b",)) for f in (0.85, 1.18)]
-    moves += [Move(0, ("b",), cut=2.0), Move(0, ("a",), 0.0)]
-    for start in starts:
-        assert 1 <= len(start) <= 4
-        assert not oversize(loads, [start[0]], problem.capacity)
-        moved = [m.applied(b, sizes) for m in moves for b in start]
-        for b in (*start, *moved):
-            for m, s in b.shapes:
-                assert s.tokens % (TILE if m == "a" else 32) == 0
-                assert s.size <= limits.get(m, 10**9)
-    assert moves[-1].applied(starts[0][0], sizes).shape("a") is None
-    assert Move(0, ("b",), 0.0).applied(Bucket.from_shapes({"b": Shape(1, 32)}), sizes) is None
 
 
 def test_sample_above_the_memory_limit_is_refused(loads):

@@ -125,12 +125,9 @@ class AnswerPrograms:
         rows, every = P(DATA), P()
         by_kind = {k: P(None, DATA) for k in dict.fromkeys(layer_kinds_of(llm))}
         outs: Any = BatchState(Cache(by_kind, rows), rows), rows  # type: ignore[arg-type]
-        self.start = self._compiled(
-            partial(start_answers, model, chip), (every, rows, rows, every), outs
-        )
-        self.step = self._compiled(
-            partial(decode_step, llm), (every, *outs, every), outs, donated=(1,)
-        )
+        start, step = partial(start_answers, model, chip), partial(decode_step, llm)
+        self.start = self._compiled(start, (every, rows, rows, every), outs)
+        self.step = self._compiled(step, (every, *outs, every), outs, donated=(1,))
         self.grow = self._compiled(partial(grow_slots, llm), outs, outs)
         self._shardings = partial(_shardings, llm, mesh)
 
@@ -138,11 +135,7 @@ class AnswerPrograms:
         self, params: dict[str, Params], rows: AnswerRows, number: np.ndarray, sampling: Sampling
     ) -> Iterator[np.ndarray]:
         """Yield the next token of every row, int32 [rows], up to `sampling.max_tokens` times.
-
-        Args:
-          params: by module, as `param_structs` says.
-          number: uint32 [rows], of each answer among all that are drawn.
-        """
+        `number` is uint32 [rows], of each answer among all that are drawn."""
         put = partial(jax.device_put, device=NamedSharding(self._mesh, P(DATA)))
         draw = SamplingArgs.from_sampling(sampling)
         longest = int(rows.lengths.max())

@@ -29,11 +29,7 @@ NO_MEDIA: Media = MappingProxyType({})
 
 
 def prompt_sample(
-    prompt: str,
-    media: Media,
-    data: DataConfig,
-    model: MultimodalModel,
-    tokenizer: AnyTokenizer,
+    prompt: str, media: Media, data: DataConfig, model: MultimodalModel, tokenizer: AnyTokenizer
 ) -> Sample:
     """Return the turn of a user up to where the answer begins, prepared as in training.
 

@@ -62,11 +62,10 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             form = '{"prompt": TEXT, "image": [FILE]}'
             raise ValueError(f"{file}:{n}: {e}; write {form}") from None
-        files_by_kind = {"image": read.image, "video": read.video, "audio": read.audio}
-        media = {
-            kind: [file.parent / f for f in ([files] if isinstance(files, str) else files)]
-            for kind, files in files_by_kind.items()
-        }
+        media = {}
+        for kind in ("image", "video", "audio"):
+            files = getattr(read, kind)
+            media[kind] = [file.parent / f for f in ([files] if isinstance(files, str) else files)]
         prompts.append(FilePrompt(read.prompt, media))
     if not prompts:
         raise ValueError(f"{file}: is empty; give a line for each prompt")

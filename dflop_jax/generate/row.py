@@ -31,14 +31,7 @@ from dflop_jax.data import Sample
 from dflop_jax.data.content import features_per_row
 from dflop_jax.data.packing import pack_groups
 from dflop_jax.plan.placement import Parallelism, build_layout
-from dflop_jax.records import (
-    Bucket,
-    Group,
-    MeshShape,
-    PackedPieces,
-    Schedule,
-    Shape,
-)
+from dflop_jax.records import Bucket, Group, MeshShape, PackedPieces, Schedule, Shape
 from dflop_jax.runtime.exchange import gather_features
 from dflop_jax.runtime.module_parts import split_into_loops
 from dflop_jax.schedule.batch import first_fit_decreasing
@@ -235,10 +228,7 @@ def _interleave(*stacks: Array) -> Array:
 
 
 def add_features(
-    model: MultimodalModel,
-    chip: str,
-    params: Mapping[str, Params],
-    rows: AnswerRows,
+    model: MultimodalModel, chip: str, params: Mapping[str, Params], rows: AnswerRows
 ) -> dict[str, Array]:
     """The fields of the last module's rows, with the features that edges bring at their places."""
     last, batch = last_module(model), dict(rows.fields)

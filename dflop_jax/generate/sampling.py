@@ -60,13 +60,9 @@ class SamplingArgs(NamedTuple):
 
     @classmethod
     def from_sampling(cls, sampling: Sampling) -> SamplingArgs:
-        return cls(
-            np.uint32(sampling.seed),
-            np.float32(sampling.temperature),
-            np.float32(sampling.top_p),
-            np.int32(sampling.top_k),
-            np.float32(sampling.repetition_penalty),
-        )
+        shares = sampling.temperature, sampling.top_p, sampling.repetition_penalty
+        temperature, top_p, penalty = np.array(shares, np.float32)
+        return cls(np.uint32(sampling.seed), temperature, top_p, np.int32(sampling.top_k), penalty)
 
 
 def sample_tokens(

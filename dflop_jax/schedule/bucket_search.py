@@ -13,13 +13,7 @@ import numpy as np
 
 from dflop_jax.records import Layout
 from dflop_jax.schedule.balance_problem import ITEMS_PER_WORK, ROUNDING, Budget, Floats, Ints
-from dflop_jax.schedule.batch import (
-    Batch,
-    bucket_variants,
-    capacity_of,
-    check_fits,
-    merged_buckets,
-)
+from dflop_jax.schedule.batch import Batch, bucket_variants, capacity_of, check_fits, merged_buckets
 from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.count_vectors import fractional_bound, list_covers
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace, greedy_assignment

@@ -15,13 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop_jax.records import Bucket, PackedPieces, Shape
-from dflop_jax.schedule.balance_problem import (
-    ITEMS_PER_WORK,
-    ROUNDING,
-    Budget,
-    Ints,
-    Problem,
-)
+from dflop_jax.schedule.balance_problem import ITEMS_PER_WORK, ROUNDING, Budget, Ints, Problem
 from dflop_jax.schedule.batch import Batch, first_fit_decreasing
 from dflop_jax.schedule.bounds import busiest_rank_bound
 from dflop_jax.schedule.local_search import State, improve

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    Bucket,
-    Direction,
-    Layout,
-    Prices,
-    ProgramId,
-    Shape,
-)
+from dflop_jax.records import BACKWARD, FORWARD, Bucket, Direction, Layout, Prices, ProgramId, Shape
 from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.simulate.task_graph import segment_links, segment_resources, segments_with_backward
 

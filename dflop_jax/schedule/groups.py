@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 
 from dflop_jax.records import Bucket, Group, Layout, PackedPieces, Shape
 from dflop_jax.schedule.balance_problem import Budget
-from dflop_jax.schedule.batch import (
-    Batch,
-    check_fits,
-    first_fit_decreasing,
-    sub_microbatch_shape,
-)
+from dflop_jax.schedule.batch import Batch, check_fits, first_fit_decreasing, sub_microbatch_shape
 from dflop_jax.schedule.content_balance import (
     GroupContents,
     assign_pieces,

@@ -7,15 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import (
-    NO_GROUP,
-    REDUCE,
-    UPDATE,
-    Load,
-    Schedule,
-    Task,
-    first_piece_numbers,
-)
+from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Load, Schedule, Task, first_piece_numbers
 from dflop_jax.schedule.batch import Batch, capacity_of, merge_sub_microbatches
 from dflop_jax.schedule.bounds import lower_bound_s
 from dflop_jax.simulate.steps import simulate_step

@@ -18,10 +18,7 @@ from dflop_jax.schedule.buckets.milp import (
     solve_bucket_milp,
     with_variants,
 )
-from dflop_jax.schedule.buckets.sizes import (
-    oversize_samples,
-    spare_bucket,
-)
+from dflop_jax.schedule.buckets.sizes import oversize_samples, spare_bucket
 from dflop_jax.schedule.count_vectors import volume_conditions
 from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, solve

@@ -28,6 +28,7 @@ from dflop_jax.runtime.update import EMA_KEY
 from dflop_jax.train.optimizer import LORA
 from dflop_jax.train.run_dir import read_run_config
 from dflop_jax.weights import Folder, ModuleParams, read_segment
+from dflop_jax.weights.adapter import adapted_tensors
 
 log = logging.getLogger("dflop_jax.train")
 T = TypeVar("T")
@@ -314,6 +315,19 @@ def check_only_adapters(config: Config, model: MultimodalModel, frozen: Sequence
             f"the run began with what {base_run} trained, which adapters do not hold; leave "
             f"out --adapter, or give an export of {base_run} as --weights"
         )
+
+
+def warn_unexportable_adapters(config: Config, model: Any, frozen: Sequence[str]) -> None:
+    """Warn, before a run trains adapters, if `dflop export --adapter` will refuse it."""
+    if not config.train.lora_rank:
+        return
+    try:
+        check_only_adapters(config, model, frozen)
+        if hasattr(model, "weights"):
+            shapes = {name: module_structs(module) for name, module in model.modules.items()}
+            adapted_tensors(model.weights, shapes)
+    except ValueError as e:
+        log.warning("dflop export --adapter will refuse this run: %s", e)
 
 
 def _find_trained_base(weights: Sequence[str]) -> str:

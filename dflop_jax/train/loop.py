@@ -144,6 +144,8 @@ class TrainLoop:
             row = self._evaluator.row
             evaluation = row if row and row.step == steps_done else self._evaluate(steps_done)
         self.log.write_trace()
+        if n := self.log.n_unsupervised:
+            self.progress.log(f"{n} of {steps_done - first_step} steps had no supervised token")
         if preempted:
             hint = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
             self.progress.log(f"preempted at step {steps_done}; {hint}")

@@ -67,7 +67,8 @@ class StepLog:
         self._last_step = config.train.steps - 1
         self._ended_s: float | None = None
         self._trace_and_batch: tuple[Trace, PackedBatch] | None = None
-        self._is_supervised = run.state.step > 0  # some token was, so far
+        self.n_unsupervised = 0  # steps of this process without a supervised token
+        self._is_supervised = run.state.step > 0  # whether some token was, so far
         self._min_samples = config.plan.profile_samples
 
     def finish(
@@ -202,8 +203,16 @@ class StepLog:
         return skipped
 
     def _check_supervised(self, batch: PackedBatch) -> None:
-        """ValueError if none of the first samples, as many as a profile reads, is supervised."""
-        self._is_supervised |= batch.loss.is_supervised
+        """Count steps without a supervised token and name the first of them.
+
+        ValueError if none of the first samples, as many as a profile reads, is supervised.
+        """
+        if batch.loss.is_supervised:
+            self._is_supervised = True
+            return
+        self.n_unsupervised += 1
+        if self.n_unsupervised == 1:
+            self._run.progress.log(f"step {batch.step} has no supervised token; others are counted")
         n, limit = (batch.step + 1) * self._config.global_batch, self._min_samples
         if not self._is_supervised and (n >= limit or batch.step == self._last_step):
             raise ValueError(

@@ -45,7 +45,7 @@ from dflop_jax.train.choose_plan import (
     predict_plan,
 )
 from dflop_jax.train.correction import read_samples
-from dflop_jax.train.load_params import make_initializer
+from dflop_jax.train.load_params import make_initializer, warn_unexportable_adapters
 from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.planning import check_trainable
 from dflop_jax.train.profiling import check_not_empty
@@ -104,6 +104,7 @@ class Trainer:
             self._initializer = make_initializer(self.context.model, config.model.weights)
             if self.peers.is_primary:
                 check_trackers(config)
+                warn_unexportable_adapters(config, self.context.model, self.context.trained.frozen)
             self.source: Source = self.context.source()
             check_not_empty(self.source)
             self._requested_batch = config.train.global_batch

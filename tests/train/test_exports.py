@@ -21,6 +21,7 @@ from dflop_jax.train.load_params import (
     find_tokenizer_folders,
     load_params,
     open_params,
+    warn_unexportable_adapters,
 )
 from dflop_jax.train.optimizer import configure_model
 from dflop_jax.train.trainer import Trainer
@@ -186,9 +187,12 @@ ADAPTERS = MODEL.with_lora(2, 4.0, targets=("llm",))
          ("llm", "vision", "connector"), ""),
     ],
 )  # fmt: skip
-def test_what_adapters_do_not_hold_is_named(train, frozen, says):
+def test_what_adapters_do_not_hold_is_named(train, frozen, says, caplog):
     lora = replace(Config(), train=replace(Config().train, **train))
     model = configure_model(MODEL, lora.train)
+    warn_unexportable_adapters(lora, model, frozen)  # before training
+    said = [m for m in caplog.messages if "--adapter will refuse this run" in m]
+    assert [says in m for m in said] == [True] * bool(says and train)
     with pytest.raises(ValueError, match=says) if says else nullcontext():
         check_only_adapters(lora, model, frozen)
 

@@ -1,8 +1,11 @@
 """Steps whose gradients are not finite, or too large, change nothing, and the run goes on."""
 
 import dataclasses
+import json
 import math
 import statistics
+from contextlib import nullcontext
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dflop_jax import DataConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.report.run_folder import read_metrics
@@ -144,3 +148,25 @@ def test_many_in_a_row_end_the_run_and_every_row_is_there(quick, poisoned, tmp_p
     rows = read_metrics(tmp_path / "run")
     assert [(r["step"], r["loss"]) for r in rows] == [(k, None) for k in range(6)]
     assert [(e["step"], e["loss"]) for e in evaluations(tmp_path / "run")] == [(4, None)]
+
+
+@pytest.mark.parametrize("weight", [0.01, 0.0])
+def test_steps_without_a_supervised_token_are_named_and_runs_refused(weight, capsys):
+    answers = [{"value": "Yes.", "weight": weight}, *[{"value": "Yes.", "loss": 0}] * 3]
+    records = [
+        {
+            "id": str(k),
+            "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", **answer}],
+        }
+        for k, answer in enumerate(answers)
+    ]
+    Path("records.json").write_text(json.dumps(records))
+    data = DataConfig(path="records.json", max_tokens=96, workers=1)
+    train = dataclasses.replace(CONFIG.train, steps=4, global_batch=1, eval_samples=0, eval_every=0)
+    with nullcontext() if weight else pytest.raises(ValueError, match="none of the first 4 sam"):
+        fit("run", data=data, train=train)
+    tokens = [row["supervised_tokens"] for row in read_metrics("run")]
+    assert sorted(tokens) == [0, 0, 0, len("Yes.") + 1 if weight else 0]
+    told = capsys.readouterr().err
+    assert f"step {tokens.index(0)} has no supervised token" in told
+    assert ("3 of 4 steps had no supervised token" in told) == bool(weight)

@@ -7,6 +7,9 @@ import pytest
 
 from dflop_jax.plan.memory import (
     ByteTable,
+    MemoryOption,
+    ModuleOptions,
+    block_minimum,
     byte_table,
     memory_of_trace,
     memory_over_time,
@@ -122,3 +125,11 @@ def test_memory_of_a_saved_trace():
     stray = Trace(0, "run", (Event("z", "z", -1, "update", 0.0, 1.0),))
     with pytest.raises(ValueError, match="of another plan"):
         memory_of_trace(plan.layout, model, stray, {})
+
+
+def test_modules_that_share_devices_fit_if_any_combination_does():
+    """Each module has 5 bytes live and 4 temporary, or 2 and 8: together at least 4 + 8."""
+    need = 0, np.reshape([5.0, 2.0], (2, 1, 1)), np.reshape([4.0, 8.0], (2, 1, 1))
+    module = ModuleOptions((MemoryOption(),) * 2, (need,), (np.zeros((4, 2, 1, 1)),))
+    for limit, fits in ((11.9, False), (12.0, True)):
+        assert block_minimum([module, module], limit).fits.tolist() == [[fits]]

@@ -182,14 +182,14 @@ def fresh_params(model, plan: Plan):
     return params
 
 
-def losses_of(ex, samples, first: int, n: int) -> list[float]:
+def losses_of(ex, samples, first: int, n: int, **options) -> list[float]:
     """Losses of some steps on text, each of a schedule of its own."""
     losses = []
     for step in range(first, first + n):
         schedule = random_schedule(ex.plan, samples, 1, seed=step)
         arrays = pack(ex.model, ex.plan, schedule, samples)
         scales = scales_of(arrays)
-        result = ex.run_step(schedule, arrays, scales).result()
+        result = ex.run_step(schedule, arrays, scales, **options).result()
         losses.append(result.sums["llm.loss_sum"] * scales["llm"])
     return losses
 

@@ -269,6 +269,8 @@ def test_large_jpeg_is_decoded_small_but_looks_the_same(tmp_path, orientation):
     turned = Image.fromarray(pixels if orientation == 1 else np.rot90(pixels, -1))
     got = read_tiles(tmp_path / "a.jpg", 48, 9).astype(int)
     assert np.abs(got - picture_tiles(turned, 48, 9)).mean() < 2
+    eighth = turned.width // 8, turned.height // 8
+    assert read_picture(tmp_path / "a.jpg", min_size=eighth).size == eighth
 
 
 def test_modes_become_rgb(tmp_path):

@@ -1,4 +1,4 @@
-"""Published weights in and out: folders of transformers, read slice by slice into submeshes."""
+"""Read and write checkpoint folders of transformers; slices are read straight into submeshes."""
 
 from dflop_jax.weights.adapter import write_adapter
 from dflop_jax.weights.folder import Folder, read_config

@@ -1,9 +1,9 @@
-"""Adapters as a folder that `peft` loads beside the model that they adapt.
+"""Write LoRA adapters as a folder that `peft` loads on top of the base model.
 
-Of each adapted matrix the folder has A [rank, in] and B [out, rank], in the layout that the matrix
-has in a checkpoint; of a convolution A is one with `rank` features and B one of a single point.
-Adapters of matrices that are one tensor there, one below the other, are one adapter of all their
-ranks, whose B is 0 outside of their own rows.
+The folder has A [rank, in] and B [out, rank] for each adapted matrix, in the layout that the matrix
+has in a checkpoint. For a convolution, A is a convolution to `rank` features and B is pointwise.
+A fused checkpoint tensor, which stacks several parameters by rows, gets one adapter whose rank is
+the sum of theirs; B is 0 outside of each parameter's rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflop_jax.weights.contract import Tensor, WeightMap, group_by_name, joined_
 from dflop_jax.weights.write import WrittenTensor, atomic_folder, check_dtype, gather_to_host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MODEL_PREFIX = "base_model.model."  # how peft calls the model that it wraps
+MODEL_PREFIX = "base_model.model."  # peft's prefix for names of the wrapped model
 
 
 def write_adapter(
@@ -35,20 +35,19 @@ def write_adapter(
     base: str = "",
     dtype: str = "float32",
 ) -> None:
-    """Write the adapters of a model's parameters. The folder `path`, which may not exist, appears
-    whole or not at all.
+    """Write a model's adapters atomically to the folder `path`, which must not exist.
 
     Args:
-      map_: which parameter is which tensor of the model that is adapted.
-      params: by module its parts, adapters among them, layers stacked.
-      rank: of adapters that have none of their own.
-      alpha: what an adapter adds is scaled by alpha / its rank.
-      dropout: share of its input's values that it did not see in training.
-      base: name or folder of the model that they adapt; "" where it is not known.
+      map_: maps the base model's parameters to checkpoint tensors.
+      params: module -> part -> parameters, adapters included; layers are stacked.
+      rank: the default rank, for `peft`'s config.
+      alpha: an adapter's output is scaled by alpha / rank.
+      dropout: fraction of an adapter's inputs that training dropped.
+      base: name or folder of the base model; "" if unknown.
       dtype: "float32", "bfloat16" or "float16".
 
     Raises:
-      ValueError: the folder exists, there are no adapters, or `peft` has no such adapter.
+      ValueError: the folder exists, there are no adapters, or an adapted parameter is in no tensor.
     """
     check_dtype(dtype)
     tensors, ranks = [], {}
@@ -79,18 +78,18 @@ def write_adapter(
         write.write_json(folder / CONFIG, config)
 
 
-# A parameter that is a tensor, or some rows of it, and its adapter.
+# (a parameter, which is a whole checkpoint tensor or some of its rows; its adapter)
 _AdaptedPart = tuple[Tensor, Mapping[str, Any]]
 
 
 def adapted_tensors(
     map_: WeightMap, params: Mapping[str, Params]
 ) -> list[tuple[str, list[_AdaptedPart], int]]:
-    """(the tensor, its adapted parts, how many rows it has) of all that parameters, or their
-    shapes, have adapters of.
+    """Return (tensor's name, adapted parts, number of rows) of each checkpoint tensor with
+    adapters. `params` may also hold shapes.
 
     Raises:
-      ValueError: there are no adapters, or one of a matrix that the folder has not.
+      ValueError: there are no adapters, or an adapted parameter is in no checkpoint tensor.
     """
     adapters = {
         (module, part, name): pair
@@ -119,7 +118,7 @@ def adapted_tensors(
 
 
 def _join_adapters(parts: Sequence[_AdaptedPart], n_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The A and B of a tensor; what they add is scaled by alpha / (all their ranks)."""
+    """Return A and B of a checkpoint tensor; `peft` scales them by alpha / (sum of the ranks)."""
     pairs = [
         as_matrices(t, *(gather_to_host(pair[k], t.layer, t.name) for k in "ab"))
         for t, pair in parts
@@ -135,8 +134,8 @@ def _join_adapters(parts: Sequence[_AdaptedPart], n_rows: int) -> tuple[np.ndarr
 
 
 def as_matrices(t: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, *in] and B [out, rank, ...] as in a file, of a [*in, rank] and b [rank, *out], which
-    adapt the kernel [*in, *out] of a tensor [out, *in]."""
+    """Return an adapter in a file's layout, A [rank, *in] and B [out, rank, ...], from the layout
+    of parameters, a [*in, rank] and b [rank, *out]. `t` is the adapted kernel."""
     layout, rank = t.layout, a.shape[-1]
     n_out = len(layout.splits[0])
     inner = [i for i in layout.order if i >= n_out]  # in the parameter's order

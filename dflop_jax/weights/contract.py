@@ -1,6 +1,6 @@
-"""What reading and writing needs to know of a model: which tensor of a folder is which parameter.
+"""Protocols that map a model's parameters to the tensors of a checkpoint folder.
 
-A model gives a `WeightMap` as `model.weights`; those of `models/hf_tensors.py` satisfy it.
+A model has a `WeightMap` as `model.weights`; `models/hf_tensors.py` implements the protocols.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 
 class Reshaping(Protocol):
-    """The array of a file as a parameter: `file.reshape(split).transpose(order).reshape(shape)`."""
+    """Makes a parameter of a file's array: `array.reshape(split).transpose(order).reshape(shape)`"""
 
-    splits: tuple[tuple[int, ...], ...]  # `split` by dim of the file, () for a dim of 1
+    splits: tuple[tuple[int, ...], ...]  # `split` for each dim of the file's array, () for size 1
     split: tuple[int, ...]
     order: tuple[int, ...]
     shape: tuple[int, ...]
@@ -20,16 +20,16 @@ class Reshaping(Protocol):
 
 
 class Tensor(Protocol):
-    """A parameter, or a layer of one, and the tensor of a folder that has it."""
+    """A parameter, or one layer of a stacked one, and the checkpoint tensor that contains it."""
 
     name: str
     module: str
     part: str
     path: tuple[str, ...]
-    layer: int | None  # number in its part, if that is stacked
+    layer: int | None  # index in the stacked part; None if the part is not stacked
     layout: Reshaping
-    offset: int  # along the tensor's first dim: several parameters may be one, one after the other
-    float32: bool  # written in float32 whatever type is requested
+    offset: int  # first row in the tensor's first dim; a tensor may stack several parameters
+    float32: bool  # written in float32 even if another dtype is requested
 
 
 class Unused(Protocol):
@@ -41,29 +41,29 @@ class Unused(Protocol):
 
 
 class WeightMap(Protocol):
-    """All of a folder."""
+    """The tensors and config.json of a model's checkpoint folder."""
 
     tensors: Sequence[Tensor]
     unused: Sequence[Unused]
-    config: Mapping[str, Any]  # config.json of a folder that is written without a source
-    copies: Mapping[str, str]  # ignored tensors that repeat another one, which are not written
-    stem: str  # how the names of the files with tensors begin
+    config: Mapping[str, Any]  # config.json for a folder that is written without a source
+    copies: Mapping[str, str]  # ignored tensor -> the tensor that it repeats; it is not written
+    stem: str  # prefix of the names of tensor files
 
     def canonical(self, name: str) -> str:
-        """The name used in `tensors` of a name found in a file."""
+        """Return the name that `tensors` uses for a name found in a file."""
 
     def module_name(self, name: str) -> str:
-        """What transformers calls the parameter of a tensor in a model that it has loaded."""
+        """Return a tensor's parameter name in a model that transformers has loaded."""
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the model has no use for a tensor of this canonical name."""
+        """Return whether the model does not use the tensor with this canonical name."""
 
     def mismatches(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-        """(key, value of `config`, value of the model) of every key that disagrees."""
+        """Return (key, value in `config`, value in the model) for every key that differs."""
 
 
 def group_by_name(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """The parameters that each tensor of a folder has, in their order there."""
+    """Return the parameters in each checkpoint tensor, by its name, ordered by row."""
     named: dict[str, list[Tensor]] = {}
     for t in sorted(tensors, key=lambda t: t.offset):
         named.setdefault(t.name, []).append(t)
@@ -71,6 +71,6 @@ def group_by_name(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def joined_shape(parts: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of a tensor that has these parameters."""
+    """Return the shape of a checkpoint tensor that stacks these parameters by rows."""
     shapes = [t.layout.file_shape for t in parts]
     return shapes[0] if len(parts) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])

@@ -1,4 +1,4 @@
-"""A folder of transformers on disk: its configuration, its tensors, slices of them."""
+"""A checkpoint folder of transformers on disk: its configuration and slices of its tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name from here on)
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -21,7 +21,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file: its name there, and its type as safetensors calls it."""
+    """A tensor in a file; `name` and `dtype` are as safetensors gives them."""
 
     file: Path
     name: str
@@ -30,16 +30,16 @@ class TensorEntry:
 
 
 def index_name(map_: WeightMap) -> str:
-    """File that says which tensor is in which of a checkpoint's files."""
+    """Return the name of the index file, which maps tensors to a checkpoint's files."""
     return f"{map_.stem}.safetensors.index.json"
 
 
 class Folder:
-    """The weights of one checkpoint, not yet read.
+    """One checkpoint's configuration and tensor headers; `read` reads the tensors.
 
     Raises:
-      ValueError: no such folder, or one without config.json or safetensors; files that the index
-        names and that are not there; a file that is not safetensors.
+      ValueError: the folder, its config.json, its safetensors or a file that the index names is
+        missing, or a file is not in the safetensors format.
     """
 
     def __init__(self, path: str | Path, map_: WeightMap):
@@ -58,9 +58,9 @@ class Folder:
                 self.entries[key] = entry
 
     def _files(self) -> Mapping[Path, list[str] | None]:
-        """Files of the checkpoint and the tensors to take of each, None for all."""
+        """Return the checkpoint's files and the tensors to read from each, None for all."""
         whole = self.path / f"{self.map.stem}.safetensors"
-        if whole.is_file():  # it goes before an index, as in transformers: that may be of before
+        if whole.is_file():  # preferred to an index, as in transformers: the index may be older
             return {whole: None}
         if (self.path / self._index).is_file():
             index = _read_json(self.path / self._index).get("weight_map")
@@ -68,8 +68,8 @@ class Folder:
                 isinstance(f, str) and Path(f).name == f for f in index.values()
             ):
                 raise ValueError(
-                    f"{self.path / self._index}: weight_map must give the name of a file in the "
-                    "same folder for every tensor; download it again"
+                    f"{self.path / self._index}: weight_map must map every tensor to the name of a "
+                    "file in the same folder; download it again"
                 )
             files = defaultdict(list)
             for name, file in index.items():
@@ -84,14 +84,14 @@ class Folder:
         return {tensor_files[0]: None}
 
     def check(self) -> None:
-        """ValueError unless the folder holds this model and nothing else: it names the file, the
-        key or tensor, what is there and what the model needs."""
+        """Raise ValueError unless the folder holds exactly this model's tensors. The message names
+        the file, the config key or tensor, its value there and the value that the model needs."""
         if differing := self.map.mismatches(self.config):
             key, theirs, ours = differing[0]
             more_keys = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
             raise ValueError(
                 f"{self.path / CONFIG}: {key} is {theirs!r}, the model has {ours!r}{more_keys}; "
-                "choose the size that this folder holds"
+                "choose the model size of this folder"
             )
         wanted = group_by_name(self.map.tensors)
         if missing := [n for n in wanted if n not in self.entries]:
@@ -116,34 +116,34 @@ class Folder:
             if entry.shape != shape:
                 raise ValueError(
                     f"{entry.file}: {entry.name!r} is {list(entry.shape)}, the model needs "
-                    f"{list(shape)}; choose the size that this folder holds"
+                    f"{list(shape)}; choose the model size of this folder"
                 )
         for copy, original in self.map.copies.items():
             if copy in self.entries and not self._has_equal_row(copy, original):
                 raise ValueError(
                     f"{self.entries[copy].file}: {self.entries[copy].name!r} is not "
                     f"{self.entries[original].name!r}, though {CONFIG} ties them; set "
-                    "tie_word_embeddings to false there and choose a size that is not tied"
+                    "tie_word_embeddings to false there and choose a model size without tying"
                 )
 
     def _has_equal_row(self, a: str, b: str) -> bool:
-        """Whether two matrices have equal shapes and first rows."""
+        """Return whether two matrices have equal shapes and first rows."""
         first = (slice(0, 1), slice(None))
         same_shape = self.entries[a].shape == self.entries[b].shape
         return same_shape and np.array_equal(self.read(a, first), self.read(b, first))
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor by its canonical name, as it is in the file. The file is open only
-        meanwhile, since what is mapped of it counts as the process's memory."""
+        """Return a slice of the tensor with a canonical name, in the file's layout. The file is
+        closed afterwards, because its mapped pages count as the process's memory."""
         entry = self.entries[name]
         with safe_open(entry.file, framework="numpy") as opened:
             return opened.get_slice(entry.name)[index]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json; ValueError if there is none."""
+    """Return a folder's config.json; ValueError if there is none."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give one with {CONFIG} and safetensors")
+        raise ValueError(f"{folder}: no such folder; name one with {CONFIG} and safetensors")
     return _read_json(folder / CONFIG)
 
 
@@ -160,14 +160,14 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path, names: Iterable[str] | None, index: str) -> list[TensorEntry]:
-    """Entries of a file, nothing of their values."""
+    """Return the entries of a file's tensors without reading their values."""
     try:
         with safe_open(file, framework="numpy") as opened:
             names_in_file = set(opened.keys())
             chosen = sorted(names_in_file) if names is None else names
             if gone := [n for n in chosen if n not in names_in_file]:
                 raise ValueError(
-                    f"{file}: no tensor {_quote_names(gone)}, which {index} says is there; "
+                    f"{file}: no tensor {_quote_names(gone)}, although {index} lists it; "
                     "download both again"
                 )
             slices = [(name, opened.get_slice(name)) for name in chosen]
@@ -175,7 +175,7 @@ def _read_header(file: Path, names: Iterable[str] | None, index: str) -> list[Te
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file, though {index} names it; download it") from None
     except (OSError, SafetensorError) as e:
-        raise ValueError(f"{file}: no safetensors file ({e}); download it again") from None
+        raise ValueError(f"{file}: not a safetensors file ({e}); download it again") from None
 
 
 def _quote_names(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""From a folder straight into the shards of a submesh, a piece of a tensor at a time."""
+"""Read a checkpoint folder straight into the shards of a submesh, in chunks of a tensor."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dflop_jax.weights.folder import Folder
 Tree = Any
 Range = tuple[int, int]
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
-CHUNK_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
+CHUNK_BYTES = 32 * 2**20  # of a parameter per read; host memory grows in proportion
 
 
 def read_segment(
     folder: Folder, segment: Segment, initial: Callable[[], Tree] | None = None
 ) -> Tree:
-    """`initial_structs` from a folder; see `read_params`."""
+    """Read a segment's parameters (`initial_structs`) from a folder; see `read_params`."""
     structs, cuts = initial_structs(segment), initial_zero_specs(segment)
     return read_params(folder, segment.plan.module, structs, segment.layer_rows, initial, cuts)
 
@@ -40,18 +40,18 @@ def read_params(
     initial: Callable[[], Tree] | None = None,
     cuts: Tree = None,
 ) -> Tree:
-    """Parameters of parts of a module, each read into the shards that this process holds; the host
-    holds one piece of a tensor at a time beside them.
+    """Read parameters of a module into the shards of this process. The host holds one chunk of a
+    tensor at a time.
 
     Args:
-      folder: a checkpoint; `check` it first.
-      structs: by part shapes, dtypes and shardings; layers are stacked along the first dim.
-      rows: by stacked part, which of its layers `structs` have, in this order; else all.
-      initial: makes parameters like `structs`, if the folder's map leaves some out.
-      cuts: how data ranks share what is in `structs`; None: all as in the folder.
+      folder: a checkpoint; call its `check` first.
+      structs: shapes, dtypes and shardings by part; layers are stacked along the first dim.
+      rows: by stacked part, the layers that `structs` have, in order; all if it is not there.
+      initial: makes parameters like `structs`, for those that the folder's map leaves out.
+      cuts: ZeRO sharding of `structs` over data ranks; None: no ZeRO sharding.
 
     Raises:
-      ValueError: the folder has nothing for a parameter and `initial` is not given.
+      ValueError: the folder has no tensor for a parameter and `initial` is None.
     """
     by_path: dict[tuple[str, tuple[str, ...]], list[Tensor]] = {}
     for tensor in folder.map.tensors:
@@ -65,7 +65,7 @@ def read_params(
             stacked = tensors[0].layer is not None
             tensors = [tensors[i] for i in rows.get(part) or range(len(tensors))]
             leaf = _ParameterReader(folder, tensors, np.dtype(struct.dtype), stacked)
-            assert struct.sharding is not None, "read_params needs to know where parameters go"
+            assert struct.sharding is not None, "read_params needs the sharding of parameters"
             shards = leaf.shards(cut, struct.shape, struct.sharding)
             return jax.make_array_from_single_device_arrays(
                 struct.shape, struct.sharding, shards, dtype=struct.dtype
@@ -74,7 +74,7 @@ def read_params(
             initial_leaves.update(jax.tree_util.tree_leaves_with_path(initial()))
         if path not in initial_leaves:
             raise ValueError(
-                f"{folder.path}: nothing for {module}.{part}.{'.'.join(inner)}; give initial "
+                f"{folder.path}: no tensor for {module}.{part}.{'.'.join(inner)}; give initial "
                 "values, or a folder of the whole model"
             )
         return initial_leaves[path]
@@ -84,7 +84,7 @@ def read_params(
 
 @dataclass(frozen=True)
 class _ParameterReader:
-    """A parameter, and the tensors that have it: one for each layer where it is `stacked`."""
+    """Reads a parameter from its checkpoint tensors: one per layer if it is `stacked`."""
 
     folder: Folder
     tensors: Sequence[Tensor]
@@ -94,7 +94,7 @@ class _ParameterReader:
     def shards(
         self, cut: ZeroSpec | None, shape: tuple[int, ...], sharding: jax.sharding.Sharding
     ) -> list[jax.Array]:
-        """Its shards of this process."""
+        """Return the shards of this process."""
         holders: dict[Box, list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             assert index is not None
@@ -106,7 +106,7 @@ class _ParameterReader:
     def _read_cut_box(
         self, cut: ZeroSpec, ranges: Box, devices: Sequence[jax.Device]
     ) -> list[jax.Array]:
-        """One shard of what data ranks share, on each of the devices that hold it."""
+        """Return one ZeRO shard, on each of the devices that hold it."""
         shards = self._empty(ranges, devices)
         for (_, target), box in cut.boxes(ranges):
             offsets = np.asarray([*[0] * (len(ranges) - 1), target.start], np.int32)
@@ -116,7 +116,7 @@ class _ParameterReader:
         return shards
 
     def _read_box(self, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """A box of the parameter, on each of the devices that hold it."""
+        """Return a box of the parameter, on each of the devices that hold it."""
         layers, inner = (ranges[0], ranges[1:]) if self.stacked else ((0, 1), ranges)
         chunks = list(
             split_chunks(self.tensors[0].layout, inner, layers, CHUNK_BYTES, self.dtype.itemsize)
@@ -131,7 +131,7 @@ class _ParameterReader:
             starts = [a - b for (a, _), (b, _) in zip(box, ranges, strict=True)]
             parts = zip(shards, jax.device_put([host] * len(devices), [*devices]), strict=True)
             shards = [_update_shard(shard, p, np.asarray(starts, np.int32)) for shard, p in parts]
-            # Otherwise the pieces would pile up on the host faster than they are taken.
+            # Otherwise chunks would pile up on the host faster than devices receive them.
             jax.block_until_ready(shards)
         return shards
 
@@ -148,7 +148,7 @@ class _ParameterReader:
 
 
 def _read_parameter(folder: Folder, t: Tensor, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of what a parameter is in the file."""
+    """Read a slice of a parameter, in the file's layout."""
     if t.offset:
         first, *others = index
         index = (slice(first.start + t.offset, first.stop + t.offset), *others)
@@ -161,8 +161,8 @@ def _update_shard(shard: jax.Array, update: jax.Array, offsets: jax.Array) -> ja
 
 
 def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.ndarray:
-    """The part `index`, (start, stop) for each dim, of a parameter; `read` gives a slice of the
-    file's array, as small as one slice can be."""
+    """Return a slice of a parameter; `index` has (start, stop) for each dim. Call `read` once, for
+    the smallest slice of the file's array that contains it."""
     joined = len(layout.shape) != len(layout.order)
     wanted = [(0, size) for size in layout.split]
     if not joined:
@@ -188,8 +188,8 @@ def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.
 def split_chunks(
     layout: Reshaping, index: tuple[Range, ...], layers: Range, limit_bytes: int, itemsize: int
 ) -> Iterator[tuple[Range, tuple[Range, ...]]]:
-    """(layers, index) of pieces of at most about `limit_bytes` that together give the whole:
-    several small layers, or rows of a large one along the file's outermost dim."""
+    """Yield (layers, index) of chunks of at most about `limit_bytes` that cover all `layers` and
+    `index`: several small layers, or rows of a large one along the file's outermost dim."""
     each = math.prod(stop - start for start, stop in index) * itemsize
     step = max(1, limit_bytes // max(each, 1))
     if each <= limit_bytes or len(layout.shape) != len(layout.order):

@@ -1,4 +1,4 @@
-"""A folder that transformers loads, written a tensor at a time."""
+"""Write a folder that transformers loads, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from dflop_jax.weights.contract import Tensor, WeightMap, group_by_name, joined_
 from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 
 NAMES = {np.dtype(d): n for n, d in DTYPES.items()}
-# What lies beside the tensors: tokenizer, template and processors.
+# Files beside the tensors: tokenizer, chat template and processors.
 _TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json",
                "processor_config.json")  # fmt: skip
-_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # what one of these folders has
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # a folder with such a file has a tokenizer
 
 
 @dataclass(frozen=True)
 class ModuleParams:
-    """Parameters {"entry", "layers", "exit"}, or some of them, of a module; `rows` are by stacked
-    part the numbers of its layers that are here, in their order: all where it does not say."""
+    """Parameters of some parts ("entry", "layers", "exit") of a module."""
 
     module: str
     params: Mapping[str, Any]
+    # By stacked part, the indices of the layers that `params` has, in order; default: all layers.
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -45,7 +45,7 @@ class WrittenTensor:
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: np.dtype
-    values: Callable[[], np.ndarray]  # cast to `dtype` where it is written
+    values: Callable[[], np.ndarray]  # returns the values; `write_file` casts them to `dtype`
 
     @property
     def n_bytes(self) -> int:
@@ -54,8 +54,8 @@ class WrittenTensor:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to write to, which gets its name `path` when all is written; ValueError if that
-    exists or cannot be written."""
+    """Yield a temporary folder that is renamed to `path` at the end; ValueError if `path` exists
+    or cannot be written."""
     path = Path(path)
     if path.exists():
         raise ValueError(f"{path}: exists already; choose another folder or remove it")
@@ -79,21 +79,20 @@ def write_folder(
     processor_folders: Sequence[Path] = (),
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write the weights as transformers names them, with config.json and, if large, an index. The
-    folder `path`, which may not exist, appears whole or not at all.
+    """Write tensors under transformers' names, config.json and, for several files, an index. The
+    folder `path` must not exist and is written atomically.
 
     Args:
-      modules: all parameters, in as many pieces as there are segments.
-      source: the folder that the weights came from: names, types, tensors without use, the
-        configuration and the tokenizer's files are taken from there.
-      dtype: "float32", "bfloat16" or "float16" for all tensors but those that stay float32; None:
-        as in `source`, else as in the parameters.
-      processor_folders: folders with a tokenizer and processors, which are taken before those of
-        `source`.
-      max_file_bytes: size of a file beyond which another one is begun.
+      modules: all parameters, one item per segment.
+      source: the folder that the weights were read from. It gives names, dtypes, tensors that the
+        model ignores, the configuration and the tokenizer's files.
+      dtype: "float32", "bfloat16" or "float16" for all tensors except those that stay float32;
+        None: the dtypes of `source`, else of the parameters.
+      processor_folders: folders with a tokenizer and processors, preferred to those of `source`.
+      max_file_bytes: maximum size of a file with more than one tensor.
 
     Raises:
-      ValueError: the folder exists, a parameter is missing, or it is not all on this process.
+      ValueError: the folder exists, or a parameter is missing or partly on another process.
     """
     check_dtype(dtype)
     tensors = sorted(_tensors(map_, modules, source, dtype), key=lambda t: t.name)
@@ -108,12 +107,12 @@ def write_folder(
 
 def check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"unknown type of weights {dtype!r}; known: {', '.join(DTYPES.values())}")
+        raise ValueError(f"unknown dtype of weights {dtype!r}; use {', '.join(DTYPES.values())}")
 
 
 def segment_tensors(modules: ModuleParams, source: Folder) -> dict[str, WrittenTensor]:
-    """By canonical name the tensors that one piece of the parameters has, as they would be written
-    beside those of the folder that they came from."""
+    """Return the tensors of one segment's parameters by canonical name, with the names and dtypes
+    of the folder that they were read from."""
     own_tensors = [t for t in source.map.tensors if _find_parameter(t, [modules])]
     return {
         name: _parameter_tensor(parts, [modules], source, None)
@@ -147,8 +146,8 @@ def _parameter_tensor(
     source: Folder | None,
     dtype: str | None,
 ) -> WrittenTensor:
-    """Parameters, or a layer of each, that are one tensor, under the name and with the type of the
-    source, if any."""
+    """Return one tensor that stacks parameters (or a layer of each) by rows, with the name and
+    dtype of the source, if any."""
     parameters = []
     for t in parts:
         parameter = _find_parameter(t, modules)
@@ -172,7 +171,7 @@ def _parameter_tensor(
 
 
 def _find_parameter(t: Tensor, modules: Sequence[ModuleParams]) -> tuple[Any, int | None] | None:
-    """The parameter that has a tensor, and which of its layers it is; None if none does."""
+    """Return the array of a parameter and the layer's index in it; None if it is missing."""
     for m in modules:
         leaf: Any = m.params.get(t.part) if m.module == t.module else None
         for key in t.path:
@@ -187,7 +186,7 @@ def _find_parameter(t: Tensor, modules: Sequence[ModuleParams]) -> tuple[Any, in
 
 
 def to_file_layout(t: Tensor, leaf: Any, layer: int | None, dtype: np.dtype) -> np.ndarray:
-    """A parameter, or one layer of a stack, as the array of its tensor in a file."""
+    """Return a parameter, or one layer of a stacked one, in the layout of its file."""
     layout = t.layout
     value = gather_to_host(leaf, layer, t.name)
     transposed = value.reshape([layout.split[i] for i in layout.order])
@@ -200,13 +199,13 @@ def _layer_of(stack: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def gather_to_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
-    """A parameter, or one layer of a stack, put together from the shards that have it."""
+    """Return a parameter, or one layer of a stacked one, assembled on the host from its shards."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
     if not leaf.is_fully_addressable:
         raise ValueError(
-            f"{name!r} is spread over several processes; write the folder from a run of one "
-            "process that resumes the checkpoint"
+            f"{name!r} is sharded over several processes; resume the checkpoint in a run of one "
+            "process and write the folder there"
         )
     array = np.empty(leaf.shape if layer is None else leaf.shape[1:], leaf.dtype)
     for shard in leaf.addressable_shards:
@@ -246,7 +245,7 @@ def _write_files(
 
 
 def write_file(file: Path, tensors: Sequence[WrittenTensor]) -> None:
-    """The safetensors format: size of the header, the header, the values without gaps."""
+    """Write a safetensors file: the header's size, the header, the values without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for t in tensors:
@@ -270,8 +269,8 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def copy_processor_files(target: Path, folders: Iterable[Path]) -> None:
-    """Copy what tells how to prepare a model's inputs from the folders that its parts came from:
-    each processor's file from the first that has it, all else from the first with a tokenizer."""
+    """Copy the files that prepare a model's inputs: each processor file from the first of `folders`
+    that has it, tokenizer and template files from the first folder with a tokenizer."""
     existing = [folder for folder in folders if folder.is_dir()]
     text = next((f for f in existing if any(any(f.glob(t)) for t in _TOKENIZERS)), None)
     for folder in existing[:1] if text is None else [text]:

@@ -166,7 +166,7 @@ def test_bad_folders_end_in_one_line(folders, capsys, tmp_path):
     """All that may be wrong with one: see tests/weights."""
     for file, content, says in [
         ("", b"", "no such folder"),
-        ("*-00001-*.safetensors", b"no header", "no safetensors file"),
+        ("*-00001-*.safetensors", b"no header", "not a safetensors file"),
         ("config.json", b'{"model_type": "bert"}', "'bert' is a language model alone; known: "),
         ("config.json", b"{}", "model_type is None"),
     ]:

@@ -44,7 +44,7 @@ def said(path):
         (lambda a: a.pop(NORM), ["no tensor", NORM, "incomplete"]),
         (lambda a: [a.pop(n) for n in list(a) if "vision_tower" in n], ["vision_tower", " more"]),
         (lambda a: a.update(extra=a[NORM]), ["unexpected", "'extra'", "another model"]),
-        (lambda a: a.update({NORM: a[NORM][:-1]}), [NORM, "[31]", "[32]", "choose the size"]),
+        (lambda a: a.update({NORM: a[NORM][:-1]}), [NORM, "[31]", "[32]", "choose the model size"]),
         (lambda a: a.update({NORM: a[NORM].reshape(1, -1)}), [NORM, "[1, 32]", "[32]"]),
         (lambda a: a.update({NORM: a[NORM].astype(np.float64)}), [NORM, "F64", "convert"]),
         (lambda a: a.update({NORM: a[NORM].astype(np.int8)}), [NORM, "I8", "dequantised"]),
@@ -85,7 +85,7 @@ def test_a_file_that_is_not_safetensors(single, content):
     file = single / "model.safetensors"
     Folder(single, MODEL.weights).check()
     file.write_bytes(content or file.read_bytes()[:-100])
-    assert "no safetensors file" in said(single)
+    assert "not a safetensors file" in said(single)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\xff"])

@@ -147,7 +147,7 @@ def test_adapters_that_cannot_be_written_are_refused(tmp_path):
     odd = {"llm": {"adapter": {"gait": {}}}}
     with pytest.raises(ValueError, match=r"no matrix for the adapters llm\.adapter\.gait"):
         write_adapter(tmp_path / "a", model.weights, odd, rank=2, alpha=1.0)
-    with pytest.raises(ValueError, match=r"unknown type of weights 'int4'"):
+    with pytest.raises(ValueError, match=r"unknown dtype of weights 'int4'"):
         write_adapter(tmp_path / "a", model.weights, odd, rank=2, alpha=1.0, dtype="int4")
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Clips of a trained model: from noise to a caption's clip in Euler steps, on one device."""
+"""Generate a clip for a caption with a trained model: Euler steps from noise, on one device."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from dflop_jax.train.load_params import load_params
 from dflop_jax.train.run_context import build_model, build_trained_model
 
 STRIP, MOVING, LATENTS = "clip.png", "clip.gif", "latents.npy"
-ENLARGEMENT = 8  # pixels of a side of the picture for one of a frame
-DEFAULT_FRAMES = 4  # of an embedded clip, unless said; so many are shown in a second
+ENLARGEMENT = 8  # side in pixels of the square that shows one pixel of a frame
+DEFAULT_FRAMES = 4  # of an embedded clip; also the frames per second of the moving picture
 
 
 @dataclass(frozen=True)
 class ClipAnswer:
-    """What a model made of a caption."""
+    """A clip that a model generated for a caption."""
 
     prompt: str
     shape: tuple[int, ...]  # of the latents, [channels, time, rows, columns]
-    files: tuple[str, ...]  # the latents, and pictures where their pixels are known
+    files: tuple[str, ...]  # the latents, and pictures if the clip is an embedded one
     flow_steps: int  # Euler steps from noise to the clip
-    took_s: float  # seconds that they took, compilation included
+    took_s: float  # seconds of generation, compilation included
     step: int  # optimizer steps of the checkpoint
     checkpoint: str
 
@@ -62,24 +62,24 @@ def make_clip(
     flow_steps: int = 30,
     seed: int = 0,
 ) -> ClipAnswer:
-    """Make a trained model's clip of a caption and write it to a folder.
+    """Generate a clip for a caption with a trained model and write it to a folder.
 
     Args:
-      run: a run folder (its newest whole checkpoint) or a checkpoint in it.
-      size: time, rows and columns of its latents; None: those of an embedded clip.
+      run: a run folder (its newest complete checkpoint) or a checkpoint in it.
+      size: time, rows and columns of the latents; None: the size of the embedded data's clips.
 
     Raises:
-      ValueError: the model makes no such clips, no checkpoint, or an empty caption.
+      ValueError: the model does not generate clips, or the checkpoint or the caption is missing.
     """
     model = build_trained_model(config)
     form, tokenizer = clip_format_of(model), open_tokenizer(config.data.tokenizer, model.vocab_size)
     ids = caption_ids(prompt, tokenizer, config.data, "--prompt")
     embedded = not config.data.path
     if size is None and not embedded:
-        raise ValueError("say how large the clip is: --latents TIME,ROWS,COLUMNS")
+        raise ValueError("the clip needs a size; give --latents TIME,ROWS,COLUMNS")
     side = SIDE_PX // block_of(form.channels) if embedded else 0
     if flow_steps < 1:
-        raise ValueError(f"--flow-steps {flow_steps}: at least 1")
+        raise ValueError(f"--flow-steps {flow_steps}: must be at least 1")
     shape = form.channels, *(size or (DEFAULT_FRAMES, side, side))
     grid = form.grid(shape)
     device = jax.devices()[0]
@@ -108,7 +108,7 @@ def make_clip(
 def integrate_flow(
     model: MultimodalModel, chip: str, params: dict[str, Params], rows: AnswerRows, times: Array
 ) -> Array:
-    """Patches float32 [tokens, values] after Euler steps from one of `times` to the next."""
+    """Return patches, float32 [tokens, values], after an Euler step between each two `times`."""
     generator, generator_params = on_chip(model.modules[GENERATOR], chip), params[GENERATOR]
     fields = add_features(model, chip, params, rows)
 
@@ -128,7 +128,7 @@ def integrate_flow(
 
 
 def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
-    """Write latents and, of an embedded clip, a strip of its frames and a moving picture."""
+    """Write latents; for an embedded clip, also a strip of its frames and a moving picture."""
     make_folder(folder, "choose another --out")
     files = [folder / LATENTS]
     np.save(files[0], latents)

@@ -1,5 +1,4 @@
-"""Decoding one token at a time, in static shapes: each layer keeps of the tokens so far what the
-memory of its kind says.
+"""Autoregressive decoding in static shapes; each kind of layer has its own kind of cache.
 
 `prefill` runs the prompts, padded to one length; `decode` adds one token to each row.
 
@@ -29,69 +28,71 @@ from dflop_jax.generate.row import LLM, NO_CACHES, Mix, run_layers
 
 
 class Memory(Protocol):
-    """What layers of one kind keep of their rows' tokens so far, so that one more token of each row
-    runs alone: keys and values, a window of them, a recurrent state. A layer mixes its tokens in
-    one call of one function (its attention), which gets `*args, **options` below."""
+    """The cache of layers of one kind: keys and values, a window of them, or a recurrent state.
+
+    A layer mixes its tokens in one call of one function (its attention). The methods replace that
+    function and get its arguments as `*args, **options`."""
 
     @property
     def axes(self) -> Any:
-        """The tree that one layer keeps, a tuple of logical axis names per array; "rows" is one."""
+        """The tree of one layer's cache, with a tuple of logical axis names (one is "rows") per
+        array."""
         ...
 
     def prefill(self, last: Array, slots: int, *args: Any, **options: Any) -> tuple[Array, Any]:
-        """Mix the tokens of whole prompts, one per row, as in training; returns what the layer's
-        own function returns, and what the memory keeps.
+        """Mix the tokens of complete prompts, one per row, as in training; return the result of the
+        layer's own function, and the layer's cache.
 
         Args:
-          last: int32 [rows], index of each prompt's last token; what follows it is padding, of
-            segment 0, that nothing may be kept of.
-          slots: tokens that a row may come to, its prompt among them.
+          last: int32 [rows], index of each prompt's last token; padding (segment 0) follows it and
+            must not enter the cache.
+          slots: maximum number of tokens in a row, prompt included.
         """
         ...
 
     def decode_token(
         self, cache: Any, layer: Array, place: Array, *args: Any, **options: Any
     ) -> tuple[Array, Any]:
-        """Mix one more token of each row, [rows, 1, ...], with those before it; returns the same as
-        `prefill`, with the cache of all layers, that of this one brought up to date. A row's token
-        may be run again at its place, as long as none follows.
+        """Mix one more token of each row, [rows, 1, ...], with the tokens before it; return the
+        result as `prefill` does, and the stacked cache in which this layer is updated. A call may
+        repeat the newest token at the same place.
 
         Args:
-          cache: of all layers of this kind, stacked.
-          layer: int32 scalar, which of them this is.
-          place: int32 [rows], the token's place in its row.
+          cache: the caches of all layers of this kind, stacked.
+          layer: int32 scalar, the layer's index in `cache`.
+          place: int32 [rows], the token's index in its row.
         """
         ...
 
     def grow(self, cache: Any, slots: int) -> Any:
-        """The cache with room for rows of `slots` tokens, more than it had."""
+        """Return the cache enlarged to `slots` tokens per row."""
         ...
 
 
 class GeneratingModule(Module, Protocol):
-    """An LLM that also answers. Its `layer` takes, by name, `mix`: the function that mixes its
-    tokens in the place of its own, called once and as its own is."""
+    """An LLM that can generate. Its `layer` has a keyword argument `mix`, a function that replaces
+    the layer's own token mixing; the layer calls it once, with the same arguments."""
 
     def memory(self, kind: str) -> Memory:
-        """What layers of a kind keep."""
+        """Return the cache type of a kind of layers."""
         ...
 
     def logits(self, params: Params, x: Array, entry: Params) -> Array:
-        """Float32 [rows, tokens, vocab] of hidden states; `entry` has the parameters of its
-        entry."""
+        """Return float32 logits [rows, tokens, vocab] of hidden states; `params` are the exit's
+        parameters and `entry` the entry's."""
         ...
 
 
 class Cache(NamedTuple):
-    """What the layers keep of the tokens so far."""
+    """The caches of all layers, by kind of layer."""
 
     by_kind: dict[str, Any]  # layers stacked
-    # Position of a further token less its place in its row; of pictures they may differ.
+    # A new token's position minus its index in the row; pictures may make it nonzero.
     position_offset_B: Array
 
 
 def inlet_layers(model: MultimodalModel) -> dict[str, int]:
-    """Edges that the LLM reads between its layers: field -> layers that have run there."""
+    """Return the edges that the LLM reads between layers: field -> number of layers before it."""
     return {e.name: e.enters for e in edges_of(model) if e.target == LLM and e.enters >= 0}
 
 
@@ -103,13 +104,13 @@ def prefill(
     slots: int,
     inlets: Mapping[str, int],
 ) -> tuple[Array, Cache]:
-    """Run one prompt per row; returns float32 logits [B, V] of what follows them, and the cache.
+    """Run one prompt per row; return float32 logits [B, V] of the next tokens, and the cache.
 
     Args:
-      params: all of the module's, layers stacked.
+      params: all parameters of the module, layers stacked.
       batch: fields of its entry, layers and inlets, [B, T]; positions count from 0.
-      last_B: int, index of each prompt's last token; what follows it is padding.
-      slots: tokens that prompt and answer may take, at least T.
+      last_B: int, index of each prompt's last token; padding follows it.
+      slots: maximum number of tokens of prompt and answer, at least T.
       inlets: see `inlet_layers`.
     """
     B, T = batch["tokens"].shape
@@ -131,9 +132,9 @@ def prefill(
 def decode(
     module: GeneratingModule, params: Params, cache: Cache, tokens_B: Array, places_B: Array
 ) -> tuple[Array, Cache]:
-    """Run the token at one place of each row; all before it have been run. Returns float32 logits
-    [B, V] of what follows, and the cache with the tokens added; donate the cache, so that it is
-    changed in place."""
+    """Run the token at index `places_B` of each row, after all tokens before it. Return float32
+    logits [B, V] of the next tokens, and the cache with the tokens added; donate the cache to
+    update it in place."""
     batch = _token_fields(module, tokens_B, places_B + cache.position_offset_B)
 
     def mix(kind: str, layer: Array, caches: Any, *args: Any, **options: Any) -> tuple[Array, Any]:
@@ -145,7 +146,7 @@ def decode(
 
 
 def grow_cache(module: GeneratingModule, cache: Cache, slots: int) -> Cache:
-    """The cache for rows of up to `slots` tokens, more than it was for."""
+    """Return the cache enlarged to `slots` tokens per row."""
     grown = {kind: module.memory(kind).grow(a, slots) for kind, a in cache.by_kind.items()}
     return cache._replace(by_kind=grown)
 
@@ -158,13 +159,13 @@ def run_decoder(
     mix: Mix | None = None,
     caches: Mapping[str, Any] = NO_CACHES,
 ) -> tuple[Array, dict[str, Any]]:
-    """Hidden states [B, T, D] after all layers, and by kind what the layers keep, stacked.
+    """Return hidden states [B, T, D] after all layers, and the layers' stacked caches by kind.
 
     Args:
       inlets: see `inlet_layers`.
-      mix: called as (kind, layer number, caches of the kind, *what the layer's function gets);
-        None: layers mix tokens as in training, and nothing is kept.
-      caches: by kind, of all layers, which `mix` updates; empty: `mix` makes that of one layer.
+      mix: called as (kind, layer index, caches of the kind, *arguments of the layer's function);
+        None: layers mix tokens as in training, without caches.
+      caches: by kind, caches of all layers that `mix` updates; empty: `mix` makes each layer's.
     """
     x_BTD, made = module.entry(with_adapter("entry", params), batch), defaultdict(list)
     for start, stop in pairwise(sorted({0, *inlets.values(), module.n_layers})):
@@ -174,7 +175,7 @@ def run_decoder(
         for name in (name for name, n in inlets.items() if n == stop):
             inlet: Any = module.inlet  # type: ignore[attr-defined]
             x_BTD = inlet(name, x_BTD, batch[name], batch)
-    if caches:  # of a token, which no inlet reads
+    if caches:  # a decoded token: no inlet has run, so the caches are those of all layers
         return x_BTD, by_kind
     return x_BTD, {k: jax.tree.map(lambda *a: jnp.concatenate(a), *made[k]) for k in made}
 
@@ -182,7 +183,7 @@ def run_decoder(
 def _token_fields(
     module: GeneratingModule, tokens_B: Array, positions_B: Array
 ) -> dict[str, Array]:
-    """The fields of one further token of each row: text, alone in its segment."""
+    """Return the fields of one new text token of each row, alone in its segment."""
     (B,) = tokens_B.shape
     parts = ("entry", *dict.fromkeys(layer_kinds_of(module)))
     specs = {n: module.field_spec(n, B, 1) for part in parts for n in module.inputs[part]}

@@ -1,7 +1,7 @@
-"""Answers of a trained model, in batches.
+"""Generate answers with a trained model, in batches.
 
-A batch is prompts of about one length, each in a row of its own. Rows, tokens and slots come in few
-sizes, so that other prompts compile nothing.
+Each prompt of a batch has its own row. Numbers of rows, tokens and cache slots are rounded up to a
+few sizes, so that new prompts rarely compile a program.
 """
 
 from __future__ import annotations
@@ -42,42 +42,43 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AnswerText:
-    """An answer."""
+    """The text and tokens of an answer."""
 
     text: str
-    tokens: tuple[int, ...]  # without the end token; with those of a stop text
+    tokens: tuple[int, ...]  # without the end token; with the tokens of a stop text
     stopped: str  # by the model ("end"), a stop text ("stop") or `max_tokens` ("length")
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What a model said; see `AnswerText`. Seconds include compilation."""
+    """A prompt's answer with statistics; see `AnswerText`. Seconds include compilation."""
 
     prompt: str
     answer: str
     tokens: tuple[int, ...]
     stopped: str
-    tiles: int  # pieces of what is seen: tiles, pictures at native resolution, frames
+    tiles: int  # pieces of vision input: tiles, pictures at native resolution, or frames
     prompt_tokens: int
     step: int  # optimizer steps of the checkpoint
     checkpoint: str
     first_token_s: float
-    token_s: float  # mean of each further token; 0 without any
-    windows: int = 0  # of sound
+    token_s: float  # mean seconds of each later token; 0 if there is none
+    windows: int = 0  # of audio
 
 
 class Generator:
-    """A trained model, ready to answer.
+    """A trained model with its parameters loaded and its programs ready to answer prompts.
 
     Args:
-      config: what it was trained with; its model, tokenizer and limits on tiles and tokens count.
-      run: a run folder (its newest whole checkpoint), a checkpoint in it, or published weights.
-      devices: of this process; None: all of them.
-      rows: prompts that are answered at once.
-      tp: devices that share one copy of the parameters; 0: as few as hold them.
+      config: the training configuration; model, tokenizer and limits on tiles and tokens are used.
+      run: a run folder (its newest complete checkpoint), a checkpoint in it, or published weights.
+      devices: devices of this process; None: all of them.
+      rows: number of prompts that are answered together.
+      tp: tensor-parallel degree; 0: the lowest at which parameters fit into memory.
 
     Raises:
-      ValueError: the model does not generate, no such checkpoint, or `tp` does not divide devices.
+      ValueError: the model cannot generate, there is no checkpoint, or `tp` does not divide the
+        number of devices.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Generator:
         sampling: Sampling | None = None,
         on_text: OnText | None = None,
     ) -> ChatAnswer:
-        """Answer a prompt about media, or about none; `on_text` gets the text as it comes. Raises
-        ValueError as `prompt.prompt_sample` does."""
+        """Answer a prompt with or without media; `on_text` is called with each new piece of text.
+        ValueError: see `prompt.prompt_sample`."""
         sample = self.sample(prompt, media)
         start = time.perf_counter()
         times = list[float]()
@@ -145,12 +146,12 @@ class Generator:
         on_text: OnText | None = None,
         times: list[float] | None = None,
     ) -> list[AnswerText]:
-        """Answer prompts together, up to `rows` of the generator.
+        """Answer at most `rows` prompts together.
 
         Args:
-          numbers: of the answers among all that are drawn, by which draws differ; None: from 0.
-          on_text: gets the first one's text as it comes.
-          times: gets the time at which each token was there.
+          numbers: each answer's number, which seeds its sampling; None: 0, 1, ...
+          on_text: called with each new piece of the first answer's text.
+          times: the time at which each token arrives is appended, in seconds.
         """
         row_indices = [k % self.ranks * self.rows + k // self.ranks for k in range(len(samples))]
         number = np.zeros(self.ranks * self.rows, np.uint32)
@@ -171,8 +172,8 @@ class Generator:
 
 
 def is_published(folder: str | Path) -> bool:
-    """Whether a folder has a model as transformers writes it."""
-    with suppress(ValueError):  # no folder, or none with a configuration
+    """Return whether a folder has a model as transformers writes it."""
+    with suppress(ValueError):  # the folder or its config.json is missing
         return "model_type" in read_config(Path(folder))
     return False
 
@@ -180,7 +181,7 @@ def is_published(folder: str | Path) -> bool:
 def published_params(
     folder: str | Path, model: MultimodalModel, structs: Mapping[str, Params]
 ) -> LoadedParams:
-    """The parameters of a folder that transformers wrote; ValueError if it has another model's."""
+    """Read a model from a folder of transformers; ValueError if it has another model."""
     weights: Any = getattr(model, "weights", None)
     if weights is None:
         raise ValueError(f"{folder}: a {type(model).__name__} has no published form; name a run")
@@ -191,14 +192,14 @@ def published_params(
 
 
 def end_token_ids(tokenizer: AnyTokenizer, run: str | Path) -> frozenset[int]:
-    """Tokens that end an answer: the tokenizer's, the one that ends supervised answers, and every
-    eos_token_id of the generation_config.json of the tokenizer's folder or of published weights."""
+    """Return the tokens that end an answer: the tokenizer's, the last supervised one of a turn, and
+    every eos_token_id in generation_config.json of the tokenizer's folder or of `run`."""
     ids = {tokenizer.im_end_id}
     folders = [Path(run)]
     if isinstance(tokenizer, ChatTokenizer):
         folders.append(tokenizer.folder)
         pieces: Sequence[TokenRun] = ()
-        with suppress(ValueError):  # a template whose answers cannot be told apart
+        with suppress(ValueError):  # the chat template does not mark answers
             pieces = tokenizer.encode_turns([("human", "?"), ("gpt", "!")])
         supervised = [i for p in pieces if p.supervised for i in p.ids]
         if supervised and not tokenizer.decode(supervised[-1:]):  # a special token, no text
@@ -210,7 +211,7 @@ def end_token_ids(tokenizer: AnyTokenizer, run: str | Path) -> frozenset[int]:
 
 
 class _AnswerStream:
-    """An answer as it grows; half a character, or what may begin a stop text, is not shown yet."""
+    """A growing answer; shows its text except for an incomplete character or possible stop text."""
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class _AnswerStream:
         self._text = ""
 
     def add(self, token: int) -> None:
-        """Take the next token, unless the answer has ended."""
+        """Append a token, unless the answer has ended."""
         if self.stopped:
             return
         if token in self._ends:
@@ -252,7 +253,7 @@ class _AnswerStream:
 
     @property
     def _n_partial_stop(self) -> int:
-        """Characters at the end of the text with which a stop text may begin."""
+        """Number of characters at the end of the text that may begin a stop text."""
         stops = self._sampling.stop
         longest = min(max(map(len, stops), default=0) - 1, len(self._text))
         for n in range(longest, 0, -1):

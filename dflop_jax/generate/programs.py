@@ -1,5 +1,5 @@
-"""The devices that answer, how parameters and rows are laid out on them, and the compiled programs:
-one begins a batch of rows, one adds a token to each, one makes room for more.
+"""The mesh for generation, the sharding of parameters and rows, and three compiled programs: one
+runs the prompts, one decodes a token per row, one enlarges the caches.
 
 Shape suffixes: B rows, T tokens, V vocab.
 """
@@ -35,17 +35,17 @@ from dflop_jax.runtime.module_parts import logical_axes, module_structs
 
 Tree = Any
 DATA, MODEL = "data", "model"
-# Smallest number of tokens and slots of a row; else twice, four times ... as many. Slots are made
-# for so many tokens of an answer at once; longer answers get more as they grow, which compiles.
+# Minimum number of tokens and cache slots of a row; larger numbers are doublings of it. At most
+# this many slots are reserved for an answer at first; growing the cache compiles a program.
 TOKEN_MULTIPLE = 128
-# Share of a device's memory that parameters may take where the tensor-parallel degree is not
-# requested; the rest is for caches and activations.
+# Fraction of device memory for parameters, from which the default tensor-parallel degree is
+# chosen; the rest is for caches and activations.
 PARAMS_SHARE = 0.7
 
 
 def answer_mesh(devices: Sequence[jax.Device], tp: int, max_ranks: int) -> Mesh:
-    """The mesh of axes "data" and "model" that answers: each of at most `max_ranks` data ranks has
-    its own prompts. ValueError if `tp` does not divide the devices of this process."""
+    """Return the mesh for generation with axes "data" (at most `max_ranks`, each with its own
+    prompts) and "model". ValueError if `tp` does not divide the number of devices."""
     if tp < 1 or len(devices) % tp:
         raise ValueError(
             f"--tp {tp}: does not divide this process's {len(devices)} devices; give a number that "
@@ -56,7 +56,7 @@ def answer_mesh(devices: Sequence[jax.Device], tp: int, max_ranks: int) -> Mesh:
 
 
 def min_tp(model: MultimodalModel, devices: Sequence[jax.Device]) -> int:
-    """The lowest tensor-parallel degree at which parameters fit; 1 if memory is unknown (CPU)."""
+    """Return the lowest tensor-parallel degree at which parameters fit; 1 if memory is unknown."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
     if not limit:
         return 1
@@ -67,7 +67,7 @@ def min_tp(model: MultimodalModel, devices: Sequence[jax.Device]) -> int:
 
 
 def param_structs(module: Module, mesh: Mesh) -> Params:
-    """Shapes, compute dtypes and shardings of a module's parameters, layers stacked."""
+    """Return shapes, compute dtypes and shardings of a module's parameters, layers stacked."""
     tp = int(mesh.shape[MODEL])
 
     def shard_struct(
@@ -84,7 +84,7 @@ def param_structs(module: Module, mesh: Mesh) -> Params:
 
 
 def spec_of(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> tuple[str | None, ...]:
-    """How an array is split over the devices of a rank; whole where they do not divide it."""
+    """Return an array's partition spec over `MODEL`; all None if `tp` does not divide the dim."""
     dim = split_dim(shape, axes, tp)
     if dim is not None and shape[dim] % tp:
         dim = None
@@ -92,26 +92,26 @@ def spec_of(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> tuple[
 
 
 class BatchState(NamedTuple):
-    """What a batch keeps of its rows' tokens."""
+    """The state of a batch of rows between decoding steps."""
 
     cache: Cache
-    present_BV: Any  # which tokens there are
+    present_BV: Any  # bool, whether the token is in the prompt or the answer
 
 
 class NewestTokens(NamedTuple):
     """The newest token of each row."""
 
     token_B: Any
-    place_B: Any  # in the row
-    number_B: Any  # of the answer, among all that are drawn
-    nth_B: Any  # tokens of the answer up to it
+    place_B: Any  # index in the row
+    number_B: Any  # number of the answer, which seeds its sampling
+    nth_B: Any  # number of the answer's tokens, this one included
 
 
 Answers = tuple[BatchState, NewestTokens]
 
 
 class AnswerPrograms:
-    """Those of a model on the devices of a mesh; ValueError if its LLM does not generate."""
+    """A model's programs for generation on a mesh; ValueError if its LLM cannot generate."""
 
     def __init__(self, model: MultimodalModel, mesh: Mesh):
         chip = chip_of(mesh.devices.flat[0])
@@ -135,7 +135,7 @@ class AnswerPrograms:
         self, params: dict[str, Params], rows: AnswerRows, number: np.ndarray, sampling: Sampling
     ) -> Iterator[np.ndarray]:
         """Yield the next token of every row, int32 [rows], up to `sampling.max_tokens` times.
-        `number` is uint32 [rows], of each answer among all that are drawn."""
+        `number`, uint32 [rows], is each answer's number, which seeds its sampling."""
         put = partial(jax.device_put, device=NamedSharding(self._mesh, P(DATA)))
         draw = SamplingArgs.from_sampling(sampling)
         longest = int(rows.lengths.max())
@@ -147,13 +147,13 @@ class AnswerPrograms:
             if longest + n > slots:
                 slots *= 2
                 state, newest = self.grow(state, newest, slots=slots)
-            # It runs while the host looks at the tokens before it.
+            # The device runs this step while the host processes the previous tokens.
             state, newest = self.step(params, state, newest, draw)
             yield np.asarray(tokens)
         yield np.asarray(newest.token_B)
 
     def _compiled(self, function: Any, ins: Tree, outs: Tree, donated: tuple[int, ...] = ()) -> Any:
-        """The function on every data rank; XLA splits what the devices of one share."""
+        """Compile a function to run on every data rank; XLA shards it over the model axis."""
 
         def whole(*args: Any, **fixed: Any) -> Any:
             mapped: Any = jax.shard_map(
@@ -167,7 +167,7 @@ class AnswerPrograms:
 
 
 def _shardings(llm: GeneratingModule, mesh: Mesh, results: Answers) -> tuple[Tree, Tree]:
-    """Of a program's results: rows over data ranks, heads of caches over the devices of one."""
+    """Return a program's output shardings: rows over data ranks, heads of caches over `MODEL`."""
     tp = int(mesh.shape[MODEL])
 
     def cache_sharding(a: Array, axes: tuple[str | None, ...]) -> Any:
@@ -195,7 +195,7 @@ def start_answers(
     *,
     slots: int,
 ) -> Answers:
-    """Run prompts, and draw the first token of each answer."""
+    """Run the prompts and sample the first token of each answer."""
     llm: Any = on_chip(model.modules[LLM], chip)
     last_B = jnp.maximum(rows.lengths - 1, 0)
     batch = add_features(model, chip, params, rows)
@@ -217,7 +217,7 @@ def decode_step(
     newest: NewestTokens,
     draw: SamplingArgs,
 ) -> Answers:
-    """Run the newest token of each row, and draw the one after it."""
+    """Run the newest token of each row and sample the next one."""
     before_B, place_B, number_B, nth_B = newest
     logits_BV, cache = decoding.decode(llm, params[LLM], state.cache, before_B, place_B)
     token_B = sample_tokens(draw, logits_BV, state.present_BV, number_B, nth_B)
@@ -228,11 +228,11 @@ def decode_step(
 def grow_slots(
     llm: GeneratingModule, state: BatchState, newest: NewestTokens, *, slots: int
 ) -> Answers:
-    """The same, with room for rows of `slots` tokens."""
+    """Return the same answers with caches enlarged to `slots` tokens per row."""
     return state._replace(cache=decoding.grow_cache(llm, state.cache, slots)), newest
 
 
 def _mark_present(present_BV: Array, tokens_BT: Array) -> Array:
-    """`present_BV` with these tokens; one that is beyond the vocabulary is none."""
+    """Return `present_BV` with these tokens set; ids beyond the vocabulary are ignored."""
     rows = jnp.arange(len(present_BV))[:, None]
     return present_BV.at[rows, tokens_BT].set(True, mode="drop")

@@ -1,4 +1,4 @@
-"""One question, with media or without, as the sample that the model was trained on."""
+"""Prepare one prompt, with or without media, as a sample in the format of training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 from dflop_jax.data.text.tokenize import encode_chatml
 from dflop_jax.generate.row import LLM
 
-# Files by kind (image, video, audio, a model's own), each in the order of its tags.
+# Files by media kind (image, video, audio or one of the model), in the order of the prompt's tags.
 Media = Mapping[str, Sequence[str | Path]]
 NO_MEDIA: Media = MappingProxyType({})
 
@@ -31,13 +31,13 @@ NO_MEDIA: Media = MappingProxyType({})
 def prompt_sample(
     prompt: str, media: Media, data: DataConfig, model: MultimodalModel, tokenizer: AnyTokenizer
 ) -> Sample:
-    """Return the turn of a user up to where the answer begins, prepared as in training.
+    """Return the user's turn up to the start of the answer, prepared as in training.
 
-    Media stand where the prompt says <image>, <video> or <audio>, before it where it says none.
+    Media replace the tags <image>, <video> and <audio>; without tags they precede the prompt.
 
     Raises:
-      ValueError: an empty prompt, tags unlike the media, media that the model does not take, no
-        such file, media that are broken or too small, or more tokens than `data.max_tokens`.
+      ValueError: the prompt is empty or exceeds `data.max_tokens`, its tags do not match the media,
+        or media are missing, broken, too small or of a kind that the model does not accept.
     """
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     kinds, preparation = spec.kinds, spec.prepared(data, tokenizer)
@@ -66,11 +66,11 @@ def prompt_sample(
 
 
 def add_tags(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) -> str:
-    """Return the prompt with a tag for each of its media, of which there are `counts` by kind;
-    ValueError if that cannot be."""
+    """Return the prompt with one tag per medium; `counts` are the numbers of media by kind.
+    ValueError: the prompt is empty, or its own tags do not match `counts`."""
     tag = tag_of(kinds)
     if not tag.sub("", prompt).strip():
-        raise ValueError("the prompt is empty; ask something with --prompt TEXT")
+        raise ValueError("the prompt is empty; give one with --prompt TEXT")
     wanted = {kind.name: counts[kind.name] for kind in kinds if counts.get(kind.name)}
     tags_in_prompt = tag.findall(prompt)
     if wanted and not tags_in_prompt:
@@ -88,7 +88,7 @@ def add_tags(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) ->
 
 
 def check_media(media: Media) -> None:
-    """Read the headers of files by kind, so that a mistake shows before a model is loaded."""
+    """Read the headers of files by kind, to report errors before a model is loaded."""
     for kind in BUILT_IN:
         for file in media.get(kind.name, ()):
             path = _check_file(kind, file)
@@ -107,7 +107,7 @@ def _check_file(kind: Kind, file: str | Path) -> Path:
 def _decode_media(
     media: tuple[tuple[str, MediaFile], ...], preparation: Preparation, kinds: Kinds
 ) -> DecodedMedia:
-    """The media as training prepares them; ValueError: one is broken or cannot be taken."""
+    """Decode media as training does; ValueError: one is broken or unusable for the model."""
     with _explain_unreadable():
         table = _header_table(media, kinds)
     if not sample_counts(table, preparation)[1].all():
@@ -122,15 +122,15 @@ def _decode_media(
 
 @contextmanager
 def _explain_unreadable() -> Iterator[None]:
-    """ValueError with what to do about a file that cannot be read."""
+    """Add advice to the ValueError of a file that cannot be read."""
     try:
         yield
     except ValueError as e:
         raise ValueError(
-            f"{e}; save it anew in a common format (PNG, MP4, WAV), or give another file"
+            f"{e}; save it again in a common format (PNG, MP4, WAV), or give another file"
         ) from None
 
 
 def _header_table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> RecordTable:
-    """The headers of media as those of one record."""
+    """Return a table of one record with the headers of these media."""
     return build_table([{}], [[read_header(*medium, kinds) for medium in media]], kinds)

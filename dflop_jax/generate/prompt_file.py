@@ -1,4 +1,4 @@
-"""Answers to a file of prompts, in batches."""
+"""Answer a file of prompts in batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflop_jax.generate.prompt import Media
 from dflop_jax.generate.row import LLM
 from dflop_jax.generate.sampling import Sampling
 
-BATCHES_AHEAD = 8  # prepared together and sorted by length: more pad less and take more memory
+BATCHES_AHEAD = 8  # batches sorted by length together; more batches: less padding, more memory
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FilePrompt:
 
 @dataclass(frozen=True)
 class FileAnswer:
-    """The answer to a prompt of a file (see `AnswerText`), or why it was not asked."""
+    """The answer to a prompt of a file (see `AnswerText`), or the error in the prompt."""
 
     prompt: str
     answer: str = ""
@@ -44,8 +44,8 @@ class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_prompts(file: str | Path) -> list[FilePrompt]:
-    """The prompts of a file of JSON lines: {"prompt": TEXT}, and under "image", "video" or "audio"
-    a file or a list of files, relative to the folder of the file. ValueError names a bad line."""
+    """Read prompts from a file of JSON lines: {"prompt": TEXT}, optionally with "image", "video" or
+    "audio": a file or a list, relative to the prompt file's folder. ValueError names a bad line."""
     file = Path(file)
     try:
         lines = strip_byte_order_mark(file.read_bytes()).split(b"\n")
@@ -68,15 +68,15 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
             media[kind] = [file.parent / f for f in ([files] if isinstance(files, str) else files)]
         prompts.append(FilePrompt(read.prompt, media))
     if not prompts:
-        raise ValueError(f"{file}: is empty; give a line for each prompt")
+        raise ValueError(f"{file}: is empty; write one line per prompt")
     return prompts
 
 
 def answer_prompts(
     generator: Generator, prompts: Sequence[FilePrompt], sampling: Sampling
 ) -> Iterator[FileAnswer]:
-    """Yield the answer to each prompt, in their order, while media of the next ones are decoded by
-    `data.workers` threads."""
+    """Yield the answers in the prompts' order, while `data.workers` threads decode the media of
+    later prompts."""
 
     def prepare(prompt: FilePrompt) -> Sample | str:
         try:

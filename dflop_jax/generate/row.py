@@ -1,5 +1,5 @@
-"""Samples as rows of a model's last module, the LLM or a generator of clips, with what the modules
-before it take, and the fields that it reads."""
+"""Pack samples into rows of a model's last module (the LLM or a clip generator), and run the
+encoders whose features it reads."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from dflop_jax.runtime.exchange import gather_features
 from dflop_jax.runtime.module_parts import split_into_loops
 from dflop_jax.schedule.batch import first_fit_decreasing
 
-LLM = "llm"  # the module that answers
+LLM = "llm"  # name of the module that generates text
 NO_CACHES: Mapping[str, Any] = MappingProxyType({})
 Mix = Callable[..., tuple[Array, Any]]
 
 
 class AnswerRows(NamedTuple):
-    """Samples in rows of the last module, and their pieces in rows of each module before it; the
-    first rows are the first data rank's, and so on."""
+    """Samples in rows of the last module, and their pieces in rows of each encoder; rows are
+    ordered by data rank."""
 
     fields: Mapping[str, Any]  # of the last module's entry, layers and exit, [rows, t]
-    media: Mapping[str, Mapping[str, Any]]  # by earlier module that is given something, its fields
-    # By earlier module, where its features stand (`PackedGroup.gathers`), [rows, t, K] each,
-    # counted among those of the rank.
+    media: Mapping[str, Mapping[str, Any]]  # encoder with input -> its fields
+    # By encoder, the indices of its features on the data rank, and weights, if any
+    # (`PackedGroup.gathers`), [rows, t, K] each.
     places: Mapping[str, tuple[Any, ...]]
-    lengths: Any  # tokens of each row that are no padding
+    lengths: Any  # number of tokens in each row without padding
 
 
 def pack_row(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> AnswerRows:
-    """Some samples one after the other in one row, padded to a multiple of tokens."""
+    """Pack samples one after the other into one row, padded to a multiple of `token_multiple`."""
 
     def bucket(tokens: int) -> int:
         return -(-tokens // token_multiple) * token_multiple
@@ -68,7 +68,7 @@ def pack_row(samples: Sequence[Sample], model: MultimodalModel, token_multiple: 
 def pack_rows(
     samples: Sequence[Sample], model: MultimodalModel, ranks: int, rows: int, token_multiple: int
 ) -> AnswerRows:
-    """Each sample in a row of its own, on `ranks` of so many rows in turn."""
+    """Pack each sample into its own row, round-robin over `ranks` data ranks of `rows` rows."""
     n = np.arange(len(samples))
     bucket = partial(round_up_to_bucket, smallest=token_multiple)
     shape = Shape(rows, bucket(max(s.load.tokens(last_module(model)) for s in samples)))
@@ -81,7 +81,7 @@ def last_module(model: MultimodalModel) -> str:
 
 
 def round_up_to_bucket(n: int, smallest: int) -> int:
-    """The smallest of `smallest`, twice, four times ... that many, that is at least `n`."""
+    """Return the smallest number that is at least `n` and is `smallest` times a power of two."""
     return smallest << (max(1, -(-n // smallest)) - 1).bit_length()
 
 
@@ -93,7 +93,7 @@ def _build_rows(
     ranks: int,
     bucket: Callable[[int], int],
 ) -> AnswerRows:
-    """The rows of samples with one piece each of the last module, in their order."""
+    """Return the rows of samples that have one piece each in the last module, at `last_places`."""
     loads, last = [s.load for s in samples], last_module(model)
     encoders = [m for m in model.modules if m != last and any(load.lengths(m) for load in loads)]
     groups = []
@@ -131,7 +131,7 @@ def _build_rows(
 def _rank_feature_index(
     model: MultimodalModel, group: Group, positions: tuple[np.ndarray, ...], ranks: int
 ) -> tuple[np.ndarray, ...]:
-    """Places among the features of their own rank, from those among the features of all."""
+    """Convert indices into the features of all data ranks to indices into the own rank's."""
     edge = next(
         e for e in edges_of(model) if (e.source, e.target) == (group.module, last_module(model))
     )
@@ -143,7 +143,7 @@ def _rank_feature_index(
 
 
 def encode_media(module: Module, params: Params, batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Features [rows, features, width] of an encoder by tap, and by "" of its exit."""
+    """Return an encoder's features [rows, features, width] by tap; "" is its exit."""
     x, layers_done, outputs = module.entry(with_adapter("entry", params), batch), 0, {}
     taps = taps_of(module)
     for stop in sorted({*taps.values(), module.n_layers}):
@@ -164,8 +164,8 @@ def run_layers(
     mix: Mix | None = None,
     caches: Mapping[str, Any] = NO_CACHES,
 ) -> tuple[Array, dict[str, Any]]:
-    """(hidden states after the layers from `start` to before `stop`, caches by kind of layer): of
-    all layers of a kind where `caches` has them, else of those that ran, stacked. For `mix` see
+    """Run layers `start` to `stop` - 1. Return hidden states, and stacked caches by kind: of all
+    layers of the kind if `caches` has it, else of the layers that ran. For `mix` see
     `decoding.run_decoder`."""
     kinds, by_kind, made = layer_kinds_of(module), dict(caches), defaultdict(list)
     for loop in split_into_loops(kinds[start:stop]):
@@ -196,7 +196,7 @@ def _run_period(
     carry: tuple[Array, dict[str, Any]],
     layers: Sequence[tuple[Array, Params]],
 ) -> tuple[tuple[Array, dict[str, Any]], tuple[Any, ...]]:
-    """Hidden states and caches after one layer of each kind, and the caches that they made."""
+    """Run one layer of each of `kinds`; return (hidden states, updated caches), new caches."""
     x, caches, made = carry[0], dict(carry[1]), []
     for kind, (number, params) in zip(kinds, layers, strict=True):
         layer: Any = layer_of(module, kind)
@@ -223,14 +223,14 @@ def _run_period(
 
 
 def _interleave(*stacks: Array) -> Array:
-    """Rows of some stacks in turn, one of each."""
+    """Interleave the rows of several stacks."""
     return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:])
 
 
 def add_features(
     model: MultimodalModel, chip: str, params: Mapping[str, Params], rows: AnswerRows
 ) -> dict[str, Array]:
-    """The fields of the last module's rows, with the features that edges bring at their places."""
+    """Return the fields of the last module's rows, with the encoders' features gathered."""
     last, batch = last_module(model), dict(rows.fields)
     edges = [e for e in edges_of(model) if e.target == last]
     for edge in edges:

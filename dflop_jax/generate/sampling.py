@@ -1,4 +1,4 @@
-"""Which token follows, given the logits, and when an answer ends."""
+"""Sample the next token from logits, and decide when an answer ends."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dflop_jax.contract import Array
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is drawn, and where it ends."""
+    """The options of sampling and of ending an answer."""
 
     max_tokens: int = 64
-    temperature: float = 0.0  # 0 takes the likeliest token
-    top_p: float = 1.0  # tokens are drawn among the likeliest of `top_k` whose shares reach it
-    seed: int = 0  # an answer depends on it and on its number, not on others beside it
-    top_k: int = 0  # tokens are drawn among so many of the likeliest; 0: among all
+    temperature: float = 0.0  # 0: take the most probable token
+    top_p: float = 1.0  # nucleus sampling, after `top_k`; 1: off
+    seed: int = 0  # an answer depends on the seed and its number, not on the rest of its batch
+    top_k: int = 0  # sample among this many most probable tokens; 0: among all
     stop: tuple[str, ...] = ()  # texts before which the answer ends
-    # What the logits of tokens that prompt or answer have are divided by where they are above 0,
-    # multiplied by below (arXiv 1909.05858); 1: off.
+    # Logits of tokens in prompt or answer are divided by it if positive, multiplied if negative
+    # (arXiv 1909.05858); 1: off.
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         checks = {
             f"max-tokens={self.max_tokens} must be at least 1": self.max_tokens >= 1,
-            f"temperature={self.temperature} must be 0 (the likeliest token) or a finite number "
-            "above": 0 <= self.temperature < math.inf,
+            f"temperature={self.temperature} must be 0 (the most probable token) or a positive "
+            "finite number": 0 <= self.temperature < math.inf,
             f"top-k={self.top_k} must be at least 0 (0: all tokens)": self.top_k >= 0,
             f"top-p={self.top_p} must be above 0 and at most 1 (all tokens)": 0 < self.top_p <= 1,
             f"seed={self.seed} must be from 0 to {2**32 - 1}": 0 <= self.seed < 2**32,
@@ -44,13 +44,13 @@ class Sampling:
                 raise ValueError(message)
 
     def cut(self, text: str) -> str | None:
-        """The text before the first of the stop texts in it; None: it has none."""
+        """Return the text before the first stop text; None if it contains no stop text."""
         stop_indices = [k for k in (text.find(stop) for stop in self.stop) if k >= 0]
         return text[: min(stop_indices)] if stop_indices else None
 
 
 class SamplingArgs(NamedTuple):
-    """`Sampling` as programs take it: scalars, so that other values compile nothing."""
+    """`Sampling` as scalar arguments of programs, so that new values do not recompile."""
 
     seed: Any
     temperature: Any
@@ -68,12 +68,12 @@ class SamplingArgs(NamedTuple):
 def sample_tokens(
     args: SamplingArgs, logits_BV: Array, present_BV: Array, number_B: Array, nth_B: Array
 ) -> Array:
-    """int32 [B]: the token that follows in each row.
+    """Sample the next token of each row, int32 [B].
 
     Args:
-      present_BV: bool, the tokens that prompt and answer have.
-      number_B: uint32, of the answer among all that are drawn.
-      nth_B: int32, how many tokens of the answer there are already.
+      present_BV: bool, whether the token is in the prompt or the answer.
+      number_B: uint32, the answer's number, which seeds its sampling.
+      nth_B: int32, number of tokens in the answer so far.
     """
     penalized = jnp.where(logits_BV > 0, logits_BV / args.penalty, logits_BV * args.penalty)
     logits_BV = jnp.where(present_BV, penalized, logits_BV)
@@ -91,7 +91,7 @@ def sample_tokens(
 
 
 def _sample_token(logits_V: Array, key: Array, args: SamplingArgs) -> Array:
-    """A token drawn by its share among those that are left."""
+    """Sample a token after temperature, top-k and top-p."""
     n = len(logits_V)
     scaled = logits_V / jnp.where(args.temperature > 0, args.temperature, 1.0)
     ranked = -jnp.sort(-scaled)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Reshaping(Protocol):
-    """Makes a parameter of a file's array: `array.reshape(split).transpose(order).reshape(shape)`"""
+    """Makes a parameter from a file: `array.reshape(split).transpose(order).reshape(shape)`"""
 
     splits: tuple[tuple[int, ...], ...]  # `split` for each dim of the file's array, () for size 1
     split: tuple[int, ...]

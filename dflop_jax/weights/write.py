@@ -107,7 +107,7 @@ def write_folder(
 
 def check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"unknown dtype of weights {dtype!r}; use {', '.join(DTYPES.values())}")
+        raise ValueError(f"unknown dtype of weights {dtype!r}; known: {', '.join(DTYPES.values())}")
 
 
 def segment_tensors(modules: ModuleParams, source: Folder) -> dict[str, WrittenTensor]:

@@ -75,7 +75,7 @@ def run(capsys, *args):
     return code, out, err
 
 
-SAVE_ANEW = "save it anew in a common format (PNG, MP4, WAV), or give another file"
+SAVE_ANEW = "save it again in a common format (PNG, MP4, WAV), or give another file"
 ASK = ("--prompt", "What colour is it?")
 
 
@@ -103,7 +103,7 @@ MISTAKES = [
     (["nano.py"], "give --prompt TEXT, or --prompts FILE"),
     (["nano.py", *ASK, "--prompts", "ask.jsonl"], "--prompts: its lines name prompts and"),
     (["nano.py", "--prompts", "gone.jsonl"], "gone.jsonl: no such file or directory; check"),
-    (["nano.py", "--prompts", "empty.jsonl"], "empty.jsonl: is empty; give a line for each"),
+    (["nano.py", "--prompts", "empty.jsonl"], "empty.jsonl: is empty; write one line per"),
     (["nano.py", "--prompts", "ask.jsonl", "--batch", "0"], "--batch: 0 must be at least 1"),
     (["nano.py", "--prompts", "typo.jsonl"], "typo.jsonl:2: Object contains unknown field `im"),
     (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),

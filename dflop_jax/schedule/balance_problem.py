@@ -1,5 +1,5 @@
-"""The balancing problem in array form, longest processing time first (Graham 1969) for several
-resources and hard limits, and the work budget of searches.
+"""The balancing problem in array form, LPT scheduling (longest processing time first, Graham 1969)
+for several resources with hard limits, and the work budget of searches.
 
 Shape suffixes: N samples, B bins, R resources (cost columns first, then capacity columns), K runs
 of equal bins.
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 ROUNDING = 1e-9  # relative difference between sums of the same floats in another order
-# Items that a plain loop places for a unit of work: 8,192 samples take 45 ms, into a thousand bins.
+# Items that a plain loop places per unit of work: 8,192 samples into 1,000 bins take 45 ms.
 ITEMS_PER_WORK = 16
 
 
@@ -29,7 +29,7 @@ class Problem:
     The first `n_costs` rows of `sizes_RN` are costs, which are minimised; the other rows have hard
     limits `limits_R` (inf for costs). A resource in `grouped_R` is summed over each `group`
     consecutive bins. If bins differ in size, `scale_RB` multiplies a bin's cost loads (1 / its
-    capacity). `base_RB` is the load that bins carry already; bins of a group carry the group's.
+    capacity). `base_RB` is the initial load of each bin; for grouped resources, of its group.
     """
 
     sizes_RN: Floats
@@ -46,7 +46,8 @@ class Problem:
         return self.sizes_RN.shape[1]
 
     def loads(self, bins: Ints) -> Floats:
-        """[R, B]: the loads of an assignment. Bins of a group each show its sum; bin -1 is none."""
+        """Return the loads [R, B] of an assignment (bin -1: unassigned). For a grouped resource,
+        each bin has the sum over its group."""
         out_RB = np.zeros((len(self.sizes_RN), self.n_bins))
         is_assigned = bins >= 0
         for r, grouped in enumerate(self.grouped_R):
@@ -57,15 +58,15 @@ class Problem:
         return out_RB if self.base_RB is None else out_RB + self.base_RB
 
     def scores(self, loads_RB: Floats, bins: slice = slice(None)) -> Floats:
-        """The largest scaled cost load of each bin in `bins`, which `loads_RB` covers."""
+        """Return the largest scaled cost load of each bin in `bins`, the columns of `loads_RB`."""
         costs_RB = loads_RB[: self.n_costs]
         costs_RB = costs_RB if self.scale_RB is None else costs_RB * self.scale_RB[:, bins]
         return costs_RB.max(axis=0, initial=0.0)
 
 
 class Budget:
-    """The work that a search may still spend. It is counted, not timed, so the answer does not
-    depend on the machine. One unit prices a pair of bins and takes about 100 microseconds."""
+    """The remaining work of a search. Work is counted, not timed, so that results do not depend on
+    the machine. One unit evaluates the exchanges of two bins in about 100 microseconds."""
 
     def __init__(self, work: float, whole: Budget | None = None):
         self.remaining, self._whole = work, whole
@@ -78,7 +79,7 @@ class Budget:
             self._whole.spend(work)
 
     def sub_budget(self, work: float) -> Budget:
-        """A budget of at most `work` units, which also spends from this one."""
+        """Return a budget of at most `work` units, which also spends from this one."""
         return Budget(min(work, self.remaining), self)
 
     @property
@@ -89,13 +90,13 @@ class Budget:
 def longest_first(
     problem: Problem, order: Ints, start: Ints | None = None, open_bins: Ints | None = None
 ) -> Ints:
-    """[N]: the bin of each sample. Samples go in this order, each to the one of `open_bins` whose
-    score it leaves lowest; -1 if none has room. Samples that are not in `order` keep their bins of
-    `start`."""
+    """Return the bin of each sample, [N]. Samples are placed in this order, each into the bin of
+    `open_bins` with the lowest score afterwards; -1 if none has room. Samples outside of `order`
+    keep their bins in `start`."""
     sizes_RN, c = problem.sizes_RN, problem.n_costs
     bins = np.full(problem.n_samples, -1) if start is None else start.copy()
     of_a_bin = [r for r, grouped in enumerate(problem.grouped_R) if not grouped]
-    # The one resource that bins of a group do not share, if it is one.
+    # The resource that is not grouped, if there is exactly one.
     loads_RB, own_resource = problem.loads(bins), of_a_bin[0] if len(of_a_bin) == 1 else None
     open_B = np.arange(problem.n_bins) if open_bins is None else np.sort(open_bins)
     first_K = _first_of_equal_bins(problem, open_B) if own_resource is not None else open_B
@@ -114,7 +115,7 @@ def longest_first(
     has_ties = any(problem.grouped_R) and problem.group > 1
     shared = [r for r, grouped in enumerate(problem.grouped_R) if grouped]
     after_RK, cost_CK = np.empty_like(load_RK), np.zeros((max(1, c), len(first_K)))
-    score_K, *other_costs = cost_CK  # the largest is made in the first
+    score_K, *other_costs = cost_CK  # the first row becomes the maximum over costs
     after_CK, written_CK = after_RK[:c], cost_CK[:c]
     sizes_NR1 = np.ascontiguousarray(sizes_RN.T)[:, :, None]
     for i in order.tolist():
@@ -128,7 +129,7 @@ def longest_first(
         min_score = float(score_K[k])
         if min_score == math.inf:
             continue
-        if has_ties:  # bins of one group tie on the load they share: take the least loaded of them
+        if has_ties:  # bins of a group tie on the grouped load: take the least loaded of them
             (tied,) = (score_K <= min_score * (1 + ROUNDING)).nonzero()
             if len(tied) > 1:
                 k = int(tied[after_RK[:, tied].sum(axis=0).argmin()])
@@ -145,7 +146,7 @@ def longest_first(
 
 
 def _first_of_equal_bins(problem: Problem, open_B: Ints) -> Ints:
-    """The first of each run of bins that differ only in the load that is their own."""
+    """Return the first of each run of bins that differ only in loads that are not grouped."""
     differs_from_previous = np.diff(open_B // problem.group) > 0
     if problem.scale_RB is not None:
         differs_from_previous |= (np.diff(problem.scale_RB[:, open_B], axis=1) != 0).any(axis=0)
@@ -153,7 +154,7 @@ def _first_of_equal_bins(problem: Problem, open_B: Ints) -> Ints:
 
 
 def by_size(sizes_RN: Floats) -> Ints:
-    """Sample order: largest first by the largest column, then by the sum, then by index."""
+    """Return the sample order: largest first by the largest size, the sum of sizes, the index."""
     if len(sizes_RN) == 0:
         return np.arange(sizes_RN.shape[1])
     return np.lexsort((-sizes_RN.sum(axis=0), -sizes_RN.max(axis=0)))

@@ -1,10 +1,10 @@
-"""Global batches: drawn from a data profile, with its distribution or drifted ones; their loads in
-arrays; and the buckets that can hold them.
+"""Global batches: samples drawn from a data profile, with its distribution or a drifted one; their
+loads in arrays; and the buckets that can hold them.
 
-A microbatch may pass some modules in several groups of one small shape, its sub-microbatches.
-Samples are packed as if these groups were one group whose shape has the rows of all parts
-(`merge_sub_microbatches`), which is split into its parts afterwards. Packing, count vectors and
-bounds therefore need no special case.
+A microbatch may run through some modules as several groups of one small shape (sub-microbatches).
+Samples are packed as if these groups were one group with the rows of all of them
+(`merge_sub_microbatches`), which is split afterwards. Packing, count vectors and bounds therefore
+need no special case.
 
 Shape suffixes: N samples, P pieces.
 """
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from dflop_jax.records import Bucket, Layout, Load, Plan, Prices, Shape, piece_content
 from dflop_jax.schedule.balance_problem import Floats, Ints
 
-# Samples of a large batch. Fewer such batches are scheduled, since they take longer and differ
-# less; twice as many samples double their planning time.
+# Number of samples of a large batch. Fewer such batches are scheduled, since each takes longer and
+# they differ less; doubling it doubles their planning time.
 LARGE_BATCH = 512
-# Drift of a batch's mean, about, in standard deviations of a sample. Twice as much suits buckets to
-# data that differ more, at the cost of the data at hand.
+# Approximate drift of a batch's mean in standard deviations of a sample. More drift suits buckets
+# to data that differ more from the profile, at the cost of the profiled data.
 DRIFT = 0.3
-_FARTHEST = 2.0  # standard deviations; samples further off are drawn as often as those
-_MAX_VARIANTS = 10  # a plan's buckets and what is left of them without some modules
+_FARTHEST = 2.0  # standard deviations at which a sample's distance from the mean is clipped
+_MAX_VARIANTS = 10  # a plan's buckets, and copies of them without some modules
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def capacity_of(layout: Layout) -> Capacity:
 
 
 def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
-    """Rows that first fit decreasing needs; inf if a piece is longer than a row."""
+    """Return the number of rows that first fit decreasing fills; inf if a piece exceeds a row."""
     longest = max(lengths, default=0)
     if longest > shape.tokens:
         return math.inf
@@ -58,7 +58,7 @@ def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
 
 
 def first_fit_decreasing(length_P: Ints, tokens: int) -> Ints:
-    """[P]: the row of each piece, none of which is longer than `tokens`, a row."""
+    """Return the row of each piece, [P]. Rows have `tokens` tokens; no piece may be longer."""
     free, row_P = np.full(len(length_P), tokens), np.zeros(len(length_P), np.int64)
     for i in np.argsort(-length_P, kind="stable"):
         row_P[i] = row = int((free >= length_P[i]).argmax())
@@ -67,14 +67,14 @@ def first_fit_decreasing(length_P: Ints, tokens: int) -> Ints:
 
 
 class Batch:
-    """The loads of a global batch, by module, and the capacity of the buckets that hold them.
+    """The loads of a global batch by module, and the capacity of its buckets.
 
     Attributes:
       tokens, longest: tokens and longest piece of each sample, [N].
       n_pieces, first: number of pieces of each sample and the index of its first piece, [N].
       lengths, sample: tokens and sample of each piece, [P].
       features: content features of the pieces, [features, P].
-      content: the features of each piece in one number, [P]; see `with_content_weights`.
+      content: one number per piece that combines its features, [P]; see `with_content_weights`.
       step: a common divisor of all lengths.
     """
 
@@ -97,14 +97,14 @@ class Batch:
         self.step = {m: int(np.gcd.reduce(n)) or 1 for m, n in self.lengths.items()}
 
     def with_capacity(self, capacity: Capacity) -> Batch:
-        """The same loads for buckets of another capacity of the same modules."""
+        """Return the same loads with another capacity for the same modules."""
         batch = copy(self)
         batch.capacity = capacity
         return batch
 
     def with_content_weights(self, weights: Mapping[str, Floats]) -> Batch:
-        """The batch with `content` set to the weighted features of a module, rounded; to its first
-        feature without weights."""
+        """Return the batch with `content` set to the rounded weighted features of each module,
+        or to the first feature of a module without weights."""
         batch = copy(self)
         batch.content = dict(self.content)
         for m, weight_F in weights.items():
@@ -113,12 +113,12 @@ class Batch:
         return batch
 
     def rows(self, bucket: Bucket, module: str) -> int:
-        """Rows of a module in one microbatch over all its ranks; 0 if the bucket lacks it."""
+        """Return a module's rows in one microbatch over all ranks; 0 if the bucket lacks it."""
         shape = bucket.shape(module)
         return shape.rows * self.capacity.ranks[module] if shape else 0
 
     def can_hold(self, bucket: Bucket) -> NDArray[np.bool_]:
-        """[N]: whether one microbatch of the bucket holds each sample, by first fit decreasing."""
+        """Return whether a microbatch of the bucket holds each sample by first fit decreasing."""
         able_N = np.ones(self.n_samples, bool)
         for m in self.modules:
             count_N, longest_N, shape = self.n_pieces[m], self.longest[m], bucket.shape(m)
@@ -135,61 +135,61 @@ class Batch:
         return able_N
 
     def any_can_hold(self, buckets: Iterable[Bucket]) -> NDArray[np.bool_]:
-        """[N]: whether some bucket holds each sample."""
+        """Return whether any of the buckets holds each sample, [N]."""
         return np.any([np.zeros(self.n_samples, bool), *map(self.can_hold, buckets)], axis=0)
 
     @cached_property
     def anchor(self) -> str | None:
-        """The last module of which every sample has at most one piece, into whose rows samples are
-        packed. None: samples are packed into microbatches."""
+        """The module into whose rows samples are packed: the last one in which every sample has at
+        most one piece. None: samples are packed into microbatches."""
         one = (m for m in reversed(self.modules) if self.n_pieces[m].max(initial=0) <= 1)
         return next(one, None)
 
     def anchor_rows(self, bucket: Bucket) -> int:
-        """Rows of a microbatch into which samples are packed; 1 if the bucket lacks the anchor."""
+        """Return the rows of the anchor in a microbatch; 1 if the bucket lacks it."""
         return self.rows(bucket, self.anchor) or 1 if self.anchor else 1
 
     @cached_property
     def missing_modules(self) -> tuple[frozenset[str], ...]:
-        """The sets of modules of which some sample has no piece, smaller sets first."""
+        """The sets of modules that some sample does not use, smaller sets first."""
         sets = {frozenset(m for m in self.modules if not load.lengths(m)) for load in self.loads}
         return tuple(sorted(sets, key=lambda s: (len(s), sorted(s))))
 
     def row_tokens(self, bucket: Bucket, module: str) -> int:
-        """Tokens of a row that pieces of this batch can fill."""
+        """Return the tokens of a row that pieces of this batch can fill."""
         shape, step = bucket.shape(module), self.step[module]
         return shape.tokens // step * step if shape else 0
 
     def microbatch_tokens(self, bucket: Bucket, module: str) -> int:
-        """Tokens of one microbatch, over all ranks, that pieces of this batch can fill."""
+        """Return the tokens of a microbatch, over all ranks, that pieces of this batch can fill."""
         return self.rows(bucket, module) * self.row_tokens(bucket, module)
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
-        """The modules whose capacity the rows of a microbatch share: all but the anchor."""
+        """The modules except the anchor; rows of a microbatch share their capacity."""
         return tuple(m for m in self.modules if m != self.anchor)
 
     @cached_property
     def shared_tokens_NM(self) -> Ints:
-        """[N, modules]: tokens of each sample of the shared modules."""
+        """Tokens of each sample in each shared module, [N, modules]."""
         tokens_MN = np.array([self.tokens[m] for m in self.shared], np.int64)
         return tokens_MN.reshape(len(self.shared), self.n_samples).T
 
     def empty_tokens(self, bucket: Bucket) -> tuple[int, Ints]:
-        """(tokens of an empty row of the anchor, or 0; tokens of an empty microbatch of each shared
-        module), that pieces of this batch can fill."""
+        """Return the capacity in tokens that pieces of this batch can fill: of a row of the anchor
+        (0 without one), and of a microbatch in each shared module."""
         row = self.row_tokens(bucket, self.anchor) if self.anchor else 0
         return row, np.array([self.microbatch_tokens(bucket, m) for m in self.shared], np.int64)
 
     def piece_indices(self, module: str, samples: Sequence[int]) -> Ints:
-        """Indices of the pieces of a module that belong to these samples."""
+        """Return the indices of these samples' pieces of a module."""
         chosen = np.asarray(samples, np.int64)
         count, first = self.n_pieces[module][chosen], self.first[module][chosen]
         return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
 def oversize(loads: Sequence[Load], buckets: Sequence[Bucket], capacity: Capacity) -> list[int]:
-    """Indices of the samples that no bucket can hold. The caller decides what to do with them."""
+    """Return the indices of the samples that no bucket can hold."""
     return np.flatnonzero(~Batch(loads, capacity).any_can_hold(buckets)).tolist()
 
 
@@ -205,14 +205,14 @@ def check_fits(batch: Batch, buckets: Sequence[Bucket]) -> None:
         )
         raise ValueError(
             f"sample {i} of the batch has {amounts}; the largest bucket {largest.name} does "
-            "not hold it: drop or truncate it (data.oversize) or plan with a bigger bucket"
+            "not hold it: drop or truncate it (data.oversize) or plan with a larger bucket"
         )
 
 
 def sample_batches(
     loads: Sequence[Load], global_batch: int, n: int, seed: int = 0
 ) -> list[list[Load]]:
-    """`n` global batches drawn from the profile's loads, without repetition if it has enough."""
+    """Draw `n` global batches from `loads`, each without replacement if there are enough loads."""
     rng = np.random.default_rng(seed)
     repeats = global_batch > len(loads)
     picks = [rng.choice(len(loads), global_batch, replace=repeats) for _ in range(n)]
@@ -222,8 +222,8 @@ def sample_batches(
 def drifted_batches(
     loads: Sequence[Load], modules: Sequence[str], global_batch: int, n: int, seed: int = 0
 ) -> list[list[Load]]:
-    """`n` global batches with a drifted distribution: samples with much of some modules and little
-    of others are more frequent than in `loads`, and less frequent in every second batch."""
+    """Draw `n` global batches from a drifted distribution: samples with many tokens of some modules
+    and few of others are drawn more often, and less often in every second batch."""
     tokens = np.array([[load.tokens(m) for m in modules] for load in loads], float)
     spread = tokens.std(axis=0)
     away = (tokens - tokens.mean(axis=0)) / np.where(spread, spread, 1.0)
@@ -243,20 +243,20 @@ def drifted_batches(
 
 
 def sub_microbatch_shape(layout: Layout, module: str) -> Shape:
-    """The shape of a divided module's groups; ValueError if the plan has several."""
+    """Return the shape of a divided module's groups; ValueError if the plan has several."""
     shapes = layout.shapes(module)
     if len(shapes) != 1:
         names = ", ".join(s.name for s in shapes)
         raise ValueError(
-            f"up to {layout.fan_in} groups of {module!r} feed one, in shapes {names}; give "
-            "the module one shape, or set the plan's fan_in to 1"
+            f"up to {layout.fan_in} groups of {module!r} feed one group, but they have the shapes "
+            f"{names}; give the module one shape, or set the plan's fan_in to 1"
         )
     return shapes[0]
 
 
 def merge_sub_microbatches(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
-    """The plan, with its prices, in which one group stands for 1 to `fan_in` sub-microbatches of
-    every divided module. Unchanged if no module is divided."""
+    """Return the plan and its prices with 1 to `fan_in` sub-microbatches of every divided module
+    merged into one group; unchanged if no module is divided."""
     modules = divided_modules(plan.layout)
     if not modules:
         return plan, prices
@@ -272,7 +272,7 @@ def merge_sub_microbatches(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
 
 
 def merged_buckets(layout: Layout) -> tuple[Bucket, ...]:
-    """The plan's buckets with 1 to `fan_in` parts of every divided module, most parts first."""
+    """Return the plan's buckets with 1 to `fan_in` parts of divided modules, most parts first."""
     modules, counts = divided_modules(layout), range(layout.fan_in, 0, -1)
     if not modules:
         return layout.buckets
@@ -284,13 +284,13 @@ def merged_buckets(layout: Layout) -> tuple[Bucket, ...]:
 
 
 def max_buckets(layout: Layout) -> int:
-    """The number of buckets that a batch may use; see `bucket_variants`."""
+    """Return the number of buckets that a batch may use; see `bucket_variants`."""
     return len(merged_buckets(layout)) + max(0, _MAX_VARIANTS - len(layout.buckets))
 
 
 def bucket_variants(layout: Layout, batch: Batch) -> tuple[Bucket, ...]:
-    """The merged buckets, then copies without the modules that some samples lack, as many as a
-    batch may use. A module without pieces has no group."""
+    """Return the merged buckets, followed by copies without modules that some samples lack, at most
+    `max_buckets` in all. A module without pieces has no group."""
     buckets, limit = merged_buckets(layout), max_buckets(layout)
     variants = dict.fromkeys(buckets)
     for missing, b in product(batch.missing_modules, buckets):
@@ -301,7 +301,7 @@ def bucket_variants(layout: Layout, batch: Batch) -> tuple[Bucket, ...]:
 
 
 def divided_modules(layout: Layout) -> list[str]:
-    """The divided modules that have groups."""
+    """Return the divided modules that have groups."""
     return [m for m in layout.divided if layout.shapes(m)]
 
 

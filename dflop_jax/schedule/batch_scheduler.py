@@ -1,8 +1,8 @@
-"""The schedule of one global batch: which groups run in which shapes, and which samples each holds.
+"""Schedule a global batch: choose the groups, their shapes and the samples in each of them.
 
 "balanced" grouping finds the cheapest set of buckets into which the samples pack (a group costs
-what its shape costs), then balances the content of every group over its ranks. "arrival" is the
-baseline: samples in order, one per row.
+what its shape costs), then balances the content of every group over its ranks. "arrival" grouping
+is the baseline: samples in order, one per row.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from dflop_jax.schedule.order_search import with_searched_order
 from dflop_jax.schedule.rank_permutation import permute_ranks, swap_equal_pieces
 from dflop_jax.simulate.steps import with_list_order
 
-WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
-# Units of work for a batch if the plan has no work budget; twice as many take up to twice as long.
-DEFAULT_WORK = 2 * WORK_PER_S // 5
-# Shares of the work: for the order of tasks, and at most of the rest for packing. What remains
-# balances content.
+WORK_PER_S = 10_000  # units of work that one core of a slow machine does per second
+DEFAULT_WORK = 2 * WORK_PER_S // 5  # units of work for a batch if the plan has no work budget
+# The order of tasks gets this share of the work; packing gets at most this share of the rest.
+# Balancing of content gets the remainder.
 _ORDER_SHARE, _PACKING_SHARE = 0.25, 0.5
-# Share of a step's seconds below which a further balancing of content is not worth its search.
+# Balancing of content stops when it can gain at most this share of a step's seconds.
 _TOLERATED_SHARE = 1e-3
 
 
@@ -52,7 +51,7 @@ class GroupSolution:
     assignment: Assignment
     schedule: Schedule
     made_by: ScheduleMaker
-    bound_s: float = 0.0  # lower bound by the integer program; 0 if it was not asked
+    bound_s: float = 0.0  # lower bound by the integer program; 0 if it was not solved
     work: float = 0.0  # units spent
 
 
@@ -67,24 +66,23 @@ def schedule_batch(
     work: int | None = None,
     seed: int = 0,
 ) -> Schedule:
-    """The schedule of a global batch: groups in the plan's shapes and an order of their tasks.
+    """Return a schedule of a global batch: groups in the plan's shapes and an order of their tasks.
 
-    The makespan is the simulator's. The search minimises, in this order, the static seconds of the
-    groups on the resource that each keeps busy longest; the content of the busiest rank of every
-    group, for which its other ranks wait; and the makespan over orders of the tasks
-    (`order_search`), unless the plan is a baseline with an order of its own. The result depends on
-    the arguments only.
+    The search minimises, in this order, the static seconds of the groups on the resource that each
+    keeps busy longest; the content of the busiest rank of every group, for which the other ranks
+    wait; and the simulated makespan over orders of the tasks (`order_search`), unless the plan is a
+    baseline with its own order. The result depends on the arguments only.
 
     Args:
       trainable: names of the segments that train.
-      program: the integer program of the plan's group counts (`count_program.canonicalize`). None:
-        it is not used. It is used only if `work` is above 0.
+      program: the integer program of the plan's group counts (`count_program.canonicalize`), used
+        if `work` is above 0. None: no integer program.
       work: units of work that the solver may spend (`Budget`). 0 returns the greedy result; None
         uses the plan's `work_budget`, or `DEFAULT_WORK` if the plan has none.
 
     Returns:
-      A schedule with its order. Status "optimal" means that the makespan equals `lower_bound_s`,
-        which holds for every choice of groups.
+      A schedule with its order. Status "optimal" means that the makespan equals `lower_bound_s`, a
+        bound for every choice of groups.
 
     Raises:
       ValueError: a sample fits no bucket, or grouping is "arrival" and modules differ in data
@@ -123,8 +121,7 @@ def schedule_batch(
 def quick_schedule(
     loads: Sequence[Load], plan: Plan, prices: Prices, trainable: Collection[str], work: int
 ) -> Schedule:
-    """The schedule of `schedule_batch`, with nearly its makespan, without permuted ranks and a
-    bound."""
+    """Return nearly the schedule of `schedule_batch`, without permuted ranks and lower bound."""
     order_budget = Budget(_ORDER_SHARE * work)
     group_work = work - order_budget.remaining
     solution = assign_groups(_load_batch(loads, plan), plan, prices, trainable, group_work, seed=0)
@@ -132,7 +129,7 @@ def quick_schedule(
 
 
 def _load_batch(loads: Sequence[Load], plan: Plan) -> Batch:
-    """The loads in arrays; ValueError if a sample fits no bucket."""
+    """Return the loads in arrays; ValueError if a sample fits no bucket."""
     batch = Batch(loads, batches.capacity_of(plan.layout))
     if plan.scheduling.grouping == "balanced":
         batches.check_fits(batch, batches.merged_buckets(plan.layout))
@@ -147,7 +144,7 @@ def _order_tasks(
     budget: Budget,
     seed: int,
 ) -> Schedule:
-    """The schedule with a searched order and a memory plan; a baseline's as it is."""
+    """Add a searched order and a memory plan to a schedule, unless the plan is a baseline."""
     if plan.scheduling.grouping != "balanced" or plan.scheduling.order != "1f1b":
         return schedule
     schedule = with_searched_order(plan, schedule, prices, trainable, budget, seed)
@@ -163,8 +160,8 @@ def assign_groups(
     seed: int,
     program: CountProgram | None = None,
 ) -> GroupSolution:
-    """Solve the problem of `schedule_batch` up to the list-scheduled order; every sample must
-    fit."""
+    """Assign samples to groups as in `schedule_batch`, with the order of list scheduling; every
+    sample must fit some bucket."""
     merged, merged_prices = merge_sub_microbatches(plan, prices)
     costs = group_costs(merged.layout, merged_prices, trainable)
     budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
@@ -196,7 +193,7 @@ def assign_groups(
                 assignments += [("integer", by_counts)] if by_counts else []
     solution: GroupSolution | None = None
     for index, (made_by, assignment) in enumerate(assignments):
-        # A dearer assignment is not worth balancing, unless the integer program asked for it.
+        # A costlier assignment is not balanced, unless the integer program found it.
         promising = made_by == "integer" or space.cost(assignment) == space.cost(assignments[0][1])
         n_left = len(assignments) - index
         balancing = budget.sub_budget(budget.remaining / n_left * (promising and balanced))

@@ -1,11 +1,11 @@
 """Lower bounds on the simulated step time of every schedule of a batch in a plan's shapes.
 
-A resource is a set of devices that no other task shares. It must run its share of the volume of
-every module at the best price of its shapes, and the content of the busiest rank. Before its first
-task, the tasks that this group depends on have run elsewhere. After its last task, the tasks that
-follow the group run, up to a reduction; updates wait for all reductions. These three parts do not
-overlap, so they add up in any order of the tasks (`fill_and_drain_s`, `step_bound_s`). The planner
-uses the same functions with arrays of seconds, for many layouts of one graph at once.
+A resource is a set of devices that runs one task at a time. It must run its share of the volume of
+every module at the best price of its shapes, and the content of the busiest rank. Before the first
+task of a resource, other resources run the tasks that its group depends on. After the last task,
+the group's remaining tasks run, up to a reduction; updates wait for all reductions. These three
+parts do not overlap, so their sum is a bound for any order of the tasks (`fill_and_drain_s`,
+`step_bound_s`). The planner passes arrays of seconds, for many layouts of one graph at once.
 
 Shape suffixes: R resources, C shapes, P pieces, S shapes, G groups.
 """
@@ -54,8 +54,8 @@ class BoundTerms:
 
     costs: GroupCosts  # every program has the price of its segment's cheaper recompute policy
     content_R: Floats  # seconds of content on each resource
-    devices: Mapping[str, Floats]  # by module, devices of each resource that its groups keep busy
-    shared_content: float  # seconds times devices of content
+    devices: Mapping[str, Floats]  # by module, number of busy devices of each resource, [R]
+    shared_content: float  # seconds times devices, of content
     reduce_R: Floats  # seconds of the reductions and updates at the end of the step
     update_R: Floats
     awaited_R: NDArray[np.bool_]  # whether reductions wait for all tasks of a resource
@@ -67,7 +67,7 @@ class BoundTerms:
 def bound_terms(
     batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]
 ) -> BoundTerms:
-    """The terms of the lower bound of a batch, for all groups, orders and recompute policies."""
+    """Return the terms of a batch's lower bound for all groups, orders and recompute policies."""
     prices = _cheapest_policy(prices)
     costs = group_costs(layout, prices, trainable)
     none_R = np.zeros(costs.n_resources)
@@ -76,7 +76,7 @@ def bound_terms(
     devices = {s.name: layout.submesh(s.submesh).n_devices for s in layout.segments}
     for module in layout.modules:
         weight_R = none_R.copy()
-        for s in layout.segments_of(module):  # of a resource's segments, the one of fewest devices
+        for s in layout.segments_of(module):  # the minimum over a resource's segments
             r, n_devices = resource_of[s.name], min(devices[s.name], prices.concurrency)
             weight_R[r] = min(weight_R[r] or np.inf, n_devices)
         devices_of[module] = weight_R
@@ -114,7 +114,8 @@ def bound_terms(
 def lower_bound_s(
     batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]
 ) -> float:
-    """Seconds that no schedule of the batch beats in simulation, of any recompute policies."""
+    """Return a lower bound on the simulated step seconds of every schedule of the batch, under any
+    recompute policies."""
     terms = bound_terms(batch, layout, prices, trainable)
     work_R = np.zeros(terms.costs.n_resources)
     shared = 0.0  # seconds times devices, of all modules
@@ -140,7 +141,7 @@ def lower_bound_s(
 
 
 def _cheapest_policy(prices: Prices) -> Prices:
-    """The prices with every program at the price of its segment's cheaper recompute policy."""
+    """Return the prices with every program at the lower price of its two recompute policies."""
     programs = dict(prices.programs)
     for less, price in prices.programs.items():
         if less.remat_less:
@@ -152,8 +153,8 @@ def _cheapest_policy(prices: Prices) -> Prices:
 
 
 def _volume_bound(batch: Batch, module: str, shapes: tuple[Shape, ...], costs_CR: Floats) -> Floats:
-    """[R]: the lowest cost of groups that hold all pieces of a module: of whole groups, or of
-    fractional ones if there are too many counts to list."""
+    """Return a lower bound, [R], on the cost of groups that hold all pieces of a module. The bound
+    is for fractional groups if there are too many integer counts to list."""
     buckets = [Bucket.from_shapes({module: s}) for s in shapes]
     conditions = volume_conditions(batch, buckets, [module], is_bound=True)
     suffices_C = (conditions.capacity_DC > 0).all(axis=0)
@@ -162,7 +163,7 @@ def _volume_bound(batch: Batch, module: str, shapes: tuple[Shape, ...], costs_CR
     for r, cost_C in enumerate(costs_CR.T):
         bound_R[r] = fractional_bound(conditions, cost_C)
         if suffices_C.any() and (cost_C > 0).all():
-            ceiling = float((alone_C * cost_C).min())  # the best answer of equal groups
+            ceiling = float((alone_C * cost_C).min())  # the lowest cost of equal groups
             counts_XC, complete = list_covers(conditions, cost_C, ceiling * (1 + ROUNDING))
             if complete and len(counts_XC):
                 bound_R[r] = max(bound_R[r], float((counts_XC @ cost_C).min()))
@@ -175,10 +176,10 @@ def _fill_and_drain(
     trainable: Collection[str],
     shapes: Mapping[str, Sequence[Shape]],
 ) -> tuple[Floats, Floats]:
-    """Two arrays [R]: the least seconds before a resource's first task of a group, and the least
-    seconds from its last task to the end of a reduction; inf if no segment of `shapes` runs there.
+    """Return two arrays [R]: the minimum seconds before a resource's first task of a group, and
+    from its last task to the end of a reduction; inf if no module of `shapes` runs there.
 
-    A group holds pieces of some sample. The pieces of that sample in other modules run in one of
+    A group holds pieces of some sample. That sample's pieces in other modules run in one of
     `shapes`: forward before the group, backward after it.
     """
     tasks, resource_of = segment_directions(layout, trainable), segment_resources(layout)
@@ -215,8 +216,8 @@ def fill_and_drain_s(
     back_s: Sequence[Seconds],
     reduce_s: Sequence[Seconds],
 ) -> tuple[list[Seconds], list[Seconds]]:
-    """For every segment, in topological order, lower bounds on the seconds before its first task
-    and from its last backward to the last reduction elsewhere that waits for it.
+    """Return lower bounds for every segment on the seconds before its first task, and from its last
+    backward to the last reduction elsewhere that waits for it; segments in topological order.
 
     Args:
       sources: the segments that each segment reads.
@@ -240,13 +241,13 @@ def step_bound_s(
     update_R: Resources,
     awaited_R: Resources | None = None,
 ) -> Seconds:
-    """A lower bound on the seconds of a step, from the seconds of every resource.
+    """Return a lower bound on the seconds of a step, from the seconds of every resource.
 
     Args:
-      work_R: of all its groups.
-      before_R, after_R: as from `fill_and_drain_s`, the minimum over its segments.
-      reduce_R, update_R: of the reductions and updates of all its segments.
-      awaited_R: whether reductions wait for all its tasks; None: they do.
+      work_R: seconds of all groups on the resource.
+      before_R, after_R: results of `fill_and_drain_s`, the minimum over the resource's segments.
+      reduce_R, update_R: seconds of reductions and updates of all the resource's segments.
+      awaited_R: whether reductions wait for all the resource's tasks; None: all do.
     """
     tails = drain_s(after_R, reduce_R, update_R, awaited_R)
     return reduce(np.maximum, map(sum, zip(before_R, work_R, tails, strict=True)), 0.0)
@@ -255,7 +256,8 @@ def step_bound_s(
 def drain_s(
     after_R: Resources, reduce_R: Resources, update_R: Resources, awaited_R: Resources | None = None
 ) -> list[Seconds]:
-    """Least seconds from a resource's last backward to the end of the step; see `step_bound_s`."""
+    """Return the minimum seconds from each resource's last backward to the end of the step; see
+    `step_bound_s`."""
     update_s = np.maximum.reduce(np.broadcast_arrays(*update_R))
     tails = []
     for r, after_s in enumerate(after_R):
@@ -268,7 +270,7 @@ def drain_s(
 
 
 def busiest_rank_bound(content_P: Ints, ranks: int) -> int:
-    """A lower bound on the content of the busiest rank, for every placement of these pieces."""
+    """Return a lower bound on the busiest rank's content for every placement of these pieces."""
     if len(content_P) == 0:
         return 0
     return max(int(content_P.max()), -(-int(content_P.sum()) // ranks))

@@ -1,9 +1,9 @@
-"""Places the pieces of a microbatch in the rows of every module, and balances their content.
+"""Place the pieces of a microbatch in the rows of every module, and balance their content.
 
-The simulator ends a program call with the busiest rank (`Group.content`). On devices a rank may run
-ahead until the next exchange, and the busiest rank of the whole step counts. So two sums are
-lowered: first the busiest ranks of the groups, then the busiest rank of the step. An exchange may
-raise the busiest rank of a group by a few times the amount by which it lowers the step's.
+In the simulator, a program call takes as long as its busiest rank (`Group.content`). On devices, a
+rank may run ahead until the next exchange, so the busiest rank of the whole step also counts. Two
+quantities are minimised: first the content of the busiest rank of each group, then of the step. An
+exchange that lowers the step's maximum may raise a group's by a few times that amount.
 
 Shape suffixes: P pieces, D data ranks, K microbatches or groups.
 """
@@ -21,15 +21,15 @@ from dflop_jax.schedule.bounds import busiest_rank_bound
 from dflop_jax.schedule.local_search import State, improve
 from dflop_jax.schedule.packing import Microbatch, Packing
 
-# Weight of the groups' busiest ranks relative to the step's. With twice the weight, steps in which
-# every group waits for its busiest rank were 0.03% shorter, others equal.
+# Weight of the groups' busiest ranks relative to the step's. With 0.5, steps in which every group
+# waits for its busiest rank were 0.03% shorter, others equal.
 _GROUP_WEIGHT = 0.25
 
 
 def assign_pieces(
     batch: Batch, bucket: Bucket, microbatches: Packing, module: str, budget: Budget
 ) -> PackedPieces | None:
-    """The rows of a module's pieces of these microbatches; None if no placement was found."""
+    """Place a module's pieces of these microbatches in rows; None if no placement is found."""
     shape, columns = bucket.shape(module), []
     for m, microbatch in enumerate(microbatches):
         pieces = batch.piece_indices(module, [i for row in microbatch for i in row])
@@ -49,9 +49,9 @@ def _assign_slots(
     module: str,
     budget: Budget,
 ) -> Ints | None:
-    """[P]: the rows of the pieces of a microbatch, rows of rank 0 first; None if there is no room.
-    Pieces of equal length go to the ranks in turn; others use `assign_rows` or, if that fails,
-    first fit decreasing."""
+    """Return the rows of a microbatch's pieces, [P], rows of rank 0 first; None if there is no
+    room. Pieces of equal length go to the ranks in turn; others use `assign_rows` or, if that
+    fails, first fit decreasing."""
     if module == batch.anchor:
         count_N = batch.n_pieces[module]
         return np.array([r for r, row in enumerate(microbatch) for i in row if count_N[i]], int)
@@ -71,10 +71,9 @@ def _assign_slots(
 
 
 def assign_rows(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> Ints:
-    """Rows of pieces, rows of rank 0 first; -1 for a piece that no rank has room for. Pieces go
-    longest first to the lightest rank with room, there into the emptiest row: OrchMLLM's
-    post-balancing dispatcher (arXiv 2503.23830).
-    """
+    """Return the rows of pieces, rows of rank 0 first; -1 for a piece without room. Pieces go
+    longest first into the emptiest row of the rank with least content, as in OrchMLLM's
+    post-balancing dispatcher (arXiv 2503.23830)."""
     free_DR = np.full((n_ranks, shape.rows), shape.tokens)
     rows, max_free_D, content_D = np.full(len(length_P), -1), free_DR.max(axis=1), np.zeros(n_ranks)
     for i in np.argsort(-length_P, kind="stable").tolist():
@@ -90,16 +89,16 @@ def assign_rows(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> 
 
 
 def rank_content(placement: PackedPieces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
-    """[K, D]: content of each rank in the microbatches of a group."""
+    """Return the content of each rank in each microbatch of a group, [K, D]."""
     content_KD = np.zeros((microbatches, ranks), np.int64)
     np.add.at(content_KD, (placement.microbatch, placement.rank), content_P[placement.piece_id])
     return content_KD
 
 
 def match_ranks(content_KD: Ints) -> Ints:
-    """[K, D]: for each of K lists, which of its ranks goes to rank d, such that the largest sum
-    over the lists is small: matches the heaviest ranks of one list with the lightest sums of the
-    others."""
+    """Return permutations of the ranks of K lists, [K, D], that make the largest sum over lists
+    small: item [k, d] is the rank of list k that moves to rank d. The heaviest ranks of one list
+    are matched with the lightest sums of the others."""
     ranks_KD = np.tile(np.arange(content_KD.shape[1]), (len(content_KD), 1))
     if len(content_KD) < 2:
         return ranks_KD
@@ -119,7 +118,7 @@ def match_ranks(content_KD: Ints) -> Ints:
 
 
 def apply_permutation(placement: PackedPieces, ranks_KD: Ints) -> PackedPieces:
-    """The placement with the pieces of rank `ranks_KD[k, d]` of microbatch k moved to rank d."""
+    """Move the pieces of rank `ranks_KD[k, d]` in microbatch k to rank d."""
     new_rank_KD = np.argsort(ranks_KD, axis=1)  # of permutations: their inverse
     return placement.reassigned(new_rank_KD[placement.microbatch, placement.rank], placement.row)
 
@@ -137,11 +136,11 @@ class GroupContents:
     groups: list[PackedPieces]
 
     def content_KD(self, group: int) -> Ints:
-        """Content of each rank in each microbatch of a group."""
+        """Return the content of each rank in each microbatch of a group."""
         return rank_content(self.groups[group], self.content_P, self.microbatches, self.ranks)
 
     def content_GD(self) -> Ints:
-        """Content of each rank in all microbatches of each group."""
+        """Return the content of each rank in each group, over all microbatches."""
         sums = [self.content_KD(g).sum(axis=0) for g in range(len(self.groups))]
         return np.array(sums, np.int64).reshape(-1, self.ranks)
 
@@ -149,10 +148,10 @@ class GroupContents:
 def balance_content(
     content: GroupContents, budget: Budget, seed: int, tolerance: float = 0.0
 ) -> None:
-    """Balance the content of a module's groups, in place. First ranks are matched within groups and
-    over the step. Then the busiest rank of the step is lowered, one microbatch after another; in a
-    second sweep at the cost of the busiest rank of a group. The search stops when the busiest rank
-    of the step, and those of the groups together, are within `tolerance` of their bounds."""
+    """Balance the content of a module's groups, in place. First, ranks are matched within groups
+    and over the step. Then pieces of one microbatch after another move to lower the content of the
+    step's busiest rank; in a second sweep, a group's busiest rank may rise. The search stops when
+    the step's maximum and the sum of the groups' maxima are within `tolerance` of their bounds."""
     microbatches = [(g, m) for g in range(len(content.groups)) for m in range(content.microbatches)]
     if not microbatches:
         return
@@ -184,9 +183,9 @@ def _even_step(
     seed: int,
     may_rise: bool,
 ) -> None:
-    """Lower the busiest rank of the step, at best to `bound`, by moving pieces of one microbatch,
-    in place, also in `content_GD`. If `may_rise`, the busiest rank of the group may rise by less
-    than the step's falls, over `_GROUP_WEIGHT`."""
+    """Lower the content of the step's busiest rank, at best to `bound`, by moving pieces of one
+    microbatch, in place; update `content_GD`. If `may_rise`, the content of the group's busiest
+    rank may rise by less than the decrease of the step's divided by `_GROUP_WEIGHT`."""
     placement, shape = content.groups[g], content.shapes[g]
     group_D, total_D = content_GD[g], content_GD.sum(axis=0)
     group_max, total_max = int(group_D.max()), int(total_D.max())
@@ -197,7 +196,7 @@ def _even_step(
     limit = group_max + ((total_max - bound) / _GROUP_WEIGHT if may_rise else 0)
     pieces = placement.piece_id[members]
     length_P, content_P = content.length_P[pieces], content.content_P[pieces]
-    # Content of the other microbatches on each rank: in the step, which counts, and in the group.
+    # Content of the other microbatches on each rank, in the step (the cost) and in the group.
     base_RD = np.stack((total_D - alone_D, np.zeros_like(total_D), group_D - alone_D))
     problem = Problem(
         sizes_RN=np.stack((content_P, length_P, content_P)).astype(float),

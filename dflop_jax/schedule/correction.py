@@ -4,11 +4,11 @@ schedules.
 DFLOP (arXiv 2603.25120, Adaptive Correction) penalises shapes that deviate from their profile and
 monitors only while the predicted gain exceeds the overhead; its exact rules were not available.
 Here, every program (segment, static shape, direction) has a factor: the median ratio over the last
-sampled steps. `CorrectionState` states the rule for sampling. All functions are pure.
+sampled steps. `CorrectionState` has the rule for sampling. All functions are pure.
 
-A sampled step leaves a `StepSample`: its measurements, and the first step whose batch was scheduled
-with them. Everything else follows from the samples, so a run that reads the samples of another run
-under the same prices schedules every batch alike without measuring.
+A sampled step yields a `StepSample`: its measurements, and the first step whose batch is scheduled
+with them. The state follows from the samples alone, so a run that reads another run's samples under
+the same prices computes the same schedules without measuring.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ from dflop_jax.schedule.batch_scheduler import assign_groups
 from dflop_jax.simulate.steps import simulate_step, task_seconds
 from dflop_jax.simulate.task_graph import segment_resources
 
-# Sampled steps over which a factor is the median, and after which sampling is reconsidered; twice
-# as many follow a change half as fast.
+# Number of sampled steps over which a factor is the median, and after which sampling is
+# reconsidered; doubling it halves the speed at which factors follow a change.
 _HISTORY_STEPS = 9
-# Prior samples of ratio 1: one more equal sample than these outweighs a prediction.
-_PRIOR_STEPS = 2
-# First steps of a run that are not sampled: with cold caches and batches being solved ahead they
-# take up to twice as long. Twice as many delay the first correction.
+_PRIOR_STEPS = 2  # prior samples of ratio 1 in every median
+# Number of steps at the start of a run that are not sampled: with cold caches and batches being
+# solved ahead they take up to twice as long.
 _WARMUP_STEPS = 2
-_RECHECK_STEPS = 50  # of the first pause of sampling; twice as many notice a change later
+_RECHECK_STEPS = 50  # steps of the first pause of sampling
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Correction:
     logs: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def log_factor(self, program: str) -> float:
-        """The median over the last samples and `_PRIOR_STEPS` samples of ratio 1."""
+        """Return the median over the last samples and `_PRIOR_STEPS` samples of ratio 1."""
         ratios = self.logs.get(program, ())
         return median((*ratios, *[0.0] * _PRIOR_STEPS)) if ratios else 0.0
 
@@ -67,18 +66,18 @@ class Correction:
 
     @property
     def max_factor(self) -> float:
-        """The largest factor, up or down; 1 if every prediction is right."""
+        """The largest of all factors and their reciprocals; 1 if every prediction is right."""
         return exp(max((abs(self.log_factor(p)) for p in self.logs), default=0.0))
 
 
 def program_key(program: ProgramId) -> str:
-    """The key of a program in JSON."""
+    """Return the key of a program in JSON."""
     policy_suffix = "/remat_less" * program.remat_less
     return f"{program.segment}/{program.shape.name}/{program.direction}{policy_suffix}"
 
 
 def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float, ...]]:
-    """Seconds of every run of each program in a step's trace."""
+    """Return the seconds of every run of each program in a step's trace."""
     times: dict[ProgramId, tuple[float, ...]] = {}
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
@@ -91,7 +90,7 @@ def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float,
 def log_ratios(
     observed: Mapping[ProgramId, Sequence[float]], predicted: Mapping[ProgramId, float]
 ) -> dict[str, float]:
-    """By program, the median of log(observed / predicted seconds) over its runs in a step."""
+    """Return by program the median of log(observed / predicted seconds) over its runs in a step."""
     by_program: dict[str, float] = {}
     for program, runs in observed.items():
         predicted_s = predicted.get(program, 0.0)
@@ -101,7 +100,7 @@ def log_ratios(
 
 
 def add_ratios(correction: Correction, ratios: Mapping[str, float]) -> Correction:
-    """The correction after one more sampled step."""
+    """Return the correction after one more sampled step."""
     logs = dict(correction.logs)
     for name, ratio in ratios.items():
         logs[name] = (*logs.get(name, ()), ratio)[-_HISTORY_STEPS:]
@@ -109,7 +108,7 @@ def add_ratios(correction: Correction, ratios: Mapping[str, float]) -> Correctio
 
 
 def correct_prices(prices: Prices, correction: Correction) -> Prices:
-    """The prices times their factors, but no less than the host's work for a task."""
+    """Return the prices times their factors, but at least the host's work for a task."""
     programs = {
         program: price.scaled(
             correction.factor(program_key(program)), min(price.static_s, prices.host_s)
@@ -122,10 +121,10 @@ def correct_prices(prices: Prices, correction: Correction) -> Prices:
 def expected_times(
     plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
 ) -> dict[ProgramId, float]:
-    """Mean seconds that each program of a schedule should be observed to take: those of its tasks
-    in a simulation. If the host dispatches on the devices' own cores, dispatch runs ahead and slows
-    tasks down in proportion to their device seconds. Otherwise corrections would move the price of
-    the host's work from short programs to long ones."""
+    """Return the expected mean of each program's observed seconds, from a simulation. If the host
+    dispatches on the devices' own cores, dispatch runs ahead, so its seconds are distributed over
+    tasks in proportion to their device seconds. Otherwise corrections would move the price of the
+    host's work from short programs to long ones."""
     trace = simulate_step(plan, schedule, prices, trainable)
     seconds = task_seconds(schedule, prices)
     host_s = prices.host_s if prices.shares_cores else 0.0
@@ -157,9 +156,9 @@ def predicted_gain_s(
     *,
     work: int = 400,
 ) -> float:
-    """Seconds saved by grouping a global batch by `new_prices` instead of `old_prices`; both
-    schedules are simulated by `new_prices`, in the order of list scheduling. A searched order would
-    also fit the noise of measured times, which is no gain."""
+    """Return the seconds saved by grouping a global batch by `new_prices` instead of `old_prices`.
+    Both schedules are simulated with `new_prices`, in the order of list scheduling: a searched
+    order would also fit the noise of measured times, which is no gain."""
     batch = Batch(loads, capacity_of(plan.layout))
 
     def simulated_s(prices: Prices) -> float:
@@ -177,7 +176,7 @@ class StepSample:
     first: int  # the first step whose batch is scheduled with this sample
     prices: str  # `price_digest` of the predictions
     ratios: dict[str, float]  # log(observed / predicted) by program
-    gain_s: float  # the figures of the last decision, see `with_decision`; 0 in the first window
+    gain_s: float  # of the last decision, see `with_decision`; 0 in the first window
     overhead_s: float
 
     def __post_init__(self) -> None:
@@ -188,20 +187,19 @@ class StepSample:
 
 @dataclass(frozen=True)
 class CorrectionState:
-    """What was learnt under the prices of this digest, and whether to sample task times: sampling
-    is on while it pays.
+    """The corrections learnt under the prices with digest `prices`, and whether to sample times.
 
-    Sampling costs seconds per step. Its expected benefit is the predicted gain of the corrections
-    (`predicted_gain_s`) times the share of them learnt in the last window; older corrections stay
-    in use for free. Sampling goes off when this benefit is below the overhead over a full window.
-    It comes back for one window after a pause, which doubles each time nothing is found. No step is
-    sampled while the gain of a full window is being predicted.
+    Sampling costs seconds per step. Its benefit is the predicted gain of the corrections
+    (`predicted_gain_s`) times the share of them that the last window has learnt; older corrections
+    need no sampling. After each full window, sampling stops if its benefit is below its overhead,
+    and resumes for one window after a pause, which doubles each time. No step is sampled while the
+    gain of a full window is being predicted.
     """
 
     prices: str
     correction: Correction = field(default_factory=Correction)
     last: int = -1  # the last sampled step
-    # Of upcoming steps, oldest first: (the first step that is scheduled by it, correction).
+    # (first step that is scheduled with the correction, correction), oldest first.
     changes: tuple[tuple[int, Correction], ...] = ()
     window: int = _HISTORY_STEPS
     is_on: bool = False
@@ -216,7 +214,7 @@ class CorrectionState:
         return self.n_sampled >= self.window
 
     def is_sampling(self, step: int) -> bool:
-        """Whether the task times of this step are sampled."""
+        """Return whether the task times of this step are sampled."""
         return not self.is_full and (self.is_on or step >= self.next_step)
 
 
@@ -233,7 +231,7 @@ def price_digest(prices: Prices) -> str:
 
 
 def add_sample(old: CorrectionState, sample: StepSample) -> CorrectionState:
-    """The state after a sampled step, whose sample carries the decision on a window before it."""
+    """Return the state after a sampled step. Its sample contains the decision on a full window."""
     if old.is_full:
         old = with_decision(old, sample.gain_s, sample.overhead_s)
     correction = add_ratios(old.correction, sample.ratios)
@@ -248,10 +246,10 @@ def add_sample(old: CorrectionState, sample: StepSample) -> CorrectionState:
 
 
 def with_decision(state: CorrectionState, gain_s: float, overhead_s: float) -> CorrectionState:
-    """The state after the decision on a full window.
+    """Return the state after the decision on a full window.
 
     Args:
-      gain_s: predicted seconds a step that using the correction saves (>= 0).
+      gain_s: predicted seconds that the correction saves per step (>= 0).
       overhead_s: measured seconds that sampling adds to a step.
     """
     assert state.is_full
@@ -263,8 +261,8 @@ def with_decision(state: CorrectionState, gain_s: float, overhead_s: float) -> C
 
 
 def learnt_gain_s(gain_s: float, earlier: Correction, current: Correction) -> float:
-    """The part of the gain that was learnt since `earlier`: the largest change of a factor over the
-    largest deviation of a factor from 1."""
+    """Return the part of the gain that was learnt since `earlier`: the largest change of a factor
+    divided by the largest deviation of a factor from 1, both logarithmic."""
     changes = (abs(current.log_factor(p) - earlier.log_factor(p)) for p in current.logs)
     deviation = log(current.max_factor)
     return gain_s * min(1.0, max(changes, default=0.0) / deviation) if deviation else 0.0
@@ -273,7 +271,7 @@ def learnt_gain_s(gain_s: float, earlier: Correction, current: Correction) -> fl
 def replay_samples(
     state: CorrectionState, samples: Iterable[StepSample], step: int = 0
 ) -> CorrectionState:
-    """The state after the samples that are new to it, without changes of steps before `step`."""
+    """Return the state after all samples newer than it, without changes of steps before `step`."""
     for sample in samples:
         if sample.prices == state.prices and sample.step > state.last:
             state = drop_old_changes(add_sample(state, sample), step)
@@ -281,13 +279,13 @@ def replay_samples(
 
 
 def drop_old_changes(state: CorrectionState, step: int) -> CorrectionState:
-    """The state without the changes that concern only steps before `step`."""
+    """Return the state without the changes that concern only steps before `step`."""
     needed_from = max((i for i, (first, _) in enumerate(state.changes) if first <= step), default=0)
     return replace(state, changes=state.changes[needed_from:])
 
 
 def price_changes(prices: Prices, state: CorrectionState) -> dict[int, Prices]:
-    """The prices of upcoming steps by the first step that they hold for."""
+    """Return the prices of upcoming steps by the first step that uses them."""
     by_step: dict[int, Prices] = {}
     for first, correction in state.changes:
         by_step = {step: p for step, p in by_step.items() if step < first}

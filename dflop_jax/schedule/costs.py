@@ -1,7 +1,7 @@
-"""Costs of groups by resource, read from the prices and never modelled here.
+"""Costs of groups on each resource, from the prices.
 
-Their sums order the choices within a search and form lower bounds. Makespans come from the
-simulator only.
+Sums of costs rank the choices of a search and form lower bounds. Makespans come from the simulator
+only.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from dflop_jax.records import BACKWARD, FORWARD, Bucket, Direction, Layout, Pric
 from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.simulate.task_graph import segment_links, segment_resources, segments_with_backward
 
-# Relative: seconds that differ by less are equal, since the last bits of a fit depend on the
-# machine.
+# Relative difference below which seconds are equal; the last bits of a fit depend on the machine.
 TIE_TOLERANCE = 1e-6
 
 
 def segment_directions(
     layout: Layout, trainable: Collection[str]
 ) -> dict[str, tuple[Direction, ...]]:
-    """The tasks that a group has in each segment, as `task_graph.step_graph` lists them."""
+    """Return the directions of a group's tasks in each segment, as in `task_graph.step_graph`."""
     backward = segments_with_backward(layout, trainable)
     tasks: dict[str, tuple[Direction, ...]] = {s.name: (BACKWARD,) for s in layout.segments}
     for link in segment_links(layout):
@@ -33,26 +32,26 @@ def segment_directions(
 
 @dataclass(frozen=True)
 class GroupCosts:
-    """Seconds of a group of a module and shape on each resource: `static_s` [R] for its shape, and
-    `content_s` [features, R] for a unit of each content feature."""
+    """Seconds of a group on each resource by module and shape: `static_s` [R] of the shape, and
+    `content_s` [features, R] per unit of each content feature."""
 
     static_s: dict[tuple[str, Shape], Floats]
     content_s: dict[tuple[str, Shape], Floats]
     n_resources: int
 
     def bucket_s(self, bucket: Bucket) -> Floats:
-        """[R]: static seconds of one group of each module of the bucket."""
+        """Return the static seconds of one group of each module of the bucket, [R]."""
         none = np.zeros(self.n_resources)
         return sum((self.static_s[m, s] for m, s in bucket.shapes), none)
 
     def content_unit_s(self, module: str) -> Floats:
-        """[features]: seconds of a unit of each feature in all programs, averaged over shapes."""
+        """Return the seconds per unit of each feature in all programs, averaged over shapes."""
         each = [v.sum(axis=1) for (m, _), v in self.content_s.items() if m == module]
         return np.mean(each, axis=0) if each else np.zeros(1)
 
 
 def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> GroupCosts:
-    """The costs of groups of all shapes of the plan."""
+    """Return the costs of groups in all shapes of the layout."""
     tasks = segment_directions(layout, trainable)
     resource_of = segment_resources(layout)
     n_resources = max(resource_of.values()) + 1
@@ -77,9 +76,9 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
 
 @dataclass(frozen=True)
 class Ticks:
-    """Costs of buckets in whole ticks, ten for `TIE_TOLERANCE` of the largest: sums are exact.
-    `dearest_C` is the cost on the resource that a group keeps busy longest, `rest_C` the cost on
-    all others, `sum_C` both."""
+    """Costs of buckets in integer ticks, so that sums are exact; `TIE_TOLERANCE` of the largest is
+    ten ticks. `dearest_C` is the cost on the resource that a group keeps busy longest, `rest_C` the
+    cost on all other resources."""
 
     dearest_C: Ints
     rest_C: Ints
@@ -100,8 +99,8 @@ def bucket_ticks(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
 
 
 def running_order(chosen: Sequence[int], ticks: Ticks) -> list[int]:
-    """Indices of `chosen` in running order: first the bucket that fills the pipeline fastest, then
-    heavier ones before lighter ones, since a short last group drains fastest."""
+    """Return the indices of `chosen` in running order: first the bucket that fills the pipeline
+    fastest, then the others in decreasing cost, since a short last group drains fastest."""
     order = sorted(range(len(chosen)), key=lambda i: (-ticks.sum_C[chosen[i]], chosen[i], i))
     if len(order) > 1:
         fastest_fill = min(order, key=lambda i: (ticks.rest_C[chosen[i]], chosen[i], i))

@@ -1,10 +1,10 @@
-"""The integer program of a batch: the number of groups of each bucket, and the number of samples of
-each size class in them. It is written in cvxpy once per plan; a batch fills in its numbers.
+"""The integer program of a batch. Its variables are the number of groups of each bucket, and the
+number of samples of each size class in them. cvxpy compiles it once per plan; each batch fills in
+its parameters.
 
 This is DFLOP's per-batch program (arXiv 2603.25120, Online Microbatch Scheduler) in counts instead
-of samples: groups of one bucket are one integer, so solutions that differ only in the names of
-groups are one. Its optimum is also a lower bound, since every schedule of the batch satisfies its
-conditions.
+of samples, so solutions that differ only in the numbering of groups are one solution. Its optimum
+is also a lower bound, since every schedule of the batch satisfies its constraints.
 
 Shape suffixes: C buckets, K size classes, M modules, R resources, D conditions.
 """
@@ -24,7 +24,7 @@ from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.schedule.batch import divided_modules, max_buckets
 from dflop_jax.simulate.task_graph import submesh_resources
 
-MAX_CLASSES = 16  # of samples; twice as many tell sizes apart better and make it twice as large
+MAX_CLASSES = 16  # size classes of samples; doubling it doubles the size of the program
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class ProgramSizes:
     modules: int
     resources: int
     classes: int = MAX_CLASSES
-    conditions: int = 4 * MAX_CLASSES  # on volumes, the tightest of a batch
-    divided: int = 0  # modules whose groups are parts: see `BatchParameters.is_bound`
+    conditions: int = 4 * MAX_CLASSES  # volume conditions, the tightest of a batch
+    divided: int = 0  # modules with sub-microbatches: see `BatchParameters.is_bound`
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the arrays that a batch fills in, by name; see `_cvxpy_problem`."""
+        """The shapes of the program's parameters by name; see `_cvxpy_problem`."""
         c, k, m, r, d = self.buckets, self.classes, self.modules, self.resources, self.conditions
         return {
             "max_groups": (c,), "price": (c,), "shared": (c,), "shared_rest": (1,),
@@ -53,11 +53,11 @@ class ProgramSizes:
 @dataclass(frozen=True)
 class CountProgram:
     """A plan's program in canonical form: min costs @ x, with G x + h = 0 in the first `equal` rows
-    and >= 0 in the others. Its numbers are filled in per batch.
+    and >= 0 in the others. `fill` computes costs, G and h from a batch's parameters.
 
-    Each of `numbers` is (index, parameter, factor): the factor times the parameter is added at the
-    index. Parameters are those of `sizes`, flattened and concatenated, followed by a 1. Indices run
-    over the costs [columns], then h [rows], then the `entries` (row, column) of G.
+    Each of `numbers` is (index, parameter, factor): `fill` adds factor * parameter at the index.
+    Parameters are those of `sizes`, flattened and concatenated, followed by a 1. Indices run over
+    the costs [columns], then h [rows], then the `entries` (row, column) of G.
     """
 
     sizes: ProgramSizes
@@ -65,7 +65,7 @@ class CountProgram:
     rows: int
     equal: int
     buckets: int  # first column of the integer group counts
-    samples: int  # first column of the samples [K, C], in column order
+    samples: int  # first column of the sample counts [K, C], in column-major order
     entries: tuple[tuple[int, int], ...]
     numbers: tuple[tuple[int, int, float], ...]
 
@@ -76,7 +76,7 @@ class CountProgram:
         return index, parameter, factor, np.array(self.entries).T
 
     def fill(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Any]:
-        """(costs [columns], h [rows], G) for the numbers of a batch."""
+        """Return (costs [columns], h [rows], G) for the parameters of a batch."""
         from scipy.sparse import csr_array
 
         flat = [np.ravel(values[name]) for name in self.sizes.parameters]
@@ -89,7 +89,7 @@ class CountProgram:
 
 
 def program_sizes(layout: Layout) -> ProgramSizes:
-    """The dimensions of the program of a layout."""
+    """Return the dimensions of a layout's program."""
     return ProgramSizes(
         buckets=max_buckets(layout),
         modules=len(layout.modules),
@@ -100,8 +100,8 @@ def program_sizes(layout: Layout) -> ProgramSizes:
 
 @lru_cache
 def canonicalize(sizes: ProgramSizes) -> CountProgram:
-    """The program of these dimensions in canonical form, made by cvxpy."""
-    import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
+    """Return the program of these dimensions in canonical form, made by cvxpy."""
+    import cvxpy as cp  # imports JAX, so only when needed, and never in the worker process
 
     problem, groups, samples = _cvxpy_problem(sizes)
     data, _, _ = problem.get_problem_data(cp.SCIPY, enforce_dpp=True)
@@ -117,7 +117,7 @@ def canonicalize(sizes: ProgramSizes) -> CountProgram:
     our_index[-1] = n_before
     columns, rows = stuffed.x.size, stuffed.constr_size
     costs, matrix = stuffed.q.tocoo(), stuffed.A.tocoo()
-    is_cost = costs.row < columns  # the row behind them is the objective's constant
+    is_cost = costs.row < columns  # the last row is the objective's constant
     at_row, at_column = matrix.row % rows, matrix.row // rows
     inside = at_column < columns
     cells = np.stack([at_row[inside], at_column[inside]])
@@ -142,12 +142,12 @@ def canonicalize(sizes: ProgramSizes) -> CountProgram:
 
 
 def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
-    """(the program in cvxpy, its variables y and x). Integer y[c] is the number of groups of a
-    bucket, x[k, c] the number of samples of a class in them.
+    """Return (the program in cvxpy, its variables y and x). Integer y[c] is the number of groups of
+    bucket c, x[k, c] the number of samples of class k in them.
 
     min  T + price @ y
     s.t. T >= work[r] @ y + rest[r] + before[r] @ first[r] + after[r] @ last[r] for each resource
-           (its first and its last group wait for others before and after them),
+           (before its first group and after its last group, other resources run tasks),
          T >= shared @ y + shared_rest (devices that share cores),
          volume @ y >= need (`volume_conditions`),
          sum_c x[k, c] = count[k], x[k, c] <= max_samples[k, c],
@@ -164,7 +164,7 @@ def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
     last = cp.Variable((sizes.resources, sizes.buckets))
 
     def groups_of_bucket(n: int) -> cp.Expression:
-        """[n, C]: the groups of each bucket, n times."""
+        """Return the number of groups of each bucket, repeated to [n, C]."""
         return np.ones((n, 1)) @ cp.reshape(y, (1, sizes.buckets), order="C")
 
     ends = cp.sum(cp.multiply(p["before"], first) + cp.multiply(p["after"], last), axis=1)
@@ -184,5 +184,5 @@ def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
         constraints += [end <= cp.multiply(p["runs_on"], groups_of_bucket(sizes.resources))]
     problem = cp.Problem(cp.Minimize(makespan + p["price"] @ y), constraints)
     for parameter in p.values():
-        parameter.value = np.ones(parameter.shape)  # canonicalising asks for some
+        parameter.value = np.ones(parameter.shape)  # cvxpy needs values to canonicalise
     return problem, y, x

@@ -1,5 +1,5 @@
-"""Fills a batch's numbers into the integer program of its group counts (`count_program`), solves it
-with HiGHS, and packs the samples by its solution.
+"""Compute a batch's parameters for the integer program of its group counts (`count_program`), solve
+the program with HiGHS, and pack the samples by its solution.
 
 Shape suffixes: N samples, C buckets, K size classes, M modules, R resources, D conditions.
 """
@@ -22,12 +22,12 @@ from dflop_jax.schedule.costs import TIE_TOLERANCE, running_order
 from dflop_jax.schedule.count_program import CountProgram, ProgramSizes
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
-_GAP = 1e-3  # relative, at which a batch counts as solved; counts that gain less are not packed
-_DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
-_GROUP_PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
-_SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # room over volume that whole samples may need, in turn
-_SAFE = 1 - 10 * TIE_TOLERANCE  # HiGHS keeps conditions to about 1e-6
-# Measured units of work of a model and of a node; largest number for packing.
+_GAP = 1e-3  # relative MIP gap; counts that gain less are not packed
+_DIGITS = 9  # decimal digits to which parameters are rounded: last bits differ between machines
+_GROUP_PRICE = 1e-4  # price of all groups, as a share of a step: avoids groups that gain nothing
+_SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # unused shares of the volume that are tried in turn
+_SAFE = 1 - 10 * TIE_TOLERANCE  # HiGHS satisfies constraints to about 1e-6
+# Measured units of work to build a model and to solve a node; maximum units for packing.
 _MODEL_WORK, _NODE_WORK, _PACK_WORK = 100, 10, 800
 
 
@@ -36,15 +36,15 @@ _Solution = tuple[Ints, Floats]  # groups of each bucket [C], samples of each cl
 
 @dataclass(frozen=True)
 class BatchParameters:
-    """The numbers of a batch for the program."""
+    """The program's parameters for a batch."""
 
-    values: dict[str, Floats]  # the program's parameters, seconds in units of `unit_s`
+    values: dict[str, Floats]  # by parameter name; times are in units of `unit_s`
     class_N: Ints  # the size class of each sample
     unit_s: float
     is_bound: bool  # whether the optimum is a lower bound for every schedule
 
     def lower_bound_s(self, counts_C: Ints) -> float:
-        """Least seconds of a step with so many groups of each bucket, according to the program."""
+        """Return the program's lower bound on a step's seconds with these counts of groups."""
         v = self.values
         runs_RC = (v["runs_on"] > 0) & (counts_C > 0)
         before_R, after_R = (
@@ -64,8 +64,9 @@ def batch_parameters(
     sizes: ProgramSizes,
     known_C: Ints,
 ) -> BatchParameters | None:
-    """The numbers of a batch that may use the buckets of `space`; None if the program has too few
-    buckets. `known_C` are counts of a known packing, which tell how tight each condition is."""
+    """Return a batch's parameters for the buckets of `space`; None if the program has too few
+    buckets. `known_C` are the counts of a known packing, by which the tightest conditions are
+    chosen."""
     batch, buckets = space.batch, space.buckets
     if len(buckets) > sizes.buckets or not batch.n_samples:
         return None
@@ -100,9 +101,9 @@ def batch_parameters(
 
 
 def _has_all_variants(space: PackingSpace) -> bool:
-    """Whether every combination of modules that a group of a bucket may run is one of the buckets.
-    A module of which no sample of a microbatch has a piece has no group. A part without pieces does
-    not run either; for one divided module the buckets include every number of parts."""
+    """Return whether the buckets include every combination of modules that a bucket's run may need.
+    A module without pieces in a microbatch has no group. A part without pieces does not run either;
+    with one divided module, the buckets include every number of parts."""
     absences = {frozenset[str](), *space.batch.missing_modules}
     modules = frozenset(space.batch.modules)
     missing = {b.shapes: modules - {m for m, _ in b.shapes} for b in space.buckets}
@@ -118,7 +119,7 @@ def _has_all_variants(space: PackingSpace) -> bool:
 def _fill_seconds(
     values: dict[str, Floats], space: PackingSpace, terms: BoundTerms, known_C: Ints
 ) -> float:
-    """Fill in the seconds of groups; returns the unit of seconds."""
+    """Set the parameters that are times, in place; return their unit in seconds."""
     n = slice(len(space.buckets))
     work_RC = np.array([terms.costs.bucket_s(b) for b in space.buckets]).T
     ends = [terms.ends({m: [s] for m, s in b.shapes}) for b in space.buckets]
@@ -143,8 +144,8 @@ def _fill_seconds(
 
 
 def size_classes(batch: Batch, able_CN: NDArray[np.bool_], max_classes: int) -> Ints:
-    """[N]: classes, ordered by size, of about equal tokens, of samples that fit the same buckets;
-    above `max_classes` kinds, the last ones share a class."""
+    """Return the size class of each sample, [N]. Samples of a class fit the same buckets, and all
+    classes have about equal tokens; beyond `max_classes` kinds, the last kinds share a class."""
     _, kind_N = np.unique(able_CN, axis=1, return_inverse=True)
     kind_N = np.minimum(kind_N.ravel(), max_classes - 1)
     tokens_MN = np.array([batch.tokens[m] for m in batch.modules]).reshape(-1, batch.n_samples)
@@ -168,10 +169,10 @@ def assign_by_counts(
     assignment: Assignment,
     budget: Budget,
 ) -> tuple[list[BucketRun] | None, float]:
-    """(the assignment that the program asks for, a lower bound in seconds for every schedule in the
-    plan's buckets). The assignment is None if the program finds none that is faster than the known
-    one, or if none of them packs. The bound is 0 if it is not known. Layout and prices are those
-    of `merge_sub_microbatches`."""
+    """Return (an assignment with the program's counts, a lower bound in seconds for every schedule
+    in the plan's buckets). The assignment is None if the program finds no counts that are faster
+    than the given assignment's, or if they do not pack. The bound is 0 if unknown. `layout` and
+    `prices` come from `merge_sub_microbatches`."""
     n = len(space.buckets)
     known_C = np.bincount(np.array([t.bucket for t in assignment], int), minlength=n)
     numbers = batch_parameters(space, layout, prices, trainable, program.sizes, known_C)
@@ -184,7 +185,7 @@ def assign_by_counts(
     for slack in _SLACKS:
         if slack and budget.is_spent:
             break
-        # Volumes are larger by the slack, since whole samples leave room unused.
+        # Whole samples leave room unused, so volumes are enlarged by the slack.
         larger = {name: (1 + slack) * numbers.values[name] for name in ("need", "min_tokens")}
         widened = replace(numbers, values=numbers.values | larger)
         solved, least_s = _solve(program, widened, budget)
@@ -204,7 +205,7 @@ def assign_by_counts(
 def _solve(
     program: CountProgram, numbers: BatchParameters, budget: Budget
 ) -> tuple[_Solution | None, float]:
-    """(the best counts found within the remaining work, or None; a lower bound in seconds)."""
+    """Return (the best solution within the remaining work, or None; a lower bound in seconds)."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
 
     costs, h, matrix = program.fill(numbers.values)
@@ -212,7 +213,7 @@ def _solve(
     is_integer = np.zeros(program.columns)
     is_integer[first : first + c] = 1
     upper = np.where(np.arange(program.rows) < program.equal, -h, np.inf)
-    # Most batches take fewer than ten; half of the work is left to pack.
+    # Most batches need fewer than ten nodes; half of the work remains for packing.
     n_nodes = max(1, int(budget.remaining / 2 / _NODE_WORK))
     result = milp(
         costs,
@@ -233,8 +234,9 @@ def _solve(
 
 
 def _buckets_of_samples(space: PackingSpace, numbers: BatchParameters, solved: _Solution) -> Ints:
-    """[N]: the bucket of each sample. The largest samples of a class go to the first bucket that
-    takes some of the class; those that it does not hold to the first bucket that does."""
+    """Return the bucket of each sample, [N]. A class is divided among buckets by the solution's
+    counts, largest samples first; a sample that does not fit goes to the first bucket that holds
+    it."""
     groups_C, samples_KC = solved
     bucket_N = np.zeros(space.batch.n_samples, np.int64)
     tokens_N = np.sum([space.batch.tokens[m] for m in space.batch.modules], axis=0)

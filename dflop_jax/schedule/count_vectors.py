@@ -1,8 +1,7 @@
-"""Count vectors: how many groups of each bucket may hold a global batch, cheapest first.
+"""List count vectors, cheapest first: numbers of groups of each bucket that may hold a batch.
 
 Necessary conditions on volume (tokens of every module, in total and of the samples that only some
-buckets hold) are checked for all cheap vectors at once. `packing.py` finds out whether the samples
-pack.
+buckets hold) are checked for all cheap vectors at once. `packing.py` tests whether samples pack.
 
 Shape suffixes: C buckets (or candidate buckets), D conditions, X count vectors, N samples.
 """
@@ -19,14 +18,14 @@ from dflop_jax.records import Bucket
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch
 
-# Count vectors that a level keeps with up to so many buckets; fewer with more buckets, as each adds
-# a level. Twice as many take twice the time if they are reached, and leave out fewer sets.
+# Maximum number of count vectors after each bucket, with at most this many buckets; fewer vectors
+# with more buckets. Doubling it doubles the time if it is reached.
 _MAX_VECTORS, _BUCKETS_OF_MOST_VECTORS = 20_000, 4
-# Conditions on multiples of a size: the shares of the volume at which sizes are taken, and the
-# shares of such a size above which the rest counts. Each pair adds a condition for every module.
+# Conditions on multiples of a size: the quantiles of volume at which sizes are taken, and the share
+# of a size above which the remainder counts. Each pair adds a condition for every module.
 _UNIT_QUANTILES, _REST_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.5, 0.95)
-# Shares of a row that a large piece leaves free, at most. On 12 batches with clips, the gap between
-# bound and schedule is 2.5% with all of these, 2.9% with those up to 1/4 and 6.1% without any.
+# Maximum shares of a row that a large piece leaves free. On 12 batches with clips, the gap between
+# bound and schedule is 2.5% with all of these, 2.9% with those up to 1/4 and 6.1% with none.
 _LARGE_SIZE_GAPS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
 
@@ -39,7 +38,7 @@ class Conditions:
 
     @property
     def alone_C(self) -> Floats:
-        """Groups of one bucket that satisfy every condition to which the bucket contributes."""
+        """Numbers of groups [C] with which a bucket alone satisfies each condition it affects."""
         capacity_DC = np.where(self.capacity_DC > 0, self.capacity_DC, np.inf)
         return (self.need_D[:, None] / capacity_DC).max(axis=0, initial=0.0)
 
@@ -51,8 +50,8 @@ def volume_conditions(
     *,
     is_bound: bool = False,
 ) -> Conditions:
-    """Conditions on the needs of modules (None: all), for pieces in rows and for whole samples
-    in microbatches.
+    """Return conditions on the volume of modules (None: all), of pieces in rows and of samples in
+    microbatches.
 
     - For each capacity x among the buckets, the samples larger than x must fit, in volume, into the
       buckets larger than x.
@@ -84,8 +83,8 @@ def volume_conditions(
             for max_counted_C, need in _large_size_conditions(packed, bin_C) if is_bound else ():
                 rows.append(max_counted_C * bins_C)
                 needs.append(need)
-    need_D = np.array(needs) * (1 - ROUNDING)  # sums of fractions must not ask for one group more
-    # Each left-hand side once, with its largest need.
+    need_D = np.array(needs) * (1 - ROUNDING)  # rounding errors must not require one more group
+    # Merge conditions with equal left-hand sides; keep the largest need.
     capacity_DC, place_D = np.unique(np.array(rows), axis=0, return_inverse=True)
     max_need_D = np.zeros(len(capacity_DC))
     np.maximum.at(max_need_D, place_D.ravel(), need_D)
@@ -94,7 +93,7 @@ def volume_conditions(
 
 
 def _common_sizes(size_N: Ints) -> Floats:
-    """Sizes at even steps of the cumulative volume."""
+    """Return sizes at even steps of the cumulative volume."""
     ordered = np.sort(size_N[size_N > 0]).astype(float)
     if len(ordered) == 0:
         return ordered
@@ -103,20 +102,20 @@ def _common_sizes(size_N: Ints) -> Floats:
 
 
 def _superadditive(size: Floats | Ints, unit: float, rest_share: float) -> Floats:
-    """Gomory's rounding function: whole multiples of `unit`, plus the part of the rest above
-    `rest_share` of a unit, rescaled, so that u(x) + u(y) <= u(x + y)."""
+    """Return Gomory's rounding function u: whole multiples of `unit`, plus the rescaled part of the
+    remainder above `rest_share` of a unit, so that u(x) + u(y) <= u(x + y)."""
     whole = np.floor(size / unit + ROUNDING)
     rest = np.maximum(0.0, size / unit - whole)
     return whole + np.maximum(0.0, rest - rest_share) / (1 - rest_share)
 
 
 def _large_size_conditions(sizes: Ints, bin_C: Floats) -> Iterator[tuple[Floats, float]]:
-    """Conditions from ways to count sizes: the largest count that a bin of each bucket holds [C],
-    and the count of all sizes.
+    """Yield conditions from weighted sizes: the largest weight that a bin of each bucket holds [C],
+    and the total weight of all sizes.
 
-    A way has a bin size L and a smallest large size b. Sizes from b to L are large and count L. A
-    size that fits beside a large one into L counts 0. Other sizes count what they are. A bin with n
-    large sizes has n * b less room for others, so the largest count over n is that of the bin.
+    A weighting has a bin size L and a smallest large size b. Large sizes, from b to L, have weight
+    L. Sizes that fit beside a large one into L have weight 0. The weight of any other size is the
+    size. A bin with n large sizes has n * b less room for others; its weight is the maximum over n.
     """
     ordered = np.sort(sizes).astype(float)
     for bin_size in np.unique(bin_C[bin_C > 0]):
@@ -133,11 +132,10 @@ def _large_size_conditions(sizes: Ints, bin_C: Floats) -> Iterator[tuple[Floats,
 
 
 def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple[Ints, bool]:
-    """(counts_XC, complete): the count vectors that satisfy the conditions with counts @ cost <=
-    ceiling, cheapest first, then most capacity. `complete` is False if there are too many to list.
-    Buckets are added one after another; a partial vector whose cheapest completion exceeds the
-    ceiling is dropped.
-    """
+    """Return (counts_XC, complete): the count vectors that satisfy the conditions and cost at most
+    `ceiling`, by cost, then decreasing capacity. `complete` is False if there are too many to list.
+    Buckets are added one after another; a partial vector whose lower bound exceeds the ceiling is
+    dropped."""
     capacity_DC, need_D = conditions.capacity_DC, conditions.need_D
     max_vectors = int(_MAX_VECTORS * min(1.0, _BUCKETS_OF_MOST_VECTORS / max(1, len(cost_C))) ** 2)
     counts_XC = np.zeros((1, len(cost_C)), np.int64)
@@ -147,7 +145,7 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
     for c, cost in enumerate(cost_C):
         useful = capacity_DC[:, c] > 0
         groups_DX = open_DX[useful] / capacity_DC[useful, c, None]
-        max_groups_X = np.ceil(groups_DX.max(axis=0, initial=0.0))  # each serves a condition
+        max_groups_X = np.ceil(groups_DX.max(axis=0, initial=0.0))  # more satisfy nothing more
         if cost > 0:
             left_X = np.maximum(0.0, ceiling - cost_X)
             max_groups_X = np.minimum(max_groups_X, np.floor(left_X / cost + 1e-6))
@@ -171,7 +169,7 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
 
 
 def _remaining_cost(open_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Floats:
-    """A lower bound on the cost of satisfying the open conditions with the remaining buckets."""
+    """Return a lower bound on the cost of satisfying open conditions with the remaining buckets."""
     price_DC = np.full(capacity_DC.shape, np.inf)
     np.divide(cost_C, capacity_DC, out=price_DC, where=capacity_DC > 0)
     price_DX = price_DC.min(axis=1, initial=np.inf)[:, None]
@@ -180,5 +178,6 @@ def _remaining_cost(open_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Flo
 
 
 def fractional_bound(conditions: Conditions, cost_C: Floats) -> float:
-    """A lower bound on the cost of any cover: the dearest condition, by fractional groups."""
+    """Return a lower bound on the cost of any cover: the costliest condition, with fractional
+    groups."""
     return float(_remaining_cost(conditions.need_D[:, None], conditions.capacity_DC, cost_C)[0])

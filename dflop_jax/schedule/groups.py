@@ -1,5 +1,5 @@
-"""Groups of samples that run together: the greedy assignment, the arrival-order baseline, and the
-groups of a schedule made from an assignment."""
+"""Assign samples to groups, greedily or in arrival order (the baseline), and make the groups of a
+schedule from an assignment."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ class BucketRun:
     placements: dict[str, PackedPieces] = field(default_factory=dict)
 
 
-Assignment = Sequence[BucketRun]  # groups that hold a whole batch together
+Assignment = Sequence[BucketRun]  # runs that together hold all samples of a batch
 
 
 @dataclass(frozen=True)
 class PackingSpace:
-    """The buckets that a batch is packed into, their costs, and the modules whose content has a
-    price."""
+    """The buckets that a batch is packed into, and their costs."""
 
     batch: Batch
     buckets: tuple[Bucket, ...]
     ticks: Ticks
+    # Modules whose content has a price -> seconds per unit of the cheapest feature.
     priced: Mapping[str, float] = field(default_factory=dict)
 
     def cost(self, assignment: Assignment) -> int:
-        """The cost of an assignment, in ticks, which the search minimises: every run keeps its
-        dearest resource busy, and the run that fills the pipeline fastest goes first."""
+        """Return the cost of an assignment in ticks: the sum over runs of the cost on their busiest
+        resource, plus the time to fill the pipeline with the fastest run."""
         chosen = [t.bucket for t in assignment]
         fill = self.ticks.rest_C[chosen].min() if chosen else 0
         return int(self.ticks.dearest_C[chosen].sum() + fill)
 
     def sort_runs(self, assignment: Assignment) -> list[BucketRun]:
-        """The runs in running order."""
+        """Return the runs in running order."""
         return [assignment[i] for i in running_order([t.bucket for t in assignment], self.ticks)]
 
     def build_run(self, bucket: int, microbatches: Packing, budget: Budget) -> BucketRun | None:
-        """The groups of these microbatches, padded with empty ones; None if some pieces fit no
-        row."""
+        """Return the groups of these microbatches, padded with empty microbatches; None if some
+        pieces fit no row."""
         width = self.batch.anchor_rows(self.buckets[bucket])
         missing = self.batch.capacity.group_size - len(microbatches)
         empty: Packing = [[[] for _ in range(width)] for _ in range(missing)]
@@ -76,12 +76,12 @@ class PackingSpace:
         return BucketRun(bucket, padded, placements)
 
     def shrink(self, run: BucketRun, budget: Budget) -> BucketRun:
-        """The same microbatches in the cheapest bucket that holds them."""
+        """Move the microbatches of a run to the cheapest bucket that holds them."""
         batch, width = self.batch, len(run.microbatches[0])
         rows = [row for microbatch in run.microbatches for row in microbatch]
         row_N = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
         sample_N = np.fromiter(chain.from_iterable(rows), np.int64, len(row_N))
-        needs = {}  # most tokens of a row and of a microbatch
+        needs = {}  # maximum tokens of a row and of a microbatch
         for m in batch.modules:
             tokens_N = batch.tokens[m][sample_N]
             is_anchor = m == batch.anchor
@@ -103,7 +103,7 @@ class PackingSpace:
 
     @cached_property
     def can_hold_CN(self) -> NDArray[np.bool_]:
-        """[buckets, N]: which samples each bucket can hold."""
+        """Whether each bucket can hold each sample, [C, N]."""
         return np.array([self.batch.can_hold(b) for b in self.buckets])
 
     @cached_property
@@ -118,9 +118,9 @@ class PackingSpace:
 
 
 def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
-    """First fit, fullest sample first, into one of the first `mains` buckets, the one with which
-    the result is cheapest; samples that it cannot hold go to the cheapest bucket that can. Each
-    group then moves to its cheapest bucket."""
+    """Assign samples by first fit, fullest first, into one of the first `mains` buckets; samples
+    that it cannot hold go to the cheapest bucket that can. Each run then moves to its cheapest
+    bucket. Return the cheapest result over the main buckets."""
     budget = Budget(0)
     able_CN = space.can_hold_CN
     cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]
@@ -138,7 +138,7 @@ def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
 def _first_fit_runs(
     space: PackingSpace, b: int, members: NDArray[np.int64], budget: Budget
 ) -> list[BucketRun]:
-    """Groups of a bucket that hold the samples, by first fit, fullest first."""
+    """Return runs of a bucket that hold the samples, by first fit, fullest first."""
     batch, bucket = space.batch, space.buckets[b]
     fill_N = np.zeros(batch.n_samples)
     for m in batch.modules:
@@ -177,7 +177,7 @@ def _remove_overflow(
 
 
 def arrival_assignment(space: PackingSpace) -> list[BucketRun]:
-    """Samples in order, one per row, rank after rank. Each group runs in the cheapest bucket in
+    """Assign samples in order, one per row, rank after rank. Each run uses the cheapest bucket in
     which every rank holds the pieces of its own samples.
 
     Raises:
@@ -186,8 +186,8 @@ def arrival_assignment(space: PackingSpace) -> list[BucketRun]:
     batch, capacity = space.batch, space.batch.capacity
     if len(set(capacity.ranks.values())) > 1:
         raise ValueError(
-            f"arrival grouping needs equal data ranks, got {dict(capacity.ranks)}; plan all "
-            "modules alike or use balanced grouping"
+            f"arrival grouping needs equal data ranks, got {dict(capacity.ranks)}; give all "
+            "modules the same dp or use balanced grouping"
         )
     own_rank = replace(capacity, ranks=dict.fromkeys(capacity.ranks, 1))
     check_fits(batch.with_capacity(own_rank), space.buckets)
@@ -208,7 +208,7 @@ def arrival_assignment(space: PackingSpace) -> list[BucketRun]:
 
 
 def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRun | None:
-    """The cheapest groups for consecutive samples on their own ranks; None if there are none."""
+    """Return the cheapest run of consecutive samples on their own ranks; None if none fits."""
     batch, n_ranks = space.batch, next(iter(space.batch.capacity.ranks.values()))
     n_rows = per_rank * n_ranks * batch.capacity.group_size
     rows = [[i] for i in samples] + [[] for _ in range(n_rows - len(samples))]
@@ -227,7 +227,7 @@ def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRu
 def _place_on_own_ranks(
     batch: Batch, samples: range, module: str, shape: Shape | None, n_ranks: int, per_rank: int
 ) -> PackedPieces | None:
-    """Pieces on the ranks of their samples, in the sample's own row of the last module, else by
+    """Place pieces on the ranks of their samples: in the last module in the sample's row, else by
     first fit decreasing; None if they do not fit."""
     pieces = batch.piece_indices(module, samples)
     length_P = batch.lengths[module][pieces]
@@ -248,9 +248,9 @@ def _place_on_own_ranks(
 def schedule_groups(
     space: PackingSpace, assignment: Assignment, layout: Layout
 ) -> tuple[Group, ...]:
-    """The schedule's groups in running order. Each run of a bucket becomes one group per module,
-    producers first, which feeds the groups of the same run that read it. A divided module becomes
-    several groups, each with its share of every rank's rows, which all feed or read the same."""
+    """Return the schedule's groups in running order. A run of a bucket becomes one group per
+    module, producers first, which feeds the run's groups of the modules that read it. A divided
+    module becomes several groups, each with a share of every rank's rows and the same feeds."""
     groups: list[Group] = []
     size, ranks = space.batch.capacity.group_size, space.batch.capacity.ranks
     for run in assignment:

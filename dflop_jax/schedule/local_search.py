@@ -1,8 +1,8 @@
 """Local search: exchanges between two bins, and re-splits of a few bins when no exchange helps.
 
-All exchanges of a few samples of bin a for a few of bin b are priced at once. For subset sums s of
-a and r of b, the new loads of each resource are A - s + r and B + s - r, i.e. (A+B)/2 +- |s - r -
-(A-B)/2|. Bins of few samples are re-split exactly, over every subset.
+All exchanges of a few samples of bin a for a few of bin b are evaluated at once. For subset sums s
+of a and r of b, the new loads of a resource are A - s + r and B + s - r, i.e. (A+B)/2 +- |s - r -
+(A-B)/2|. For two bins with few samples, all subsets are evaluated, so their split is optimal.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from dflop_jax.schedule.balance_problem import (
     longest_first,
 )
 
-_MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms per resource
-_RESPLIT_WORK = 40  # pairs priced while re-splitting three or four bins
-_NOISE = 0.5  # relative noise on the sizes by which a re-split orders its samples; uniform, since
-# the last bit of an exponential differs from one CPU to another
+_MAX_SUBSETS = 192  # of one bin; evaluating 192 x 192 exchanges takes about 0.1 ms per resource
+_RESPLIT_WORK = 40  # units of work to re-split three or four bins
+# Relative noise on the sizes by which a re-split sorts its samples; uniform, since the last bit of
+# an exponential differs between CPUs.
+_NOISE = 0.5
 
 
 class State:
@@ -47,7 +48,7 @@ class State:
         return float(self.score_B.max())
 
     def refill(self, bins: Iterable[int], members: Iterable[Ints]) -> None:
-        """Replace the samples of some bins. The bins must hold the same samples in all."""
+        """Redistribute the samples of some bins among these bins."""
         p, changed = self.problem, list(bins)
         for j, samples in zip(changed, members, strict=True):
             self.members[j] = samples
@@ -65,7 +66,7 @@ class State:
 
 
 def improve(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
-    """Lower the makespan in place to at most `target`, or until the budget is spent."""
+    """Lower the makespan in place until it is at most `target` or the budget is spent."""
 
     descend(state, target, budget)
     while state.makespan > target and not budget.is_spent:
@@ -75,8 +76,8 @@ def improve(state: State, target: float, budget: Budget, rng: np.random.Generato
 
 @lru_cache(maxsize=256)
 def subsets(m: int, max_subsets: int) -> Floats:
-    """[m, S]: 0/1 memberships of the subsets of m samples, smallest first, up to the largest size
-    for which S <= max_subsets (size 1 always included)."""
+    """Return 0/1 memberships, [m, S], of the subsets of m samples, smallest first, up to the
+    largest subset size for which S <= max_subsets (size 1 is always included)."""
     chosen: list[tuple[int, ...]] = [(), *((i,) for i in range(m))]
     for size in range(2, m + 1):
         more = list(combinations(range(m), size))
@@ -90,7 +91,7 @@ def subsets(m: int, max_subsets: int) -> Floats:
 
 
 def exchange(state: State, a: int, b: int) -> bool:
-    """Make the best exchange between bins a and b that lowers the larger of their scores; returns
+    """Make the exchange between bins a and b that lowers the larger of their scores most; return
     whether there is one."""
     p, in_a, in_b = state.problem, state.members[a], state.members[b]
     max_new_score = max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING)
@@ -129,7 +130,7 @@ def exchange(state: State, a: int, b: int) -> bool:
 
 
 def _larger_after(load_a: float, load_b: float, out_a_S: Floats, out_b_S: Floats) -> Floats:
-    """[S, S]: the larger of two loads after every exchange."""
+    """Return the larger of two loads after every exchange, [S, S]."""
     load_SS = np.subtract.outer(out_a_S - (load_a - load_b) / 2, out_b_S)
     np.abs(load_SS, out=load_SS)
     load_SS += (load_a + load_b) / 2
@@ -137,8 +138,8 @@ def _larger_after(load_a: float, load_b: float, out_a_S: Floats, out_b_S: Floats
 
 
 def descend(state: State, target: float, budget: Budget, bins: Ints | None = None) -> None:
-    """Exchange samples of the heaviest of `bins` (None: all) until no exchange lowers it, `target`
-    is reached or the budget is spent."""
+    """Exchange samples of the heaviest of `bins` (None: all) until no exchange lowers its score,
+    `target` is reached or the budget is spent."""
     among = np.arange(state.problem.n_bins) if bins is None else bins
     exchanged = True
     while exchanged and not budget.is_spent and state.score_B[among].max() > target:
@@ -154,7 +155,7 @@ def descend(state: State, target: float, budget: Budget, bins: Ints | None = Non
 
 
 def _heaviest(state: State, among: Ints) -> list[int]:
-    """The heaviest bin, and the other bins of its group with the same score."""
+    """Return the heaviest bin, and the other bins of its group with the same score."""
     first = int(among[state.score_B[among].argmax()])
     group = state.problem.group
     peers = among[among // group == first // group]
@@ -162,7 +163,7 @@ def _heaviest(state: State, among: Ints) -> list[int]:
 
 
 def _partners(state: State, a: int, among: Ints) -> list[int]:
-    """Bins that may relieve bin a, by the load that an even split of the two leaves."""
+    """Return the bins with which an even split lowers the load of bin a, lowest load first."""
     p = state.problem
     costs_RB = state.loads_RB[: p.n_costs]
     room_RB = np.ones_like(costs_RB) if p.scale_RB is None else 1 / p.scale_RB
@@ -175,8 +176,8 @@ def _partners(state: State, a: int, among: Ints) -> list[int]:
 
 
 def resplit(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
-    """Pool the heaviest bin with two or three random ones and split them anew (noisy longest-first,
-    then exchanges), if that lowers the largest of their scores."""
+    """Pool the heaviest bin with two or three random bins and split the samples again (noisy
+    longest-first, then exchanges), if that lowers the largest of their scores."""
     p, n_bins = state.problem, state.problem.n_bins
     heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
     random_bins = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
@@ -212,17 +213,17 @@ def balance(
     work: float = 1_000,
     seed: int = 0,
 ) -> Ints:
-    """The bin of each sample, int64 [samples], such that the largest summed cost over bins and
-    modules is small; the same arguments give the same bins.
+    """Return the bin of each sample, int64 [samples], such that the largest summed cost over bins
+    and modules is small; deterministic.
 
     This is DFLOP's integer program (arXiv 2603.25120, Online Microbatch Scheduler), solved by LPT
-    and the improvement that a run's batches get too.
+    and the local search of the scheduler.
 
     Args:
-      costs: >= 0, [samples, modules] or [samples]; any one unit.
-      bin_group, grouped: the cost columns named in `grouped` are summed over each `bin_group`
-        consecutive bins, as a source module that runs the union of a microbatch's data ranks.
-      work: max. units of work (see `Budget`), each about 0.1 ms.
+      costs: >= 0, [samples, modules] or [samples]; in any unit, the same for all.
+      bin_group, grouped: the cost columns in `grouped` are summed over each `bin_group` consecutive
+        bins, as for a source module that runs the samples of all data ranks of a microbatch.
+      work: maximum units of work (see `Budget`), each about 0.1 ms.
 
     Raises:
       ValueError: a negative or non-finite cost (its row is named), or arguments that do not match.

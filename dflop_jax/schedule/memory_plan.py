@@ -1,10 +1,10 @@
-"""A step's memory plan (DIP, arXiv 2504.14145): which groups keep more residuals from forward to
-backward than their segment's recompute policy asks for.
+"""Choose a step's memory plan (DIP, arXiv 2504.14145): the groups that keep more residuals from
+forward to backward than under their segment's default recompute policy.
 
 A segment with a second recompute policy may run any of its groups under it: the backward takes less
-time, and the group takes more memory in between. The order of tasks determines which groups a
-device holds at every moment, and thus how much memory is free. On every device, groups are chosen
-by seconds saved per byte and moment.
+time, and the group's residuals more memory. The order of tasks determines which groups a device
+holds at every moment, and thus how much memory is free. On every device, groups are chosen by
+seconds saved per byte and moment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dflop_jax.simulate.task_graph import (
 
 @dataclass(frozen=True)
 class ResidualItem:
-    """A group of a segment that may keep `extra_bytes` more during the moments [first, stop)."""
+    """A group that may keep `extra_bytes` more in a segment during the moments [first, stop)."""
 
     segment: str
     group: int
@@ -48,7 +48,7 @@ class DeviceMemory:
 def with_memory_plan(
     plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
 ) -> Schedule:
-    """The schedule with groups that keep more residuals; unchanged if nothing is gained."""
+    """Let groups of a schedule keep more residuals; return it unchanged if that is not faster."""
     if not plan.scheduling.residuals:
         return schedule
     remat_less: dict[int, list[str]] = {}
@@ -70,11 +70,11 @@ def with_memory_plan(
 
 
 def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[DeviceMemory]:
-    """The items and free bytes of every resource on which a segment has a second policy, in the
-    schedule's order.
+    """Return items and free bytes, in the schedule's order, of every resource on which a segment
+    has a second policy.
 
-    Moments are the times at which a resource holds most: the last forward before a backward. Each
-    segment is assumed to hold one more input, of the group that waits.
+    Moments are the local maxima of a resource's memory: the last forward before a backward. Each
+    segment is assumed to hold the input of one more, waiting group.
     """
     residuals = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
     largest: dict[str, float] = {}
@@ -118,7 +118,7 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
 
 
 def peak_residual_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
-    """Peak bytes of the residuals on each resource, under the policies that groups run under."""
+    """Return the peak bytes of residuals on each resource under the groups' recompute policies."""
     residuals = {(k.segment, k.shape): k for k in plan.scheduling.residuals}
     resource = segment_resources(plan.layout)
     live = dict.fromkeys(resource.values(), 0.0)
@@ -133,7 +133,7 @@ def peak_residual_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
 
 
 def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
-    """Seconds that the second policy of a segment saves in both tasks of a group."""
+    """Return the seconds that a segment's second policy saves in both tasks of a group."""
     group = schedule.groups[backward.group]
     saved_s = 0.0
     for direction in (FORWARD, BACKWARD):
@@ -147,7 +147,7 @@ def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
 
 
 def choose_items(device: DeviceMemory) -> list[int]:
-    """Indices of items that fit, chosen in the order of seconds saved per byte and moment."""
+    """Choose items greedily by seconds saved per byte and moment; return their indices."""
     free_bytes = np.array(device.free_bytes_at)
     items = []
 

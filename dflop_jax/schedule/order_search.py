@@ -1,4 +1,4 @@
-"""Searches the order of a step's tasks: list scheduling forward and backward in time, then the same
+"""Search the order of a step's tasks: list scheduling forward and backward in time, then the same
 from perturbations of the best order, until the work is spent."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dflop_jax.simulate.numbered_tasks import (
 from dflop_jax.simulate.steps import makespan_function, task_seconds, task_sends
 from dflop_jax.simulate.task_graph import StepGraph, step_graph
 
-# Pairs of units of tasks that are exchanged in one start, at most. With 6 or 1, 24 small steps are
-# 0.7% and 0.4% longer.
+# Maximum number of exchanges in one perturbation. With 6 or 1, 24 small steps are 0.7% and 0.4%
+# longer.
 _MAX_EXCHANGES = 3
 
 TimedOrder = tuple[list[int], int]  # an order and its makespan in ticks
@@ -39,11 +39,11 @@ def with_searched_order(
     budget: Budget,
     seed: int,
 ) -> Schedule:
-    """The schedule with an order that is faster in simulation than its own. Unchanged if none is
-    found or the budget is too small.
+    """Return the schedule with an order that is faster in simulation; unchanged if none is found or
+    the budget is too small.
 
-    The search assumes that tasks do not slow each other down (`prices.concurrency`); the simulator,
-    which models this, decides between the result and the schedule's own order.
+    The search assumes that tasks do not slow each other down (`prices.concurrency`). The simulator
+    models this and decides between the result and the schedule's own order.
     """
     if budget.is_spent or budget.remaining < _min_work(len(schedule.order)):
         return schedule
@@ -63,13 +63,13 @@ def with_searched_order(
 def order_problem(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices, order: Sequence[int]
 ) -> StepTasks:
-    """The tasks of a step at the prices of undisturbed tasks. A segment may hold as many groups as
+    """Return a step's tasks with their undisturbed times. A segment may hold as many groups as
     under 1F1B (`task_graph.in_flight_limit`), or as in `order` if that is more."""
     seconds = task_seconds(schedule, prices)
     sent = task_sends(plan.layout, schedule, graph, prices)
     tasks = number_tasks(plan, graph, schedule.groups, seconds, sent)
     limit = tuple(map(max, tasks.max_live, peak_in_flight(tasks, order)))
-    # By module, and by module and direction, the tasks of each group, segment by segment.
+    # The tasks of each group by segment; by module, and by module and direction.
     numbers: dict[tuple[str, str], dict[int, list[int]]] = {}
     for i, t in enumerate(graph.tasks):
         for direction_key in ("", t.direction) if t.group != NO_GROUP else ():
@@ -80,8 +80,8 @@ def order_problem(
 
 
 def search_order(problem: StepTasks, order: Sequence[int], budget: Budget, seed: int) -> TimedOrder:
-    """The fastest order found within the limits of groups, sorted by task start; `order` if none
-    is."""
+    """Return the fastest order found within the limits on live groups, sorted by task start;
+    `order` if none is faster."""
     budget.spend(_min_work(problem.n_tasks))
     bound_ticks = order_bound(problem)
     best_order = initial = list(order), start_ticks(problem, order)[1]
@@ -90,7 +90,7 @@ def search_order(problem: StepTasks, order: Sequence[int], budget: Budget, seed:
         rng = np.random.default_rng(seed)
         while best_order[1] > bound_ticks and not budget.is_spent:
             candidates = [*_perturbed_orders(problem, best_order, budget, rng), best_order]
-            best_order = min(candidates, key=_makespan)  # of equals the new one, to move on
+            best_order = min(candidates, key=_makespan)  # a new order wins ties, to move on
     if best_order[1] == initial[1]:
         return initial
     starts, makespan = start_ticks(problem, best_order[0])
@@ -98,13 +98,13 @@ def search_order(problem: StepTasks, order: Sequence[int], budget: Budget, seed:
 
 
 def _min_work(n: int) -> float:
-    """Units of work until the search of `n` tasks has its first order."""
+    """Return the units of work until the search of `n` tasks has its first order."""
     return 3 * n / ITEMS_PER_WORK
 
 
 def _initial_orders(problem: StepTasks, budget: Budget) -> Iterator[TimedOrder]:
-    """List schedules by longest tail, or by the middle of earliest and latest start, each with one
-    queue per resource and with two."""
+    """Yield list schedules by longest tail and by the mean of earliest and latest start, each with
+    one queue per resource and with two."""
     tails = earliest_starts(problem.mirrored)
     longest = [-tail - ticks for tail, ticks in zip(tails, problem.ticks)]
     middle = [head + tail for head, tail in zip(earliest_starts(problem), longest)]
@@ -118,8 +118,8 @@ def _initial_orders(problem: StepTasks, budget: Budget) -> Iterator[TimedOrder]:
 def _perturbed_orders(
     problem: StepTasks, best_order: TimedOrder, budget: Budget, rng: np.random.Generator
 ) -> Iterator[TimedOrder]:
-    """Orders near the best one. Some of its starts are exchanged, or all are perturbed; they are
-    the keys of a list schedule, or of a serial schedule in which resources may wait."""
+    """Yield orders near the best one: some of its starts are exchanged, or all are perturbed. The
+    starts are the keys of a list schedule, or of a serial schedule in which resources may wait."""
     exchange, may_wait = rng.integers(2, size=2)
     starts = np.array(start_ticks(problem, best_order[0])[0])
     if exchange and problem.interchangeable:
@@ -139,8 +139,8 @@ def _perturbed_orders(
 
 
 def _forward_backward(problem: StepTasks, order: list[int], budget: Budget) -> Iterator[TimedOrder]:
-    """An order, followed by its forward-backward improvements (list scheduling back in time by its
-    ends, then forward by the starts of that) while they gain."""
+    """Yield an order and its forward-backward improvements (list scheduling backward in time by its
+    ends, then forward by the resulting starts) while the makespan decreases."""
     makespan = start_ticks(problem, order)[1]
     while problem.is_within_limits(order):
         yield order, makespan
@@ -154,12 +154,12 @@ def _forward_backward(problem: StepTasks, order: list[int], budget: Budget) -> I
 
 
 def earliest_starts(problem: StepTasks) -> list[int]:
-    """A lower bound on the start of each task in every order, in ticks: a resource runs the task's
-    inputs one after another, and the last takes at least the shortest of their sends to arrive."""
+    """Return a lower bound on each task's start in any order, in ticks: a resource runs the task's
+    inputs one after another, and then needs at least the shortest of their sends."""
     start_ticks, n_pending = [0] * problem.n_tasks, list(problem.n_inputs)
     inputs: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in range(problem.n_tasks)]
     ready_tasks = [t for t in range(problem.n_tasks) if not n_pending[t]]
-    for t in ready_tasks:  # which grows
+    for t in ready_tasks:  # the list grows in the loop
         for rows in inputs[t].values():
             end = 0
             for head, ticks, send in sorted(rows):
@@ -176,8 +176,8 @@ def earliest_starts(problem: StepTasks) -> list[int]:
 
 
 def order_bound(problem: StepTasks) -> int:
-    """A lower bound on the makespan of every order, in ticks: a resource runs its tasks one at a
-    time, after the least head and before the least tail among them."""
+    """Return a lower bound on the makespan of any order, in ticks: a resource runs its tasks one at
+    a time, after their minimum head and before their minimum tail."""
     bound, heads, tails = 0, earliest_starts(problem), earliest_starts(problem.mirrored)
     for r in range(problem.n_resources):
         own_tasks = [t for t in range(problem.n_tasks) if problem.resource[t] == r]

@@ -1,8 +1,8 @@
-"""Packs samples into microbatches: vector bin packing with unequal bins.
+"""Pack samples into microbatches: vector bin packing with unequal bins.
 
 The bins are the rows of the batch's anchor module; rows of a microbatch share its capacity in the
-other modules. Without an anchor, the bins are the microbatches. The fill of a bin, use over
-capacity, is balanced like a makespan; a largest fill of at most 1 is a packing.
+other modules. Without an anchor, the bins are the microbatches. The largest fill of a bin (load
+over capacity) is minimised like a makespan; if it is at most 1, the samples are packed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def pack_samples(
     rng: np.random.Generator,
     initial: tuple[Ints, Ints] | None = None,
 ) -> Packing | None:
-    """The rows of each microbatch, one per bucket of `buckets`; None if no packing was found.
+    """Return the rows of each microbatch, one per item of `buckets`; None if no packing is found.
 
     Args:
-      initial: a number for each sample and each microbatch; a sample starts in a microbatch with
-        its number. None: it starts where it fills least.
+      initial: a label for each sample and each microbatch; a sample starts in a microbatch with
+        its label. None: samples are placed longest first into all microbatches.
     """
     widths = [batch.anchor_rows(b) for b in buckets]
     width = max(widths)  # microbatches of fewer rows get rows without room
@@ -80,14 +80,14 @@ def pack_samples(
     for m, n in enumerate(widths):
         own = rows[m * width : (m + 1) * width]
         usable, empty_rows = own[:n], own[n:]
-        # A row without capacity may hold samples that need none of it; any row can hold these.
+        # A row without capacity may hold samples without tokens; move them to the first row.
         packed.append([[*usable[0], *(i for row in empty_rows for i in row)], *usable[1:]])
     return packed
 
 
 def _bin_tokens(batch: Batch, buckets: Sequence[Bucket], widths: Sequence[int]) -> Floats:
-    """[R, B]: tokens of each bin of the anchor, if any, and the shared modules; above 0, so that
-    fills stay finite."""
+    """Return the token capacity of each bin in the anchor, if any, and the shared modules, [R, B];
+    above 0, so that fills are finite."""
     rows = []
     for bucket, n in zip(buckets, widths, strict=True):
         row, shared_M = batch.empty_tokens(bucket)
@@ -97,8 +97,7 @@ def _bin_tokens(batch: Batch, buckets: Sequence[Bucket], widths: Sequence[int]) 
 
 
 def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket) -> Packing:
-    """The microbatches of a bucket that first fit opens for the samples, each of which it can
-    hold."""
+    """Pack samples by first fit into microbatches of a bucket, which must hold each of them."""
     width = batch.anchor_rows(bucket)
     row_tokens, shared_M = batch.empty_tokens(bucket)
     tokens_N = batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n_samples, np.int64)

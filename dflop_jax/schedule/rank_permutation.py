@@ -1,10 +1,10 @@
-"""Permutes the data ranks of modules so that fewer tokens cross nodes, and sizes the buffers of
-exchanges. Traffic between modules is counted in tokens of the source, to which its features are
+"""Permute the data ranks of modules so that fewer tokens cross nodes, and size the buffers of
+exchanges. Traffic between modules is counted in tokens of the source, to which features are
 proportional.
 
-After balancing, ranks differ only in what they hold, so permuting them changes no load (OrchMLLM,
+Data ranks of a module have equal devices, so permuting their contents changes no load (OrchMLLM,
 arXiv 2503.23830, node-wise all-to-all). With all other modules fixed, the best permutation of one
-module is an assignment problem, solved exactly: first for the traffic between nodes, then for that
+module is an assignment problem, solved exactly: first for traffic between nodes, then for traffic
 within nodes. Modules take turns until no traffic is saved. Finally pieces of equal length are
 swapped.
 
@@ -36,25 +36,24 @@ from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.content_balance import apply_permutation
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
-_MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
-# Shares of a rank's features: the smallest buffer of a round (twice as much sends more padding, and
-# fewer groups need a second round), and the cost of a round beside its buffer (twice as much gives
-# larger buffers and fewer rounds).
+_MAX_PASSES = 4  # maximum passes over all modules; the last pass changes nothing if fewer suffice
+# Shares of a rank's features: the smallest buffer of a round (larger: more padding is sent, fewer
+# groups need a second round), and the fixed cost of a round (larger: larger buffers, fewer rounds).
 _MIN_SHARE, _ROUND_OVERHEAD = 1 / 32, 0.3
 
 
 def local_tokens(tokens_RQ: Ints, device_P: Ints, device_Q: Ints, node: int) -> Floats:
-    """[R, P]: the tokens that stay on their node, first, and on their device, second, if rank R
-    moves to position P. `tokens_RQ` is the traffic with the ranks of another module; `node`
-    consecutive devices, counted from 0, form a node."""
+    """Return the weight, [R, P], of tokens that stay local if rank R moves to position P: first on
+    their node, second on their device. `tokens_RQ` is the traffic with the ranks of another module;
+    `node` consecutive devices, counted from 0, form a node."""
     is_same_node_QP = np.equal.outer(device_Q // node, device_P // node)
     weight_QP = is_same_node_QP * (tokens_RQ.sum() + 1.0) + np.equal.outer(device_Q, device_P)
     return tokens_RQ @ weight_QP
 
 
 def best_permutation(local_RP: Floats) -> Ints:
-    """[P]: the rank that moves to each position so that most tokens stay local; the identity if no
-    other permutation is better."""
+    """Return the rank that moves to each position, [P], so that most tokens stay local; the
+    identity if no other permutation is better."""
     from scipy.optimize import linear_sum_assignment  # takes half a second to load
 
     ranks_P, identity = linear_sum_assignment(local_RP.T, maximize=True)[::-1]
@@ -64,8 +63,8 @@ def best_permutation(local_RP: Floats) -> Ints:
 
 
 def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
-    """Permute the ranks of every module, in place, so that least crosses nodes and then devices: in
-    every microbatch on its own, or alike in all if its ranks were matched over the step."""
+    """Permute the ranks of every module, in place, to minimise traffic between nodes, then between
+    devices: in each microbatch separately, or in all alike if ranks were matched over the step."""
     capacity = space.batch.capacity
     for _ in range(_MAX_PASSES):
         changed = False
@@ -81,7 +80,7 @@ def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> No
 def _permute_module(
     space: PackingSpace, plan: Plan, module: str, members: Sequence[tuple[BucketRun, int]]
 ) -> bool:
-    """Apply the best permutation of a module in all these microbatches; whether it changed any."""
+    """Apply a module's best permutation to all these microbatches; return whether it changed."""
     ranks, layout = space.batch.capacity.ranks, plan.layout
     node, n = plan.scheduling.node or layout.n_devices, ranks[module]
     local_RP = np.zeros((n, n))
@@ -113,9 +112,8 @@ def _permute_module(
 
 def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
     """Swap pieces of equal length within microbatches, in place, so that each lies on the rank
-    where its sample is first read, if that has a slot, else on its node. The rest goes to the
-    remaining ranks in turn, so that traffic between pairs of ranks is even.
-    """
+    where its sample is first read if that rank has a slot, else on the same node. The rest goes to
+    the remaining ranks in turn, so that traffic between pairs of ranks is even."""
     batch, ranks = space.batch, space.batch.capacity.ranks
     for edge in {e.source: e for e in reversed(plan.layout.edges)}.values():
         source_ranks, target_ranks = ranks[edge.source], ranks[edge.target]
@@ -141,9 +139,9 @@ def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -
 
 
 def nearest_slots(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
-    """[P]: the slot of each of P pieces of equal length, such that most lie on the rank where they
-    are read, then most on its node. Slot p is on rank `rank_P[p]`; piece p is read on rank
-    `home_P[p]` (-1: nowhere)."""
+    """Return a slot for each of P pieces of equal length, [P]: first on the rank where the piece is
+    read, then on the same node. Slot p is on rank `rank_P[p]`; piece p is read on rank `home_P[p]`
+    (-1: nowhere)."""
     slot_P = np.full(len(rank_P), -1)
     by_rank = np.argsort(rank_P, kind="stable")
     turn_P = np.arange(len(rank_P)) - np.searchsorted(rank_P[by_rank], rank_P[by_rank])
@@ -164,14 +162,14 @@ def nearest_slots(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
                 still_unassigned.append(piece_index)
         unassigned = still_unassigned
     rest = [p for places in free.values() for p in places]
-    slot_P[unassigned] = rest  # of pieces that nobody reads
+    slot_P[unassigned] = rest  # pieces that no rank reads
     return slot_P
 
 
 def tokens_read(
     modules: tuple[str, str], source: PackedPieces, target: PackedPieces, batch: Batch
 ) -> Ints:
-    """[V, D]: tokens that each of the source ranks holds for each of the target ranks."""
+    """Return the tokens [V, D] that each source rank holds for each target rank."""
     n = batch.capacity.ranks[modules[0]], batch.capacity.ranks[modules[1]]
     amount = batch.lengths[modules[0]][source.piece_id]
     sent, read = (batch.sample[m][p.piece_id] for m, p in zip(modules, (source, target)))
@@ -181,8 +179,7 @@ def tokens_read(
 def exchange_rooms(
     layout: Layout, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
 ) -> tuple[ExchangeCapacity, ...]:
-    """The exchange buffer sizes with which these schedules send least; most groups need one
-    round."""
+    """Return the exchange buffer sizes with the lowest cost over these schedules."""
     shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
     for schedule, loads in zip(schedules, batches, strict=True):
         batch = Batch(loads, capacity_of(layout))
@@ -201,7 +198,7 @@ def exchange_rooms(
 
 
 def _cheapest_share(needs: np.ndarray) -> float:
-    """The buffer share, out of those needed, with the lowest total cost over all rounds."""
+    """Return the share in `needs` with the lowest total cost over all rounds as a buffer."""
     rooms = np.unique(np.clip(needs, _MIN_SHARE, 1.0))
     rounds = np.maximum(1, np.ceil(needs[:, None] / rooms - 1e-9))
     return float(rooms[np.argmin((rounds * (rooms + _ROUND_OVERHEAD)).sum(axis=0))])

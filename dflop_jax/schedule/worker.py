@@ -1,12 +1,12 @@
-"""Solves schedules ahead of training in a child process.
+"""Solve schedules ahead of training in a child process.
 
-The parent keeps `ahead` batches requested. A thread passes each request to the child and waits for
-its answer, so no solving runs under the parent's GIL; see `child_processes`. The child imports
-neither JAX nor cvxpy.
+The parent requests the schedules of `ahead` batches in advance. A thread passes each request to the
+child and waits for its reply, so no solving runs under the parent's GIL; see `child_processes`. The
+child imports neither JAX nor cvxpy.
 
-A schedule depends only on (loads, prices, step, work), not on who solves it or when. If the child
-is dead or exceeds its grace time, the parent gets the same schedule from the same request. Training
-then waits for it; `schedule_wait_s` says how long.
+A schedule depends only on (loads, prices, step, work), not on the process or the time. If the child
+is dead or exceeds its grace time, the parent solves the same request with the same result. Training
+then waits; `schedule_wait_s` has the seconds.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.count_program import CountProgram
 
 _log = logging.getLogger(__name__)
-# Consecutive deaths without a schedule after which the child is not restarted; twice as many delay
-# the message by as many starts.
-_MAX_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 3  # consecutive deaths without a schedule after which no child is started
 
 
 @dataclass(frozen=True)
 class SolverSetup:
-    """The first line to the child: what all requests share. `program` is the integer program of the
-    plan, if its grouping is balanced."""
+    """The first line to the child: arguments of all requests. `program` is the integer program of
+    the plan, if its grouping is balanced."""
 
     plan: Plan
     trainable: tuple[str, ...]
@@ -45,8 +43,8 @@ class SolverSetup:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A global batch to schedule. With `corrected` prices, the answer is the seconds that
-    scheduling by them saves instead."""
+    """A global batch to schedule. With `corrected` prices, the reply has instead the seconds that
+    scheduling by these prices saves."""
 
     step: int
     loads: tuple[Load, ...]
@@ -64,7 +62,7 @@ class ScheduleReply:
 
 
 def answer_request(setup: SolverSetup, request: BatchRequest) -> ScheduleReply:
-    """The reply to one request."""
+    """Return the reply to one request."""
     loads, plan, trainable = request.loads, setup.plan, setup.trainable
     prices, corrected = request.prices.prices, request.corrected
     try:
@@ -96,11 +94,11 @@ class ScheduleWorker:
     Args:
       loads_of: maps a step to the loads of its global batch; called in the parent, in order.
       prices: as for `schedule_batch`.
-      changes: other prices, by the first step that they hold for.
+      changes: other prices, by the first step that uses them.
       first_step, stop_step: steps [first_step, stop_step) will be requested; None: no end.
-      ahead: batches requested ahead of the current one.
-      grace_s: longest wait for a living child. After it, the parent solves batches itself until the
-        child answers again.
+      ahead: number of batches requested in advance.
+      grace_s: maximum seconds to wait for a live child. Then the parent solves batches itself until
+        the child replies again.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class ScheduleWorker:
         self._request_until(first_step + ahead)
 
     def update_prices(self, prices: Prices) -> int:
-        """Use these prices for batches requested from now on; returns the first such step."""
+        """Use these prices for all batches not yet requested; return the first such step."""
         with self._lock:
             self._prices = {self._next_step: PriceList.from_prices(prices)}
             return self._next_step
@@ -138,15 +136,14 @@ class ScheduleWorker:
     def request_gain(
         self, step: int, loads: Sequence[Load], prices: Prices, new_prices: Prices
     ) -> None:
-        """Request `predicted_gain_s` for this batch, after the schedules that were requested
-        before."""
+        """Request `predicted_gain_s` for this batch; earlier requests are answered first."""
         lists = (PriceList.from_prices(p) for p in (prices, new_prices))
         request = BatchRequest(step, tuple(loads), *lists)
         self._gain_request = request, self._thread.submit(self._send_request, request)
 
     @property
     def gain_s(self) -> float | None:
-        """The answer to the last `request_gain`, in seconds; None until it arrives."""
+        """The reply to the last `request_gain`, in seconds; None until it arrives."""
         if self._gain_request is None or not self._gain_request[1].done():
             return None
         request, future = self._gain_request
@@ -156,7 +153,7 @@ class ScheduleWorker:
         return None
 
     def get(self, step: int) -> tuple[Schedule, float]:
-        """(schedule of `step`, seconds waited for it); ValueError if a sample fits no bucket."""
+        """Return (schedule of `step`, seconds waited); ValueError if a sample fits no bucket."""
         self._request_until(step + 1 + self._ahead)
         start_s = time.perf_counter()
         request, future = self._requests.pop(step)
@@ -167,8 +164,8 @@ class ScheduleWorker:
             if isinstance(e, TimeoutError) and not self._is_down:
                 self._is_down = True
                 _log.warning(
-                    "step %d: no schedule from its worker in %g s; this process solves them until "
-                    "it answers, and training waits meanwhile",
+                    "step %d: no schedule from the worker in %g s; the training process solves "
+                    "schedules until the worker replies, and training waits for them",
                     step,
                     self._grace_s,
                 )
@@ -179,7 +176,7 @@ class ScheduleWorker:
         return reply.schedule, 0.0 if was_ready else time.perf_counter() - start_s
 
     def close(self) -> None:
-        """End the child. Later calls do nothing."""
+        """Kill the child. Later calls do nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
@@ -200,7 +197,8 @@ class ScheduleWorker:
                 self._next_step = step + 1
 
     def _send_request(self, request: BatchRequest) -> ScheduleReply:
-        """Thread: the child's reply; starts a child if there is none. Raises ChildProcessError."""
+        """Return the child's reply; start a child if there is none. Runs in the worker's thread.
+        ChildProcessError: the child died."""
         with self._lock:
             if self._closed or self._failed_starts >= _MAX_FAILED_STARTS:
                 raise ChildProcessError
@@ -221,7 +219,7 @@ class ScheduleWorker:
         return reply
 
     def _end_dead_child(self, child: Child) -> None:
-        """Thread: end a child that does not answer, and log a warning."""
+        """Kill a child that does not reply, and log a warning. Runs in the worker's thread."""
         if self._closed:
             return
         child.kill()
@@ -231,9 +229,9 @@ class ScheduleWorker:
         self._failed_starts += 1
         self._is_down = True
         _log.warning(
-            "the schedule worker died (exit %s); %s, and training waits meanwhile",
+            "the schedule worker died (exit code %s); %s, and training waits for them",
             exit_code,
-            "it is restarted, this process solves the next schedules"
+            "it is restarted; until then the training process solves schedules"
             if self._failed_starts < _MAX_FAILED_STARTS
-            else "it is not restarted, this process solves all schedules",
+            else "it is not restarted; the training process solves all schedules",
         )

@@ -111,7 +111,9 @@ def test_late_worker_is_not_awaited(small_plan, caplog, monkeypatch, n_solved_he
             assert without_time(worker.get(step)[0]) == inline(step, small_plan, prices)
         assert n_solved_here() == 3
     (late,) = (r.message for r in caplog.records if "no schedule" in r.message)
-    assert late.startswith("step 0: no schedule from its worker in 0.01 s; this process solves")
+    assert late.startswith(
+        "step 0: no schedule from the worker in 0.01 s; the training process solves"
+    )
 
 
 CHATTY = "print('hello', flush=True); import sys; sys.stdin.read()"

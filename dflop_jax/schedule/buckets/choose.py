@@ -1,8 +1,8 @@
-"""Chooses the buckets that are compiled: at most K of them for the data at hand, before training.
+"""Choose the buckets to compile before training: at most K, for the profiled data.
 
-`choose_buckets` keeps the best of some starting sets (chains of sizes), refines it while schedules
-of sampled batches get faster, and then asks an integer program over these batches, which starts
-from it, for a better set.
+`choose_buckets` takes the best of some starting sets (chains of sizes), refines it while schedules
+of sampled batches get faster, and then solves an integer program over these batches, starting from
+that set, to find a better one.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from dflop_jax.schedule.buckets.problem import (
 )
 from dflop_jax.schedule.buckets.sizes import Move, Sizes
 
-_USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
-# Share of a usual budget that large batches get at least, and that the MILP's solution gets again.
+_USUAL_BATCH = 100  # samples; the number of larger batches is reduced in proportion
+# Minimum share of the budget for large batches; also the additional share for the MILP's solution.
 _MIN_SHARE = 0.3
-_SCALES = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity, in turn
-_ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the same tokens, in turn
+_SCALES = (0.85, 1.18, 0.94, 1.06)  # factors on a capacity that refinement tries in turn
+_ROW_FACTORS = (2.0, 0.5)  # factors on the number of packed rows, at equal tokens, in turn
 
 
 @dataclass(frozen=True)
 class _Effort:
-    """The work of a choice."""
+    """The limits on the work of `choose_buckets`."""
 
     starts: int  # starting sets
-    first: int  # batches on which all of them are evaluated first
+    first: int  # batches on which all starting sets are evaluated
     finalists: int  # sets that are then evaluated on all `batches`
-    batches: int  # sampled
-    budget: int  # batches scheduled in all, which ends the refinement
-    work: int  # units of work for each
-    milp_batches: int  # batches and amounts of slack of the integer program
-    slacks: tuple[float, ...]
-    cuts: tuple[float, ...]  # microbatches per batch of its candidates, over the largest number
-    # Row lengths of its candidates (or numbers of rows, where a row takes one piece) in the last
-    # module and in the others. Twice as many make it twice as large.
+    batches: int  # sampled batches
+    budget: int  # batches scheduled in total; refinement stops then
+    work: int  # units of work per scheduled batch
+    milp_batches: int  # batches of the integer program
+    slacks: tuple[float, ...]  # of the integer program; one solution for each
+    cuts: tuple[float, ...]  # of candidates: microbatches per batch over `max_cuts`
+    # Number of row lengths of candidates (or of row counts, if a row takes one piece) in the last
+    # module and in the others.
     last_lengths: int
     other_lengths: int
 
@@ -71,7 +71,7 @@ _EFFORTS = {
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """The chosen buckets, largest first, and what scheduling sampled batches with them gives."""
+    """The chosen buckets, largest first, and the expected makespan with them."""
 
     buckets: Buckets
     expected_s: float  # mean simulated makespan of a global batch
@@ -86,8 +86,8 @@ def choose_buckets(
     with_milp: bool = True,
     start: BucketChoice | None = None,
 ) -> BucketChoice:
-    """At most `problem.n_buckets` buckets that minimise the expected step time on these loads (of a
-    DataProfile). The result depends on the arguments only.
+    """Choose at most `problem.n_buckets` buckets that minimise the expected step time on these
+    loads (of a DataProfile). The result depends on the arguments only.
 
     Example: a decoder on two data ranks that takes 1 ms per call and 10 us per token. One call of
     each of two shapes holds 2 x (768 + 512) tokens, as many as a batch of these 16 samples has.
@@ -106,10 +106,10 @@ def choose_buckets(
     ['decoder:1x768', 'decoder:1x512']
 
     Args:
-      effort: "full" (seconds), or "quick" (a fifth of it, with fewer batches and a smaller integer
-        program), which is enough to rank plans. Both do a fixed amount of work.
+      effort: "full" takes seconds; "quick" takes a fifth, with fewer batches and a smaller integer
+        program, and is enough to rank plans. Both do a fixed amount of work.
       with_milp: whether to use the integer program.
-      start: the result of the same choice without the integer program, from which to continue.
+      start: the result of the same call with `with_milp=False`, from which to continue.
 
     Raises:
       ValueError: no bucket within the limits can hold some sample, or `effort` is unknown.
@@ -158,7 +158,7 @@ def _refined_choice(
 def _draw_batches(
     loads: Sequence[Load], problem: BucketProblem, usual: int, seed: int
 ) -> list[list[Load]]:
-    """Global batches drawn from the loads; every second one is drifted."""
+    """Draw global batches from the loads; every second one is drifted."""
     size = problem.global_batch
     min_batches = max(2, round(4 * min(1.0, LARGE_BATCH / size)))
     n = max(min_batches, round(usual * min(1.0, 2 * _USUAL_BATCH / size)))
@@ -168,7 +168,7 @@ def _draw_batches(
 
 
 def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes) -> Buckets:
-    """The set with rows added to its largest bucket until it holds every sample."""
+    """Add rows to the largest bucket of a set until it holds every sample; return the set."""
     first, *rest = largest_first(buckets)
     while not front.any_can_hold((first, *rest)).all():
         shapes = {}
@@ -185,7 +185,7 @@ def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes) -> Buckets:
 def _best_start(
     starts: Sequence[Buckets], evaluator: BucketEvaluator, n_first: int, n_final: int
 ) -> Buckets:
-    """The set that is fastest on all batches, of the `n_final` fastest on the first `n_first`."""
+    """Return the fastest set on all batches among the `n_final` fastest on the first `n_first`."""
     starts_left: list[Buckets] = []
     for start in starts:
         if not starts_left or not evaluator.is_spent:
@@ -202,8 +202,8 @@ def _best_start(
 def _refine(
     best_buckets: Buckets, sizes: Sizes, evaluator: BucketEvaluator, front: Batch
 ) -> Buckets:
-    """The set after moves that make the batches faster: scale one or all modules of a bucket, drop
-    a module, or split its tokens into more or fewer rows."""
+    """Return the set after moves that make the batches faster: scale one or all modules of a
+    bucket, drop a module, or split its tokens into more or fewer rows."""
     all_modules = tuple(sizes)
     packed = tuple(m for m in all_modules if not sizes[m].piece_tokens)
     subsets = [all_modules, *((m,) for m in all_modules if len(all_modules) > 1)]
@@ -230,8 +230,8 @@ def _refine(
 def _candidates(
     starts: Sequence[Buckets], sizes: Sizes, problem: BucketProblem, work: _Effort
 ) -> list[Bucket]:
-    """Candidates of the MILP: the buckets of all starting sets, one that holds every sample, and
-    others that split an average batch into several numbers of microbatches and row lengths."""
+    """Return candidates of the MILP: the buckets of all starting sets, one that holds every sample,
+    and buckets for several numbers of microbatches and row lengths of an average batch."""
     candidates = dict.fromkeys(b for start in starts for b in start)
     candidates[bucket_sizes.make_bucket(sizes, {}, holds_largest=True)] = None
     *other_modules, last = sizes
@@ -246,10 +246,9 @@ def _candidates(
 
 
 def dominating_loads(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:
-    """Loads that together need all that any load needs: a set of buckets that holds these holds
-    all. A load is dropped if another has at least as many tokens and pieces and as long a piece of
-    every module.
-    """
+    """Return a subset of loads such that buckets that hold the subset hold all loads. A load is
+    dropped if another one has at least as many tokens and pieces, and at least as long a longest
+    piece, in every module."""
 
     def key(load: Load) -> tuple[int, ...]:
         lengths = [load.lengths(m) for m in modules]

@@ -1,4 +1,4 @@
-"""The MILP behind `choose_buckets`: which candidate buckets to compile for sampled batches."""
+"""The MILP of `choose_buckets`, which selects the candidate buckets to compile."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets, largest_first
 from dflop_jax.schedule.count_vectors import volume_conditions
 
-# Capacity over volume that packing whole samples may need; one solution for each.
+# Ratios of capacity to volume, since whole samples leave room unused; one solution for each.
 SLACKS = (1.004, 1.03)
-# Price of a second on all but the slowest devices, relative to the slowest: padding is not free
-# there either. Twice as much gives a worse fill on the slowest devices.
+# Price of a second on other resources, relative to the slowest resource. Doubling it gives a worse
+# fill on the slowest resource.
 _IDLE_PRICE = 0.2
-GAP = SLACKS[0] - 1  # relative, at which the MILP counts as solved: as exact as its conditions
-MAX_NODES = 1  # of branch and bound, which then returns its best solution
+GAP = SLACKS[0] - 1  # relative MIP gap, as exact as the conditions
+MAX_NODES = 1  # maximum nodes of branch and bound, which then returns its best solution
 
 
 def group_price(problem: BucketProblem, bucket: Bucket) -> tuple[float, float]:
-    """(seconds of a group on the slowest devices plus a share of those on the others, seconds on
-    all others: its price of filling the pipeline)."""
+    """Return (price of a group: seconds on its slowest resource plus a share of the seconds on the
+    others; price of filling the pipeline: seconds on the others)."""
     seconds_R = problem.costs(bucket).bucket_s(bucket)
     slowest = float(seconds_R.max())
     rest = float(seconds_R.sum()) - slowest
@@ -34,8 +34,8 @@ def group_price(problem: BucketProblem, bucket: Bucket) -> tuple[float, float]:
 
 
 def with_variants(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict[Bucket, set[int]]:
-    """The candidates, followed by their variants without modules that some samples lack; by bucket,
-    the candidates from which it comes."""
+    """Return the candidates, followed by their variants without modules that some samples lack;
+    each bucket with the indices of the candidates that it comes from."""
     parents = {b: {c} for c, b in enumerate(candidates)}
     absences = dict.fromkeys(missing for batch in batches for missing in batch.missing_modules)
     for c, missing in product(range(len(candidates)), absences):
@@ -54,11 +54,11 @@ def solve_bucket_milp(
     start: Buckets,
     slacks: Sequence[float] = SLACKS,
 ) -> list[Buckets]:
-    """Solutions of the MILP, at most one per slack, largest bucket first.
+    """Solve the MILP; return at most one set of buckets per slack, each largest first.
 
     Binary z[c] is 1 if candidate c is compiled. Integer n[s, v] is the number of groups of v in
     batch s, where v runs over the candidates and their variants without modules that some samples
-    lack; a variant comes with its candidate at no cost.
+    lack; a variant is available if its candidate is compiled.
 
     min  mean_s sum_v price[v] n[s, v] + fill
     s.t. n[s, v] <= most[s, v] sum_(c of v) z[c], sum z <= K, fill >= rest[c] z[c],
@@ -66,9 +66,9 @@ def solve_bucket_milp(
          each load of `must_hold` fits some c with z[c] = 1.
 
     Args:
-      start: the candidates with which branch and bound starts.
+      start: the initial solution of branch and bound.
     """
-    import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
+    import cvxpy as cp  # imports JAX, so only when needed, and never in the worker process
 
     parents = with_variants(candidates, batches)
     columns = list(parents)
@@ -109,8 +109,8 @@ def solve_bucket_milp(
 
 
 def _solve(model: highspy.HighsLp, columns: Ints, start: Floats) -> Floats:
-    """Values of these columns in the best solution, with branch and bound from the values `start`;
-    zeros if there is none."""
+    """Return the values of these columns in the best solution, zeros if there is none. Branch and
+    bound starts from the values `start`."""
     solver = _SilentHighs()
     options: dict[str, Any] = {
         "mip_rel_gap": GAP,
@@ -128,17 +128,16 @@ def _solve(model: highspy.HighsLp, columns: Ints, start: Floats) -> Floats:
 
 
 class _SilentHighs(highspy.Highs):
-    """A HiGHS solver that prints nothing. highspy 1.16 prints its name as soon as callbacks are
-    enabled, which its constructor does. The interfaces of scipy and cvxpy to HiGHS take no
-    start."""
+    """A HiGHS solver that prints nothing. highspy 1.16 prints a banner when its constructor enables
+    callbacks. (scipy and cvxpy cannot pass an initial solution to HiGHS.)"""
 
-    def enableCallbacks(self) -> None:  # as highspy spells it
+    def enableCallbacks(self) -> None:
         self.silent()
         super().enableCallbacks()
 
 
 def _model(data: Mapping[str, Any]) -> highspy.HighsLp:
-    """The program min c @ x, A x <= b that cvxpy made."""
+    """Return the HiGHS model of cvxpy's program min c @ x, A x <= b."""
     rows, free = data["A"].tocsr(), np.full(len(data["c"]), np.inf)
     model = highspy.HighsLp()
     model.num_row_, model.num_col_ = rows.shape

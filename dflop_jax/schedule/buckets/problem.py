@@ -1,5 +1,5 @@
-"""What buckets are chosen for (the plan and its prices), and the evaluation of bucket sets: sampled
-batches, scheduled by the scheduler of a run and simulated."""
+"""The problem of choosing buckets, and the evaluation of bucket sets by simulated schedules of
+sampled batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dflop_jax.schedule.costs import TIE_TOLERANCE, GroupCosts, group_costs
 
 Buckets = tuple[Bucket, ...]
 
-# Seconds of a set over those of the best set, on the first batches, above which it is given up.
-# With 1.02 sets are given up later, within the same budget of batches.
+# A set is given up if its seconds on the first batches exceed those of the best set by this factor.
 _GIVE_UP_RATIO = 1.01
 
 
@@ -24,20 +23,20 @@ _UNCHANGED_PLAN = partial(Plan, "")
 
 @dataclass(frozen=True, eq=False)
 class BucketProblem:
-    """What buckets are chosen for."""
+    """The plan, prices, batch size and limits for which buckets are chosen."""
 
-    layout: Layout  # the modules' devices; its own buckets are ignored
-    prices: Callable[[Layout], Prices]  # of all programs of a layout
+    layout: Layout  # the modules' devices; its buckets are ignored
+    prices: Callable[[Layout], Prices]  # returns the prices of all programs of a layout
     global_batch: int  # samples per step
-    n_buckets: int = 4  # at most
+    n_buckets: int = 4  # maximum number of buckets
     trainable: Collection[str] | None = None  # names of the trainable segments; None: all
     # Tokens of a row, for modules whose rows take one piece each.
     piece_tokens: Mapping[str, int] = field(default_factory=dict)
-    token_multiple: int = 128  # of the tokens of packed rows (128 on GPU)
-    # By module, the tokens of a microbatch on one rank that memory allows.
+    token_multiple: int = 128  # the tokens of packed rows are a multiple of it (128 on GPU)
+    # By module, the maximum tokens of a microbatch on one rank that fit into memory.
     max_tokens: Mapping[str, int] = field(default_factory=dict)
-    max_microbatches: int = 16  # into which an average batch is split
-    make_plan: Callable[[Layout], Plan] = _UNCHANGED_PLAN  # of a layout with chosen buckets
+    max_microbatches: int = 16  # maximum number of microbatches of an average batch
+    make_plan: Callable[[Layout], Plan] = _UNCHANGED_PLAN  # makes a plan of a layout with buckets
 
     @cached_property
     def capacity(self) -> Capacity:
@@ -58,18 +57,18 @@ class BucketProblem:
         return self.make_plan(replace(self.layout, buckets=buckets))
 
     def costs(self, bucket: Bucket) -> GroupCosts:
-        """The costs of groups of a bucket on each resource."""
+        """Return the costs of a bucket's groups on each resource."""
         layout = replace(self.layout, buckets=(bucket,))
         return group_costs(layout, self.prices(layout), self.trained)
 
 
 def is_less(a: float, b: float) -> bool:
-    """Whether a is less than b by more than the last bits of a fit."""
+    """Return whether a is less than b by more than `TIE_TOLERANCE`, relative."""
     return a < b * (1 - TIE_TOLERANCE)
 
 
 def first_min(values: Sequence[float]) -> int:
-    """The index of the first of the minimal values."""
+    """Return the index of the first minimal value."""
     best_index = 0
     for i, value in enumerate(values):
         if is_less(value, values[best_index]):
@@ -78,7 +77,7 @@ def first_min(values: Sequence[float]) -> int:
 
 
 class BucketEvaluator:
-    """Simulated seconds of sampled batches under bucket sets, within a budget of batches."""
+    """Simulates sampled batches under bucket sets, within a budget of batches."""
 
     def __init__(
         self, batches: Sequence[Sequence[Load]], problem: BucketProblem, *, work: int, budget: int
@@ -92,7 +91,7 @@ class BucketEvaluator:
         return self.remaining <= 0
 
     def _scheduled(self, buckets: Buckets, batch: int) -> float:
-        """Simulated seconds of a batch."""
+        """Return the simulated seconds of a batch."""
         problem, plan = self.problem, self.problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)
         packed, trained = self.batches[batch], problem.trained
@@ -100,11 +99,11 @@ class BucketEvaluator:
         return assign_groups(packed, plan, prices, trained, self.work, 0).schedule.makespan_s
 
     def mean_s(self, buckets: Buckets, n: int) -> float:
-        """Mean simulated seconds of the first `n` batches."""
+        """Return the mean simulated seconds of the first `n` batches."""
         return sum(self.schedule_seconds(buckets, i) for i in range(n)) / n
 
     def is_faster(self, buckets: Buckets, best_set: Buckets) -> bool:
-        """Whether a set is faster on all batches; False as soon as it is far behind."""
+        """Return whether a set is faster over all batches; stop early if it is much slower."""
         set_s = best_s = 0.0
         for i in range(len(self.batches)):
             set_s += self.schedule_seconds(buckets, i)
@@ -115,6 +114,6 @@ class BucketEvaluator:
 
 
 def largest_first(buckets: Sequence[Bucket]) -> Buckets:
-    """The buckets, largest first by the last module, then by those before it."""
+    """Sort buckets, largest first by tokens of the last module, then of earlier modules."""
     modules = list(dict.fromkeys(m for b in buckets for m, _ in b.shapes))[::-1]
     return tuple(sorted(buckets, key=lambda b: ([-b.tokens(m) for m in modules], b.shapes)))

@@ -1,10 +1,10 @@
-"""The sizes that buckets may have for the data at hand, starting sets of buckets, and buckets that
-are not searched: a baseline's, and the spare bucket for samples that no other bucket holds.
+"""The possible sizes of buckets for the profiled data, starting sets of buckets, and buckets that
+are not searched: the baseline's, and the spare bucket for samples that no other bucket holds.
 
-A starting set is a chain: a main size and a few smaller ones, with the modules in the data's own
-ratio. Sizes within a factor of two keep the pipeline steady, and small ones fill the last
-microbatches. If attention over a long row of several pieces is expensive, chains with several short
-rows are tried, too.
+A starting set is a chain: a main size and a few smaller ones, with the ratio of modules as in the
+data. Sizes within a factor of two keep the pipeline steady; small sizes fit the last microbatches.
+If attention over a long row of several pieces is expensive, chains with several short rows are also
+tried.
 """
 
 from __future__ import annotations
@@ -20,44 +20,41 @@ from dflop_jax.records import Bucket, Load, Plan, Shape
 from dflop_jax.schedule.batch import Capacity, capacity_of, merged_buckets, oversize, rows_needed
 from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets, largest_first
 
-# Chains, most promising first by held-out makespans of five data sets and meshes: microbatches of a
-# batch over the largest sensible number, and the relative distance of the smallest to the main
-# size.
+# Chains, most promising first by held-out makespans on five data sets and meshes: the number of
+# microbatches over `max_cuts`, and the relative distance of the smallest from the main size.
 _MAIN_CUT_SHARES, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
-# Exponent of even steps from the main size to the smallest; above 1, sizes are denser near the main
-# one.
+# Exponent of even steps from the main size to the smallest; above 1: denser near the main size.
 _SPACING_POWER = 1.3
-# Rows into which a rank's tokens are split, if a row holds several pieces.
-ROW_COUNTS = (1, 2, 4, 8)
+ROW_COUNTS = (1, 2, 4, 8)  # numbers of rows for a rank's tokens, if a row holds several pieces
 # A chain with more rows is tried if a token costs at most this share of its price with fewer rows.
 _MAX_PRICE_RATIO = 0.97
 
 
 @dataclass(frozen=True)
 class ModuleSizes:
-    """The sizes that shapes of a module may have."""
+    """The statistics of a module's samples, and the limits on its shapes."""
 
     piece_tokens: int  # of a row that takes one piece; 0: rows are packed
-    multiple: int  # of the tokens of packed rows
+    multiple: int  # the tokens of packed rows are a multiple of it
     volume: float  # tokens of an average batch on one rank
     longest: int  # tokens of the longest piece
-    mean: float  # tokens of the mean piece
-    sample_tokens: int  # largest number of tokens of one sample on a rank
-    limit: float = math.inf  # tokens that memory allows
+    mean: float  # mean tokens of a piece
+    sample_tokens: int  # maximum tokens of one sample on a rank
+    limit: float = math.inf  # maximum tokens that fit into memory
 
     @property
     def unit(self) -> int:
-        """Tokens of a row that takes one piece, or a divisor of those of packed rows."""
+        """Tokens of a row that takes one piece, else the divisor of packed rows' tokens."""
         return self.piece_tokens or self.multiple
 
     @property
     def min_tokens(self) -> int:
-        """Tokens on a rank of the smallest shape that holds the largest sample."""
+        """Tokens of the smallest shape that holds the largest sample."""
         return max(self.sample_tokens, round_up(self.longest, self.unit))
 
     def choices(self, tokens: float, n: int) -> list[Shape]:
-        """About `n` shapes of so many tokens: rows from the mean to the longest piece, or several
-        numbers of rows."""
+        """Return about `n` shapes with about `tokens` tokens: row lengths from the mean to the
+        longest piece, or several numbers of rows."""
         if self.piece_tokens:
             shapes = [self.shape(tokens * f) for f in np.geomspace(0.5, 2.0, n)]
         else:
@@ -69,8 +66,8 @@ class ModuleSizes:
         return list(dict.fromkeys(fitting))
 
     def shape(self, tokens: float, rows: int = 1, holds_largest: bool = False) -> Shape | None:
-        """The shape of about `tokens` tokens on a rank, in about `rows` rows if they are packed.
-        `holds_largest` makes it hold the largest sample. None: no tokens."""
+        """Return the shape of about `tokens` tokens on a rank, in about `rows` rows if rows are
+        packed; with `holds_largest`, it holds the largest sample. None: no tokens."""
         if self.volume <= 0 or (tokens <= 0 and not holds_largest):
             return None
         tokens = min(tokens, self.limit)
@@ -95,7 +92,7 @@ Sizes = Mapping[str, ModuleSizes]
 
 
 def sizes_of(loads: Sequence[Load], problem: BucketProblem) -> dict[str, ModuleSizes]:
-    """The sizes of every module that the loads use; ValueError if a sample is too large for all."""
+    """Return the sizes of each module that the loads use; ValueError if a sample exceeds memory."""
     scale = problem.global_batch / len(loads)
     by_module: dict[str, ModuleSizes] = {}
     for m, ranks in problem.ranks.items():
@@ -127,20 +124,20 @@ def sizes_of(loads: Sequence[Load], problem: BucketProblem) -> dict[str, ModuleS
 def make_bucket(
     sizes: Sizes, tokens: Mapping[str, float], rows: int = 1, holds_largest: bool = False
 ) -> Bucket:
-    """The bucket of about so many tokens of each module on a rank."""
+    """Return the bucket with about `tokens` tokens of each module on a rank."""
     shapes = {m: s.shape(tokens.get(m, 0.0), rows, holds_largest) for m, s in sizes.items()}
     return Bucket.from_shapes(shapes)
 
 
 def max_cuts(sizes: Sizes, problem: BucketProblem) -> float:
-    """The largest number of microbatches of an average batch that still hold the largest sample."""
+    """Return the maximum number of microbatches of an average batch that hold any sample."""
     cuts = (1.2 * s.volume / s.min_tokens for s in sizes.values())
     return min(float(problem.max_microbatches), *cuts)
 
 
 def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:
-    """Starting sets of at most K sizes below each of a few main sizes, most promising first: with
-    one row, and with more rows while that makes packed tokens cheaper."""
+    """Return starting sets, most promising first: chains of at most K sizes from each of a few main
+    sizes, with one row, and with more rows while that makes packed tokens cheaper."""
     size_step_K = (np.arange(problem.n_buckets) / max(1, problem.n_buckets - 1)) ** _SPACING_POWER
     packed = [m for m, s in sizes.items() if not s.piece_tokens]
     starts: dict[Buckets, None] = {}
@@ -167,8 +164,7 @@ def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:
 
 @dataclass(frozen=True)
 class Move:
-    """A change of one bucket: the tokens of some modules scaled (0: none), or their rows split
-    anew."""
+    """A change of one bucket: scales the tokens of modules (0: drops them), or their row count."""
 
     bucket: int
     modules: tuple[str, ...]
@@ -176,7 +172,8 @@ class Move:
     cut: float = 1.0
 
     def applied(self, bucket: Bucket, sizes: Sizes) -> Bucket | None:
-        """The bucket after the move, changed by at least one unit; None if no module is left."""
+        """Return the bucket after the move; None if no module is left. Scaling changes a module by
+        at least one unit."""
         shapes = {
             m: self._change_shape(shape, sizes[m]) if m in self.modules else shape
             for m, shape in bucket.shapes
@@ -209,11 +206,11 @@ def arrival_buckets(
     piece_tokens: Mapping[str, int],
     token_multiple: int,
 ) -> Buckets:
-    """Buckets of the arrival baseline: `per_rank` rows of one sample each in the last module,
-    padded to the longest, and as many rows of the other modules as these samples' pieces need.
+    """Return buckets of the arrival baseline: `per_rank` rows of one sample each in the last
+    module, and as many rows of the other modules as these samples' pieces need.
 
-    Capacities are quantiles of the needs per rank of microbatches drawn in arrival order, as many
-    as there are samples; the last bucket holds `per_rank` of the largest sample.
+    Capacities are quantiles of the needs per rank of `len(loads)` randomly drawn microbatches; the
+    largest bucket holds `per_rank` times the largest sample.
     """
     last = list(ranks)[-1]
     rng = np.random.default_rng(0)
@@ -248,7 +245,7 @@ def arrival_buckets(
 
 
 def sample_capacity(plan: Plan) -> Capacity:
-    """The capacity of a bucket for one sample: all data ranks, or the one where it arrives."""
+    """Return the ranks that may hold one sample: all, or one under arrival grouping."""
     capacity = capacity_of(plan.layout)
     if plan.scheduling.grouping == "balanced":
         return capacity
@@ -256,15 +253,15 @@ def sample_capacity(plan: Plan) -> Capacity:
 
 
 def oversize_samples(loads: Sequence[Load], plan: Plan) -> list[int]:
-    """Indices of the samples that no microbatch of the plan holds."""
+    """Return the indices of the samples that no microbatch of the plan holds."""
     return oversize(loads, merged_buckets(plan.layout), sample_capacity(plan))
 
 
 def spare_bucket(
     loads: Sequence[Load], capacity: Capacity, piece_tokens: Mapping[str, int], multiple: int
 ) -> Bucket:
-    """The bucket that holds each of these samples alone, in rows of the longest piece: of
-    `piece_tokens` tokens where rows take one piece each, else of a multiple of `multiple`."""
+    """Return the bucket that holds any one of these samples. Rows have `piece_tokens` tokens if
+    they take one piece each, else the longest piece's tokens rounded up to `multiple`."""
     shapes: dict[str, Shape | None] = {}
     for m, ranks in capacity.ranks.items():
         longest = max((max(load.lengths(m), default=0) for load in loads), default=0)

@@ -1,7 +1,7 @@
-"""Times every task of a plan alone, on the compiled programs, before the first step.
+"""Times every task of a plan alone, with the compiled programs, before the first step.
 
-Each process measures how long its tasks take, and when the data that tasks send has arrived.
-`merge_calibrations` makes one price list of all processes' times, for the simulator.
+Each process measures how long its tasks take, and when the data that the tasks send arrives.
+`merge_calibrations` merges the times of all processes into one price list for the simulator.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Sync = Callable[[], None]  # waits for the other processes
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One run of a task alone, as one process saw it. `key` is the task's program, or the task if
-    it runs once a step.
+    """One run of one task alone, as one process measured it. `key` is the task's program, or the
+    task itself if it runs once a step.
 
     Attributes:
-      device_s: seconds until the outputs were computed; None: on other processes' devices.
-      arrival_s: seconds until all pending transfers had arrived here, too.
-      host_s: processor seconds of the dispatching thread in that time.
-      host_ahead_s: processor seconds for what it sends before the task runs.
+      device_s: seconds until the outputs were computed; None: the task ran on other processes.
+      arrival_s: seconds until all pending transfers had arrived on this process, too.
+      host_s: CPU seconds of the dispatching thread in that time.
+      host_ahead_s: CPU seconds for sending the task's indices before the task runs.
     """
 
     key: ProgramId | Task
@@ -69,20 +69,20 @@ class TaskRun:
 
 
 Seconds = dict[ProgramId | Task, float]
-Calibration = list[TaskRun]  # one process's runs; run i is the same run on every process
+Calibration = list[TaskRun]  # one process's runs; the order is the same on every process
 
 
 def calibrate(
     programs: Programs, state: TrainState, *, repeats: int, ends: bool, sync: Sync
 ) -> Calibration:
     """Run every task alone on synthetic microbatches: once to warm up, then `repeats` times. It
-    also warms up every transfer, and leaves zero gradients.
+    also warms up every transfer and sets the gradients to zero.
 
-    `ends`: also run reductions and updates, which change parameters and optimizer state. `sync` is
-    called before every task.
+    If `ends`, it also runs reductions and updates, which change parameters and optimizer state.
+    `sync` is called before every task.
     """
     runs: Calibration = []
-    plan = Plan("", programs.layout)  # any order: tasks are timed alone
+    plan = Plan("", programs.layout)  # the order does not matter: tasks are timed alone
     for groups, arrays, evaluate in _calibration_steps(programs, ends=ends):
         graph = step_graph(plan.layout, groups, tuple(programs.updates), evaluate=evaluate)
         order = order_tasks(plan, graph, groups)
@@ -96,7 +96,7 @@ def calibrate(
     if not ends:
         _send_norms(programs)
     for name in state.grads.keys() & programs.local_segments:
-        del state.grads[name]  # first: memory may not hold two
+        del state.grads[name]  # before the new ones: both may not fit into memory
         state.grads[name] = zero_gradients(programs.segments[name])
     return runs
 
@@ -104,7 +104,7 @@ def calibrate(
 def _calibration_steps(
     programs: Programs, *, ends: bool
 ) -> Iterator[tuple[Sequence[Group], Sequence[GroupArrays], bool]]:
-    """Steps that have every task: (groups, arrays, whether to evaluate); the last has no groups."""
+    """Yield (groups, arrays, evaluate) of steps that contain every task; the last has no groups."""
     for b in range(len(programs.layout.buckets)):
         groups, arrays = synthetic_groups(programs, b)
         yield groups, arrays, False
@@ -120,8 +120,8 @@ def rehearse(
     programs: Programs, state: TrainState, groups: Sequence[Group], order: Sequence[Task],
     sync: Sync,
 ) -> None:  # fmt: skip
-    """Run a whole step in its order on synthetic arrays, each task awaited, so that it reaches the
-    step's peak memory. It changes parameters and optimizer state."""
+    """Run a whole step in order on synthetic arrays and wait for each task, so that the step
+    reaches its peak memory. This changes parameters and optimizer state."""
     call = _trial_call(programs, state, groups, synthetic_arrays(programs, groups))
     for task in order:
         _time_task(call, task, sync)
@@ -131,7 +131,7 @@ def _trial_call(
     programs: Programs, state: TrainState, groups: Sequence[Group],
     arrays: Sequence[GroupArrays], *, evaluate: bool = False,
 ) -> StepCall:  # fmt: skip
-    """A step's call whose programs may run out of memory."""
+    """Return a step's call whose programs may run out of memory, as `TrialPrograms`."""
     trial_programs: Any = TrialPrograms(programs)
     scales = dict.fromkeys(programs.layout.modules, 1.0)
     return StepCall(trial_programs, state, groups, arrays, scales, evaluate=evaluate)
@@ -142,7 +142,7 @@ def _time_task(call: StepCall, task: Task, sync: Sync) -> TaskRun:
     trial_programs.check_free_memory(call.key(task))
     host_ahead_s = 0.0
     if task.direction == FORWARD:
-        sync()  # no process sends before all have passed the check
+        sync()  # no process sends before all processes have passed the check
         cpu_start_s = time.thread_time()
         call.send_indices(task.segment, task.group)  # as in a step, where dispatch runs ahead
         host_ahead_s = time.thread_time() - cpu_start_s
@@ -166,7 +166,7 @@ def _time_task(call: StepCall, task: Task, sync: Sync) -> TaskRun:
 
 
 def _send_norms(programs: Programs) -> None:
-    """Warm up the norms' transfers, which only a whole step makes."""
+    """Warm up the transfers of gradient norms, which otherwise occur only in a whole step."""
     shardings = [programs.segments[name].sharding() for name in programs.updates]
     for source in shardings:
         norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=source))
@@ -178,16 +178,16 @@ def merge_calibrations(
     layout: Layout, calibrations: Sequence[Calibration], *, one_at_a_time: bool,
     shares_cores: bool = False,
 ) -> Prices:  # fmt: skip
-    """Prices of the plan's programs: the median over runs of the slowest process, plus host work.
+    """Return prices of the plan's programs: the slowest process's median, plus host work.
 
     Args:
-      one_at_a_time: a task's sends are awaited before the next task, so they count as its time.
-      shares_cores: as for `Prices`.
+      one_at_a_time: the next task waits until a task's sends arrive, so a price includes them.
+      shares_cores: see `Prices`.
     """
     host_s = _mean_host_seconds(calibrations)
     device_s, arrival_s = _median_of_slowest(calibrations)
     sends = {} if one_at_a_time else _send_seconds(layout, device_s, arrival_s)
-    if shares_cores:  # the mean over programs replaces each program's own host seconds
+    if shares_cores:  # a program gets the mean host seconds of all programs, not its own
         without_host = [list(map(_subtract_host, runs)) for runs in calibrations]
         device_s, arrival_s = _median_of_slowest(without_host)
     if one_at_a_time:
@@ -206,7 +206,7 @@ def merge_calibrations(
 
 
 def _subtract_host(run: TaskRun) -> TaskRun:
-    """A program's run without the host seconds of the dispatching thread."""
+    """Return a program's run without the CPU seconds of the dispatching thread."""
     if isinstance(run.key, Task):
         return run
     device_s = None if run.device_s is None else max(run.device_s - run.host_s, 0.0)
@@ -214,7 +214,7 @@ def _subtract_host(run: TaskRun) -> TaskRun:
 
 
 def _mean_host_seconds(calibrations: Sequence[Calibration]) -> float:
-    """Mean processor seconds of dispatching a program, other processes' programs included."""
+    """Return the mean CPU seconds of dispatching a program of this process or of another one."""
     total_s, n_own = 0.0, 0
     for calibration in calibrations:
         for key, runs in runs_by_key(calibration).items():
@@ -225,7 +225,7 @@ def _mean_host_seconds(calibrations: Sequence[Calibration]) -> float:
 
 
 def runs_by_key(calibration: Calibration) -> dict[ProgramId | Task, list[TaskRun]]:
-    """The runs of each program, or of a task that runs once a step."""
+    """Group runs by program, or by task if the task runs once a step."""
     runs: defaultdict[ProgramId | Task, list[TaskRun]] = defaultdict(list)
     for run in calibration:
         runs[run.key].append(run)
@@ -233,7 +233,7 @@ def runs_by_key(calibration: Calibration) -> dict[ProgramId | Task, list[TaskRun
 
 
 def _send_seconds(layout: Layout, device_s: Seconds, arrival_s: Seconds) -> dict[SendId, float]:
-    """Seconds from the end of a task to the arrival of its outputs, by link and direction."""
+    """Return the seconds from a task's end to its outputs' arrival, by link and direction."""
     sends: dict[SendId, float] = {}
     for link in segment_links(layout):
         low, high = layout.segment(link.source), layout.segment(link.target)
@@ -250,7 +250,7 @@ def _send_seconds(layout: Layout, device_s: Seconds, arrival_s: Seconds) -> dict
 
 
 def _median_of_slowest(calibrations: Sequence[Calibration]) -> tuple[Seconds, Seconds]:
-    """(`device_s`, `arrival_s`): the median over runs of the slowest process."""
+    """Return (`device_s`, `arrival_s`) by key: medians over runs of the slowest process's times."""
     device_s: defaultdict[Any, list[float]] = defaultdict(list)
     arrival_s: defaultdict[Any, list[float]] = defaultdict(list)
     for runs in zip(*calibrations, strict=True):
@@ -261,24 +261,24 @@ def _median_of_slowest(calibrations: Sequence[Calibration]) -> tuple[Seconds, Se
 
 # ---- synthetic batches ----
 
-# A device that multiplies zeros draws little power and clocks higher, and attention skips empty
-# rows, so values are random and rows are full.
+# A device that multiplies zeros draws less power and clocks higher, and attention skips empty rows.
+# So values are random and rows are full.
 
-# Pieces in a row, if their number does not change the timed programs.
+# Pieces per row where their number does not change the timed programs.
 PIECES_PER_ROW = 4
 VALUE_STD = 0.05  # standard deviation of random parameters and activations: none overflows
-_N_RANDOM_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
+_N_RANDOM_VALUES = 65521  # random numbers to repeat; a prime, so that no two rows are equal
 
 
 def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
-    """Values of a shape and dtype, integers from 0 to `below`."""
+    """Return random values of a shape and dtype; integers are below `below`."""
     rng, dtype = np.random.default_rng(0), np.dtype(dtype)
     values: Any
     if dtype.kind == "b":
         values = rng.random(_N_RANDOM_VALUES) < 0.5
     elif dtype.kind in "iu":
         values = rng.integers(0, min(below, np.iinfo(dtype).max + 1), _N_RANDOM_VALUES)
-    else:  # bfloat16 too
+    else:  # bfloat16, too
         values = rng.standard_normal(_N_RANDOM_VALUES) * VALUE_STD
     return np.resize(values.astype(dtype), shape)
 
@@ -286,7 +286,7 @@ def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
 def packed_field(
     name: str, shape: tuple[int, ...], dtype: Any, n_pieces: int, below: int
 ) -> np.ndarray:
-    """A field [microbatches, rows, ...] of full rows with about `n_pieces` equal pieces."""
+    """Return a field [microbatches, rows, ...] of full rows of about `n_pieces` equal pieces."""
     if name not in ("segment_ids", "positions", "weights"):
         return random_values(shape, dtype, below)
     tokens = shape[2]
@@ -301,7 +301,7 @@ def packed_field(
 
 
 def content_of_rows(module: Module, shape: Shape, n_pieces: int = PIECES_PER_ROW) -> dict[str, int]:
-    """Content of the rows of `packed_field`, by feature."""
+    """Return the content of the rows that `packed_field` makes, by feature."""
     length = -(-shape.tokens // n_pieces)
     whole, rest = divmod(shape.tokens, length)
     of_whole, of_rest = content_of(module, length), content_of(module, rest)
@@ -311,7 +311,7 @@ def content_of_rows(module: Module, shape: Shape, n_pieces: int = PIECES_PER_ROW
 def synthetic_groups(
     programs: Programs, bucket: int
 ) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
-    """One group without samples for every module of a bucket, and arrays of full rows."""
+    """Return one group without samples for each module of a bucket, and arrays of full rows."""
     layout = programs.layout
     shapes = dict(layout.buckets[bucket].shapes)
     index_of = {m: i for i, m in enumerate(shapes)}
@@ -323,7 +323,7 @@ def synthetic_groups(
 
 
 def synthetic_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
-    """Arrays of full rows for these groups, whatever samples the groups hold."""
+    """Return arrays of full rows for the groups; the samples of the groups do not matter."""
     feeding, found = feeding_groups(groups), []
     for n, group in enumerate(groups):
         fields: dict[str, np.ndarray] = {}

@@ -1,8 +1,8 @@
-"""Moves arrays from the host to a submesh and between submeshes, of one process or of many.
+"""Moves arrays from the host to a submesh and between submeshes, also between processes.
 
-Every process runs the same program. Of an array on devices of other processes it holds no shard,
-only the shape and the sharding. It still takes part in every transfer between processes, in the
-same order as all other processes: JAX matches the two ends of a transfer by counting.
+Every process runs the same program. If an array is on other processes' devices only, a process
+holds its shape and sharding, but no shard. The process still takes part in every transfer between
+processes, in the same order as all others: JAX matches the two ends of a transfer by counting.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ShardsByDevice = Mapping[jax.Device, jax.Array]
 
 
 def is_local(mesh: Mesh) -> bool:
-    """Whether this process has a device of the mesh."""
+    """Return whether this process has a device of the mesh."""
     process_index = jax.process_index()
     return any(d.process_index == process_index for d in mesh.devices.flat)
 
 
 def assemble_array(struct: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
-    """The array of a struct from its shards on this process."""
+    """Return the array of a struct, made from its shards on this process."""
     return jax.make_array_from_single_device_arrays(
         struct.shape, struct.sharding, shards, dtype=struct.dtype
     )
@@ -35,47 +35,47 @@ def assemble_array(struct: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax
 
 @cache
 def remote_array(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array of a struct, on devices of other processes only."""
+    """Return the array of a struct whose devices all belong to other processes."""
     return assemble_array(struct, [])
 
 
 def shard_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A sharded device array from a host array, which must be right in this process's shards."""
-    # Also of one process alone: half of the processor time of `jax.device_put`.
+    """Return a sharded device array. `array` must be correct in the shards of this process."""
+    # Used for a single process, too: it takes half of the CPU time of `jax.device_put`.
     return jax.make_array_from_callback(
         array.shape, sharding, lambda index: array[index], dtype=array.dtype
     )
 
 
 def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of a struct's shape, dtype and sharding."""
+    """Return zeros of a struct's shape, dtype and sharding."""
     return shard_array(np.zeros(struct.shape, struct.dtype), struct.sharding)
 
 
 def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """The shards of an array on this process, by device."""
+    """Return the shards of an array on this process, by device."""
     return {s.device: s.data for s in array.addressable_shards}
 
 
 @dataclass(frozen=True)
 class Route:
-    """Copies (from, to) that bring each of `targets` its shard."""
+    """Copies (from, to) that bring each device of `targets` its shard."""
 
     targets: tuple[jax.Device, ...]
-    # From devices that hold it; a target that holds it itself is among them.
+    # Copies from devices that hold a shard; a target that already holds it copies from itself.
     sent: tuple[tuple[jax.Device, jax.Device], ...]
-    # From targets that have received it.
+    # Copies from targets that have received the shard.
     forwarded: tuple[tuple[jax.Device, jax.Device], ...]
 
 
 def find_route(
     holders: Mapping[Any, Sequence[jax.Device]], wanted: Mapping[jax.Device, Any]
 ) -> Route:
-    """The route by which `wanted` devices get their shards from the `holders` of each.
+    """Return the route by which each device of `wanted` gets its shard from one of its `holders`.
 
-    A shard crosses to the targets once, to the first device that wants it. The other targets copy
-    it from that device, or from a holder in their own process if there is one. Several equally near
-    sources share the load.
+    A shard is sent once to the targets, to the first device that wants it. The other targets copy
+    it from that device, or from a holder in their own process if there is one. Equally near sources
+    share the load.
     """
     sent: list[tuple[jax.Device, jax.Device]] = []
     forwarded: list[tuple[jax.Device, jax.Device]] = []
@@ -98,7 +98,7 @@ def find_route(
 
 
 def move_shards(shards: ShardsByDevice, route: Route, shard_struct: Any) -> list[jax.Array]:
-    """Copy shards along a route; returns those that arrive on this process, in the order of their
+    """Copy shards along a route; return those that arrive on this process, in the order of their
     targets. Does not wait.
 
     `shard_struct` has the shape and dtype of every shard; `shards` are those of this process.
@@ -118,7 +118,7 @@ def _copy_shards(
     if local:
         copies = jax.device_put([shards[s] for s in local.values()], [*local])
         arrived |= zip(local, copies, strict=True)
-    # One call each: of several in one call JAX (0.10.2, CPU) may swap the destinations.
+    # One call per copy: JAX (0.10.2, CPU) may swap the destinations of several copies in one call.
     for s, t in pairs:
         if s.process_index == t.process_index:
             continue
@@ -131,9 +131,9 @@ def _copy_shards(
 
 
 def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.Array:
-    """`array` with `sharding`, also on other devices; does not wait for it.
+    """Send `array` to the devices of `sharding`, without waiting; returns the sent array.
 
-    Between processes both sides must have the same shards, which may be replicated differently;
+    Between processes both shardings must have the same shards, which may be replicated differently;
     `runtime.exchange` handles different data parallelism. `donated`: a later program donates the
     array. JAX (0.10.2, CPU) may then delete it before it has left for another process, so a copy is
     sent.
@@ -141,7 +141,7 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
     route = _route(array.shape, array.sharding, sharding)
     if route is None:
         whole = array.is_fully_addressable and sharding.is_fully_addressable
-        assert whole, f"pieces differ: {array.sharding} and {sharding}"
+        assert whole, f"the shards differ: {array.sharding} and {sharding}"
         return jax.device_put(array, sharding)
     shard_struct = jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
     struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -153,7 +153,7 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
 
 @cache
 def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route | None:
-    """None if the shards of the two shardings differ."""
+    """Return the route between two shardings; None if their shards differ."""
     holders: defaultdict[Any, list[jax.Device]] = defaultdict(list)
     for device, index in source.devices_indices_map(shape).items():
         holders[index_key(index)].append(device)
@@ -164,5 +164,5 @@ def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route 
 
 
 def index_key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
-    """A key of slices, which Python 3.11 does not hash."""
+    """Return a hashable key of slices, which Python 3.11 does not hash."""
     return tuple((s.start, s.stop) for s in index)

@@ -1,4 +1,4 @@
-"""Compiles every program that a layout needs, ahead of the first step."""
+"""Compiles every program of a layout before the first step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def compile_programs(
     programs: Programs, on_progress: Callable[[int, int], None], sync: Callable[[], None]
 ) -> int:
     """Compile every program of this process, in the order of the plan's segments, which is the same
-    on every process; returns the number of programs. Equal segments on the same devices share them.
+    on every process; return the number of programs. Equal segments on equal devices share programs.
 
     One of the processes that run a program compiles it. After `sync`, which waits for all
-    processes, the others read it from the compilation cache, if there is one: the same binary, so
-    that its collectives run in one order everywhere. If compilation tunes kernels on the devices,
-    the first process compiles all, so that no process tunes while another computes; otherwise
-    processes take turns. `on_progress` is called before and after each program; if it raises, the
-    programs that have not started are skipped.
+    processes, the others read it from the compilation cache, if there is one. All processes then
+    have the same binary, so its collectives run in the same order everywhere. If compilation times
+    kernels on the devices, the first process compiles all programs, so that no process times
+    kernels while another one computes; otherwise processes take turns. `on_progress` is called
+    before and after each program; if it raises, the programs that have not started are skipped.
     """
     jobs, process = compile_jobs(programs), jax.process_index()
     local_keys = [k for k in jobs if k[0] in programs.local_segments]
@@ -59,20 +59,20 @@ def compile_programs(
 
 
 def threads_for(segments: Iterable[Segment]) -> int:
-    """Threads that compile programs of these segments. Tracing holds the GIL, XLA compiles in
-    parallel; kernels that are tuned at the same time would disturb each other."""
+    """Return the number of threads that compile programs of these segments. Tracing holds the GIL,
+    XLA compiles in parallel; kernels that are timed at the same time would disturb each other."""
     return 1 if autotunes(segments) else 4
 
 
 def representatives(programs: Programs) -> dict[str, str]:
-    """For every segment, the first one with the same programs: both inside a module, touched by no
-    edge, with layers of the same kinds on the same devices."""
+    """Map every segment to the first one with the same programs: both inside a module, without
+    edges, with layers of the same kinds on the same devices."""
     first: dict[Segment, str] = {}
     names = {}
     for name, s in programs.segments.items():
         inside = {*s.stacked} >= {*s.owned_parts} and not s.outgoing and not s.inlets
         kinds, first_layer, n = layer_kinds_of(s.module), s.plan.start, s.plan.n_layers
-        # The same segment without a name, on the first layers of its module with these kinds.
+        # The same segment without its name, moved to the module's first layers of these kinds.
         own_kinds = kinds[first_layer : first_layer + n]
         start = next(i for i in range(first_layer + 1) if kinds[i : i + n] == own_kinds)
         canonical = replace(s, plan=replace(s.plan, name="", start=start, stop=start + n))
@@ -81,19 +81,19 @@ def representatives(programs: Programs) -> dict[str, str]:
 
 
 def lowering_of(programs: Programs, key: Key) -> Lowering:
-    """The lowering of a key's segment under the key's recompute policy."""
+    """Return the lowering of a key's segment under the key's recompute policy."""
     return programs.less_remat[key[0]] if LESS_REMAT in key else programs.lowerings[key[0]]
 
 
 def update_lowering(programs: Programs, key: Key, compiled: jax.stages.Compiled) -> None:
-    """Set what other programs need from a compiled program before they can be lowered."""
+    """Read from a compiled program the shardings that other programs need to be lowered."""
     lowering = lowering_of(programs, key)
     if key[-1] == FORWARD and lowering.segment.compiles_forward_first:
         lowering.set_residual_shardings(key[1], compiled)
 
 
 def compile_jobs(programs: Programs) -> dict[Key, Callable[[], jax.stages.Lowered]]:
-    """By key, a function that lowers each program of the layout, also those of other processes."""
+    """Return, by key, a function that lowers the program; includes programs of other processes."""
     found: dict[Key, Callable[[], jax.stages.Lowered]] = {}
     for name, segment in programs.segments.items():
         for shape in programs.layout.shapes(segment.plan.module):
@@ -103,7 +103,7 @@ def compile_jobs(programs: Programs) -> dict[Key, Callable[[], jax.stages.Lowere
                 for kind in (FORWARD, BACKWARD):
                     found[name, shape, LESS_REMAT, kind] = partial(lowering.lower, shape, kind)
             for struct in _summed_structs(programs, name, shape):
-                # Nothing is donated: an array that arrived may share its buffer with the sender's.
+                # Not donated: an array that arrived may share its buffer with the sender's.
                 add = jax.jit(jnp.add, out_shardings=struct.sharding)
                 found[name, "sum", struct] = partial(add.lower, struct, struct)
         for link in programs.outgoing_links[name]:
@@ -119,20 +119,20 @@ def compile_jobs(programs: Programs) -> dict[Key, Callable[[], jax.stages.Lowere
 
 
 def _required_forward(programs: Programs, key: Key) -> Key | None:
-    """The key of the program that must be compiled before this one can be lowered, if any."""
+    """Return the key of the program that must be compiled before this one is lowered, if any."""
     first = lowering_of(programs, key).segment.compiles_forward_first
     return (*key[:-1], FORWARD) if key[-1] == BACKWARD and first else None
 
 
 def _compiling_process(programs: Programs, key: Key, i: int) -> int:
-    """The process, of those that run program number `i`, that compiles it."""
+    """Return the process that compiles program number `i`: one of those that run it."""
     mesh = programs.segments[key[0]].mesh
     sharing = sorted({d.process_index for d in mesh.devices.flat})
     return sharing[0 if autotunes(programs.segments.values()) else i % len(sharing)]
 
 
 def _summed_structs(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:
-    """Inputs and gradients of outputs that a segment sums over modules, groups or rounds."""
+    """Return structs of the inputs and output gradients that a segment sums over several terms."""
     layout, segment = programs.layout, programs.segments[name]
     structs = []
     incoming = [k.edge for k in programs.incoming_links[name] if k.edge]

@@ -1,16 +1,15 @@
-"""Moves the features of a source module along an edge to the inputs that read them, and their
-gradients back.
+"""Moves features of a source module along an edge to the inputs that read them, and gradients back.
 
-The ranks that hold the pieces of a sample are independent in the two modules. Every data rank of
-the target has a home rank among the source's data ranks (`exchange_index`), which requests from the
+The pieces of a sample may be on different data ranks in the two modules. Every data rank of the
+target has a home rank among the source's data ranks (`exchange_index`), which requests from the
 other ranks the features that the target's rows read. One all-to-all between the source's ranks
-carries these features and nothing else; the home rank puts them where they are read. Gradients go
-back by the inverse. Output rows are the target's, with zeros where a position reads nothing.
+carries only these features; the home rank puts them at the positions that read them. Gradients take
+the inverse path. Output rows are the target's, with zeros at positions that read nothing.
 
 The two sides may have any data parallelism, V and D ranks: with g = gcd(V, D), the source's side
-holds the rows as c = D / g blocks, of which each home rank has one. So every device receives its
-own rows by plain buffer copies, which stay asynchronous; resharding between meshes of different
-size would go through the host and stop the dispatch.
+holds the rows as c = D / g blocks, and each home rank has one row range of every block. So every
+device receives its own rows by plain buffer copies, which are asynchronous; resharding between
+meshes of different size would go through the host and block the dispatch.
 """
 
 from __future__ import annotations
@@ -34,16 +33,18 @@ from dflop_jax.runtime import communicator
 from dflop_jax.runtime.communicator import Route, find_route
 from dflop_jax.runtime.exchange_index import ExchangeIndex, IndexArrays
 
-# Rows that are added in one pass over all: passes are the logarithm to this base of the longest
-# run, and each reads as many rows.
+# Rows that one pass over all rows adds. The passes are the logarithm of the longest run to this
+# base, and each pass reads this many rows.
 _ROWS_PER_PASS = 8
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between a source's `features` and the `inputs` of its target, at fixed shapes.
+    """The exchange between a source's `features` and its target's `inputs`, at fixed shapes.
 
-    `sources`: number of features that an input position sums, weighted if there are several.
+    `sources`: number of features that an input position sums, with weights if above 1.
+    `capacity_fraction`: share of a data rank's features that one round can send to one other rank;
+    None: an even share.
     `capacity_fraction`: share of a data rank's features that one round can send to one other rank;
     None: an even share.
     """
@@ -69,7 +70,7 @@ class Exchange:
         return ExchangeIndex(low, high, stages, m, per_microbatch, capacity)
 
     def _source_struct(self, struct: jax.ShapeDtypeStruct | Array) -> jax.ShapeDtypeStruct:
-        """The struct on the source's submesh of an array [n, target's ranks, ...]."""
+        """Return the struct, on the source's submesh, of an array [n, target's ranks, ...]."""
         r = self.index
         n, rows, *rest = struct.shape
         sharding = NamedSharding(self._source, P(None, "data"))
@@ -78,19 +79,19 @@ class Exchange:
 
     @cached_property
     def block_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The rows on the source's submesh, [M, V * rows of a target's rank, length, width]."""
+        """Rows on the source's submesh, [M, V * rows of one target rank, length, width]."""
         return (self._source_struct(self.inputs),) * self.index.blocks
 
     @cached_property
     def gradient_structs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Outputs of `lower` with `backward`."""
+        """Structs of the outputs of `lower(backward=True)`."""
         ranks = self._source.shape["stage"], self._source.shape["data"]
         sharding = NamedSharding(self._source, P("stage", "data"))
         return self.features, jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding)
 
     @cached_property
     def source_structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """One round's `IndexArrays` on the target's submesh, each data rank its own rows."""
+        """One round's `IndexArrays` on the target's submesh, with each data rank's own rows."""
         r, sharding = self.index, self.inputs.sharding
         shape = (*self.inputs.shape[:3], self.sources)
         arrays: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.int32)]
@@ -101,7 +102,7 @@ class Exchange:
         return tuple(jax.ShapeDtypeStruct(*array, sharding=sharding) for array in arrays)
 
     def synthetic_indices(self) -> IndexArrays:
-        """`source_indices` in which every position reads, within one round."""
+        """Return `source_indices` in which every position reads a feature, all within one round."""
         shape = (*self.inputs.shape[:3], self.sources)
         index = self.index.synthetic_index(shape)
         if self.sources == 1:
@@ -111,9 +112,9 @@ class Exchange:
     # ---- the programs, per device ----
 
     def lower(self, *, backward: bool) -> jax.stages.Lowered:
-        """(features, blocks of sources) -> blocks, or with `backward` (blocks, blocks of sources)
-        -> (dfeatures, a small output to wait for, since the first is donated onwards); all on the
-        source's submesh, for the sources of one round."""
+        """Lower (features, blocks of sources) -> blocks, or, with `backward`, (blocks, blocks of
+        sources) -> (dfeatures, small output to wait for, since dfeatures is donated later). All are
+        on the source's submesh, for the sources of one round."""
         first_struct: Any = self.features
         out_structs = self.block_structs
         if backward:
@@ -121,7 +122,7 @@ class Exchange:
         split, body = P("stage", "data"), self._scatter if backward else self._gather
         program = jax.shard_map(
             body, mesh=self._source, in_specs=split, out_specs=split,
-            check_vma=False,  # what is alike on all devices of a tensor-parallel group stays so
+            check_vma=False,  # equal values on a tensor-parallel group stay equal
         )  # fmt: skip
         shardings = tuple(struct.sharding for struct in out_structs)
         sources = tuple((self._source_struct(s),) * self.index.blocks for s in self.source_structs)
@@ -144,7 +145,7 @@ class Exchange:
     ) -> tuple[Array, Array]:
         r, width, dtype = self.index, self.features.shape[-1], self.features.dtype
         requests, slots, *weights = self._local_requests(sources)
-        if requests is not None:  # of the ranks that got the same rows one gives the gradient
+        if requests is not None:  # one of the ranks with equal rows sends the gradient
             slots = jnp.where(self._is_home_rank(), slots, -1)
         rows = jnp.concatenate([b.reshape(-1, *b.shape[2:]) for b in blocks])
         struct = jax.ShapeDtypeStruct((r.table_rows, width), dtype)
@@ -162,7 +163,7 @@ class Exchange:
         return total.reshape(m // r.stages, n // r.source_ranks, tokens, width), done
 
     def _local_requests(self, sources: tuple[tuple[Array, ...], ...]) -> tuple[Any, ...]:
-        """This device's requests [V, blocks, capacity] or None, and its slots and weights."""
+        """Return this device's requests [V, blocks, capacity] or None, slots and weights."""
         r, requests, indices = self.index, None, sources
         if r.received_rows:
             lists = [a.reshape(r.source_ranks, r.capacity) for a in sources[0]]
@@ -172,13 +173,13 @@ class Exchange:
         return requests, *joined
 
     def _is_home_rank(self) -> Array:
-        """Other ranks request nothing."""
+        """Return whether this device's rank is a home rank; other ranks request nothing."""
         return lax.axis_index("data") % self.index.home_spacing == 0
 
     def _exchange_rows(self, rows: Array, sent: Array, received: Array) -> Array:
-        """Exchange rows [V * blocks * capacity, width] with the other ranks, those for rank 0
-        first. `sent` and `received`, [V, blocks, capacity], say which rows are real, at the start
-        of each list. GPUs send only these, other devices the whole capacity."""
+        """Exchange rows [V * blocks * capacity, width] with the other ranks, rows for rank 0 first.
+        `sent` and `received`, [V, blocks, capacity], are true for real rows, which come first in
+        each list. GPUs send only these, other devices the whole capacity."""
         if not chip_of(self._source.devices.flat[0]).startswith("sm_"):
             return lax.all_to_all(rows, "data", 0, 0, tiled=True)
         r = self.index
@@ -196,7 +197,7 @@ class Exchange:
 
     @cached_property
     def _deliveries(self) -> list[Route]:
-        """The route of each block to the target's side; cached, as every group uses them."""
+        """Routes of the blocks to the target's side; cached, since every group uses them."""
         r, holders = self.index, _devices_by_rank(self._source)
         ranks = _data_ranks(self.inputs.sharding.mesh)
         return [
@@ -206,7 +207,7 @@ class Exchange:
 
     @cached_property
     def _collections(self) -> list[Route]:
-        """The route of each block back to the source's side."""
+        """Routes of the blocks back to the source's side."""
         r, ranks = self.index, _data_ranks(self._source)
         holders = _devices_by_rank(self.inputs.sharding.mesh)
         return [
@@ -215,7 +216,7 @@ class Exchange:
         ]
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
-        """Blocks on the source's side -> `inputs` on the target's side; does not wait."""
+        """Send blocks of the source's side to the target's side, as `inputs`; does not wait."""
         shape = self.inputs.sharding.shard_shape(self.inputs.shape)
         shard_struct = jax.ShapeDtypeStruct(shape, self.inputs.dtype)
         shards: list[Array] = []
@@ -225,7 +226,7 @@ class Exchange:
         return communicator.assemble_array(self.inputs, shards)
 
     def collect(self, array: Array) -> tuple[Array, ...]:
-        """A gradient or the packer's array of the target's side -> blocks on the source's."""
+        """Send a gradient or index array of the target's side to the source's side, as blocks."""
         struct, shards = self._source_struct(array), communicator.local_shards(array)
         shard_struct = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
         moved = (communicator.move_shards(shards, r, shard_struct) for r in self._collections)
@@ -233,7 +234,7 @@ class Exchange:
 
 
 def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:
-    """(device, data rank) of a mesh."""
+    """Return the (device, data rank) pairs of a mesh."""
     ranks = np.indices(mesh.devices.shape)[mesh.axis_names.index("data")]
     return list(zip(mesh.devices.flat, ranks.ravel().tolist(), strict=True))
 
@@ -245,14 +246,14 @@ def _devices_by_rank(mesh: Mesh) -> dict[int, list[jax.Device]]:
     return by_rank
 
 
-# ---- features at the positions that read them, on one device ----
+# ---- gather and scatter of features on one device ----
 
 
 def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
-    """features [..., width], index [..., sources] -> [..., width].
+    """Map features [..., width] and index [..., sources] to inputs [..., width].
 
-    `index` counts over the flattened rows of `features`; -1 gives zeros. A position with several
-    sources is their sum, each times its `weight` (float32, of the index's shape).
+    `index` counts the flattened rows of `features`; -1 gives zeros. A position with several sources
+    gets their sum, each times its `weight` (float32, of the index's shape).
     """
     flat = features.reshape(-1, features.shape[-1])
     terms: list[Array] = []
@@ -269,11 +270,11 @@ def scatter_gradient(
     struct: jax.ShapeDtypeStruct, dinputs: Array, index: Array, weight: Array | None = None, *,
     max_readers: int | None = None,
 ) -> Array:  # fmt: skip
-    """Transpose of `gather_features` for features of shape `struct`, summed in float32.
+    """Return the transpose of `gather_features` for features of shape `struct`, summed in float32.
 
-    The same to the bit in every run: a scatter would add in the order in which a GPU's threads
-    come. A source of weight 0 gets nothing. `max_readers`: places that may read a feature, None:
-    all.
+    Every run gives the same bits; a scatter would add in the order in which a GPU's threads arrive.
+    A source of weight 0 gets no gradient. `max_readers`: upper bound of the positions that read one
+    feature; None: all positions.
     """
     *rows, width = struct.shape
     n, sources = prod(rows), index.shape[-1]
@@ -289,7 +290,7 @@ def scatter_gradient(
     if weight is not None:
         terms = terms * weight[order][:, None]
     read, features = jnp.take(read, order, mode="clip"), jnp.arange(n)
-    # Who reads nothing stands at the end, for features that do not exist.
+    # Positions that read nothing are sorted to the end, as if they read a feature after the last.
     first = jnp.searchsorted(read, features)
     is_read = jnp.take(read, first, mode="clip") == features
     sums = _run_sums(read, terms, max_readers or read.shape[0]).astype(struct.dtype)
@@ -298,11 +299,12 @@ def scatter_gradient(
 
 
 def _run_sums(keys: Array, rows: Array, longest: int) -> Array:
-    """Rows [n, width]: at the first of up to `longest` equal keys, sorted [n], their sum."""
+    """Return rows [n, width] with the sum of each run of equal `keys` in the run's first row.
+    `keys` [n] are sorted and a run has up to `longest` rows."""
     n, zero_rows = keys.shape[0], jnp.zeros_like(rows)
     keys_behind = jnp.concatenate([keys, jnp.full_like(keys, -1)])
 
-    # In terms of lax, which is traced several times as fast as numpy's terms.
+    # Written with lax, which traces several times as fast as jnp.
     def widen(rows: Array, step: Array) -> tuple[Array, None]:
         """Turn sums over up to `step` rows of a run into sums over _ROWS_PER_PASS times as many."""
         total, rows_behind = rows, lax.concatenate([rows, zero_rows], 0)

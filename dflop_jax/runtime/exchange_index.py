@@ -1,13 +1,13 @@
-"""Which features an exchange moves between data ranks, and at which row of which table they lie.
+"""Finds the features that an exchange moves between data ranks, and their rows in each table.
 
-A data rank of the target has one of the source's, its home (`home_ranks`), which receives its
-features. That rank reads its own features in place; from every other rank it requests `capacity`
-features a round, each feature once. Requests above the capacity are moved in further rounds of the
-same program.
+A data rank of the target has a home rank among the source's data ranks (`home_ranks`), which
+receives the target rank's features. The home rank reads its own features in place; from every other
+rank it requests `capacity` features a round, each feature once. Requests above the capacity are
+moved in further rounds of the same program.
 
 Shape suffixes: S stages and V data ranks of the source, D data ranks of the target, C capacity, M
-microbatches, R rows of a target's rank, L tokens of a row, K features that an input sums. In
-`rounds`, n counts positions that read and f features that are requested of another rank.
+microbatches, R rows of one target rank, L tokens of a row, K features that an input sums. In
+`rounds`, n counts positions that read and f features that are requested from another rank.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ IndexArrays = tuple[np.ndarray, ...]
 class ExchangeIndex:
     """The numbering of rows between the data ranks of a source and those of a target.
 
-    A rank of the source has `per_microbatch` features in each of the `microbatches`, of which each
-    of its `stages` holds a part. The table that a home rank reads from has `blocks * capacity` rows
-    from rank 0, as many from rank 1, and so on, then its own features.
+    A source rank has `per_microbatch` features in each of the `microbatches`, and each of its
+    `stages` holds a part of these. The table that a home rank reads has `blocks * capacity` rows
+    from rank 0, the same number from rank 1 and so on, then the home rank's own features.
     """
 
     source_ranks: int
@@ -57,7 +57,7 @@ class ExchangeIndex:
 
     @property
     def own_features(self) -> int:
-        """Features of a source's rank on one stage."""
+        """Features of one source rank on one stage."""
         return self.microbatches // self.stages * self.per_microbatch
 
     @property
@@ -72,32 +72,32 @@ class ExchangeIndex:
     def rounds(
         self, sources: Sequence[np.ndarray], max_requested: int | None = None
     ) -> list[IndexArrays]:
-        """The arrays of each round: (requests, slots) or, with weights, (requests, slots, weights);
-        without requests where the source has one rank.
+        """Return the arrays of each round: (requests, slots) or, with weights, (requests, slots,
+        weights); without requests if the source has one rank.
 
         Args:
           sources: index int32 [M, D*R, L, K] into the features of a microbatch, counted over all
             ranks, -1 where nothing is read; and weights of the same shape if K > 1.
-          max_requested: most features that any rank of the target reads from one rank other than
-            its home rank, over all processes; None: computed from an index that has all ranks.
+          max_requested: largest number of features that a target rank reads from a rank other than
+            its home, over all processes; None: computed, which needs all ranks' indices.
 
         Returns:
-          requests: int32 [S, D, V*C], what each rank of the target requests of each rank of the
-            source, as numbers of its features on that stage; -1: nothing. slots: int32
-            [M, D*R, L, K], rows of the home rank's table, -1 where this round brings nothing.
+          requests: int32 [S, D, V*C], the features that each target rank requests from each source
+            rank, numbered within that rank and stage; -1: none. slots: int32 [M, D*R, L, K], rows
+            of the home rank's table, -1 where this round brings nothing.
         """
         index, *weight = sources
         reads = index >= 0
         microbatch, row, *_ = np.nonzero(reads)
         stage, stage_microbatch = np.divmod(microbatch, self.microbatches // self.stages)
         source, offset = np.divmod(index[reads].astype(np.int64), self.per_microbatch)
-        feature = stage_microbatch * self.per_microbatch + offset  # of a rank on that stage
+        feature = stage_microbatch * self.per_microbatch + offset  # in a rank and stage
         round_n, slot_n = np.zeros_like(feature), self.received_rows + feature
         if not self.received_rows:
             return [(_scatter_slots(index, reads, slot_n), *weight)]
         rank = row // (index.shape[1] // self.target_ranks)
         is_remote = source != np.array(self.home_ranks)[rank]
-        # One list for each (stage, target rank, source rank), each feature once.
+        # One list for each (stage, target rank, source rank), with each feature once.
         lists = (stage * self.target_ranks + rank) * self.source_ranks + source
         requested, request_of = np.unique(
             (lists * self.own_features + feature)[is_remote], return_inverse=True
@@ -121,7 +121,7 @@ class ExchangeIndex:
         return rounds
 
     def synthetic_index(self, shape: tuple[int, ...]) -> np.ndarray:
-        """An index in which every position reads, and that fills one round."""
+        """Return an index that fills one round and in which every position reads a feature."""
         _, rows, length, sources = shape
         per_rank = rows // self.target_ranks
         remote_features = min(self.capacity // self.microbatches, self.per_microbatch)
@@ -136,7 +136,7 @@ class ExchangeIndex:
 
 
 def _scatter_slots(index: np.ndarray, reads: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Slots at the positions that read, -1 at all others."""
+    """Return an array with the slots at the positions that read, -1 at all others."""
     filled = np.full(index.shape, -1, np.int32)
     filled[reads] = slots
     return filled

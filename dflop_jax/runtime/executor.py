@@ -1,7 +1,7 @@
 """Runs a plan: compiles every program ahead of the first step, then dispatches tasks in order.
 
-One thread dispatches everything asynchronously, in the step's order; arrays are the
-only synchronisation. After `compile` and `calibrate` a step compiles nothing.
+One thread dispatches all tasks asynchronously, in the step's order; tasks synchronise only through
+their arrays. After `compile` and `calibrate` a step compiles nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from dflop_jax.simulate.task_order import schedule_order
 
 
 def _no_sync() -> None:
-    """`sync` of one process."""
+    """Do nothing: the `sync` of a single process."""
 
 
 class Executor:
-    """A model's parameters and optimizer state on their submeshes, and the programs on them.
+    """A model's parameters and optimizer state on their submeshes, and the programs that use them.
 
-    `training`: see `make_programs`; `run_evaluation` wants programs that evaluate. `before_update`
-    is called before the first update of a step, which donates the state.
+    `training`: arguments of `make_programs`; `run_evaluation` needs `evaluates=True`.
+    `before_update` is called before the first update of a step, which donates the state.
 
     Raises:
       ValueError: the plan does not fit the model or the devices, or `freeze` is wrong.
@@ -63,8 +63,8 @@ class Executor:
         self._free_s: dict[int, float] = {}
         # Resources of several CPU devices run one task at a time; accelerators queue tasks.
         self._throttled = {self.programs.resource_of[n] for n in self.programs.serial_segments}
-        # Await every task on every process: on CPU, a collective between processes blocks a thread
-        # until all have arrived, and pending transfers could need that thread.
+        # Wait for every task on every process: on CPU, a collective between processes blocks a
+        # thread until all processes have arrived, and pending transfers could need that thread.
         self.one_at_a_time = any(
             s.is_on_cpu and len({d.process_index for d in s.mesh.devices.flat}) > 1
             for s in self.programs.segments.values()
@@ -72,8 +72,8 @@ class Executor:
         self._latest: dict[int, Observation] = {}
 
     def replace_plan(self, plan: Plan) -> None:
-        """Use another plan of the same layout for the order of steps."""
-        assert plan.layout == self.plan.layout, "the compiled programs are another layout's"
+        """Use another plan of the same layout, which may order steps differently."""
+        assert plan.layout == self.plan.layout, "the programs were compiled for another layout"
         self.plan = plan
 
     @property
@@ -91,9 +91,9 @@ class Executor:
         make_params: Callable[[Segment, Callable[[], Params]], Params] | None = None,
         sync: Sync = _no_sync,
     ) -> None:
-        """Fresh parameters, optimizer state and zero gradients; the same for any plan.
-        `make_params(segment, draw)`, if given, makes a segment's parameters; `draw()` gives the
-        fresh ones. `sync` waits for the other processes, before anything is sent to them."""
+        """Make fresh parameters, optimizer state and zero gradients, which are the same for any
+        plan. If given, `make_params(segment, draw)` makes a segment's parameters; `draw()` returns
+        the fresh ones. `sync` waits for the other processes before anything is sent to them."""
         self.init_for_restore()
         modules, state = list(self.model.modules), self.state
         for name, s in self.programs.segments.items():
@@ -111,7 +111,7 @@ class Executor:
         self.share_tied()
 
     def init_for_restore(self) -> None:
-        """Zero gradients, and empty state of other processes; a checkpoint brings the rest."""
+        """Make zero gradients, and empty state of other processes; a checkpoint brings the rest."""
         for name, s in self.programs.segments.items():
             update = self.programs.updates.get(name)
             if name in self.programs.local_segments:
@@ -125,13 +125,13 @@ class Executor:
                 self.state.grads[name] = jax.tree.map(remote_array, grad_structs(s))
 
     def share_tied(self) -> None:
-        """Send tied parameters to the segments that read them; after `init` or a restore."""
+        """Send tied parameters to the segments that read them, after `init` or a restore."""
         for reader in self.programs.owner_of:
             self.state.share_tied(self.programs, reader)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have programs read the moving average, if any. Memory must hold both; no step may run."""
+        """Make programs read the moving average, if any. Memory must hold both; no step may run."""
         params = dict(self.state.params)
         for name, update in self.programs.updates.items():
             average = update.averaged(self.state.opt_state[name])
@@ -146,24 +146,24 @@ class Executor:
     def compile(
         self, on_progress: Callable[[int, int], None] = lambda *_: None, sync: Sync = _no_sync
     ) -> int:
-        """Compile every program of this process; returns their number."""
+        """Compile every program of this process; return their number."""
         return compile_programs(self.programs, on_progress, sync)
 
     def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
-        """Dispatch the forward tasks of a batch: sums of losses without gradients."""
+        """Dispatch the forward tasks of a batch, which give sums of losses and no gradients."""
         return self.run_step(replace(schedule, order=()), arrays, {}, evaluate=True)
 
     def run_step(
         self, schedule: Schedule, arrays: Sequence[GroupArrays], scales: Mapping[str, float], *,
         norm_limit: float = math.inf, evaluate: bool = False,
     ) -> StepHandle:  # fmt: skip
-        """Dispatch a training step; `arrays` are those of the schedule's groups, `scales` multiply
-        the token losses of modules. Where the global gradient norm is above `norm_limit` or not
-        finite, parameters and optimizer state stay as they were. Does not wait.
+        """Dispatch a training step without waiting for it. `arrays` belong to the schedule's
+        groups, `scales` multiply the token losses by module. If the global gradient norm is above
+        `norm_limit` or not finite, parameters and optimizer state do not change.
 
         Raises:
-          ValueError: the schedule's order is not one of its tasks, or groups are fed by more
-            groups than the plan allows.
+          ValueError: the schedule's order does not have exactly the step's tasks, or a group
+            exchanges features with more groups than the plan's `fan_in`.
         """
         graph, order = self._ordered(schedule, evaluate=evaluate)
         call = StepCall(
@@ -177,7 +177,7 @@ class Executor:
             if task.direction == UPDATE:
                 self.before_update()
             if task.segment not in self.programs.local_segments:
-                call.run(task)  # only its transfers
+                call.run(task)  # runs elsewhere: only its transfers
                 continue
             resource = self.programs.resource_of[task.segment]
             if resource in self._throttled and resource in self._latest:
@@ -198,21 +198,21 @@ class Executor:
         max_fan_in = max([*map(len, feeding_groups(groups).values()), *reading.values()], default=0)
         if max_fan_in > layout.fan_in:
             raise ValueError(
-                f"step {schedule.step}: {max_fan_in} groups of a module go with one, the plan "
-                f"allows {layout.fan_in}; raise its fan_in"
+                f"step {schedule.step}: {max_fan_in} groups of a module feed or read one group, "
+                f"the plan allows {layout.fan_in}; raise the plan's fan_in"
             )
         graph = step_graph(layout, groups, self.trainable, evaluate=evaluate)
         return graph, schedule_order(self.plan, schedule, graph)
 
     def calibrate(self, repeats: int, sync: Sync = _no_sync, *, ends: bool = False) -> Calibration:
-        """Time every program on this process, alone; see `runtime.calibration`."""
+        """Time every program alone on this process; see `runtime.calibration`."""
         return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
 
     def rehearse(self, schedule: Schedule, sync: Sync = _no_sync) -> None:
-        """Run a step on synthetic arrays to see whether memory holds it; it ruins the state."""
+        """Run a step on synthetic arrays to test whether it fits into memory. Ruins the state."""
         _, order = self._ordered(schedule)
         rehearse(self.programs, self.state, schedule.groups, order, sync)
 
     def close(self) -> None:
-        """End the observing threads."""
+        """Stop the threads that observe tasks."""
         self._watcher.close()

@@ -1,4 +1,4 @@
-"""Initial parameters and zero gradients of a segment."""
+"""Makes initial parameters and zero gradients of a segment."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dflop_jax.runtime.zero_sharding import ZeroSpec
 
 
 def draw_parameters(segment: Segment, key: Array) -> Params:
-    """Fresh parameters of `initial_structs`; a layer has the same parameters in any plan. A program
-    that serves every plan draws one layer at a time; the process keeps its shards of it alone."""
+    """Draw parameters of `initial_structs`; a layer gets the same values in any plan. One program
+    for all plans draws one layer at a time, and the process keeps only its shards of it."""
     structs, zero_specs = initial_structs(segment), initial_zero_specs(segment)
     params = {}
     for part, part_key in _part_keys(segment, key):
@@ -34,7 +34,7 @@ def draw_parameters(segment: Segment, key: Array) -> Params:
 
 
 class _LocalShards:
-    """This process's shards of a parameter that is given row by row, or as a whole."""
+    """This process's shards of a parameter that arrives row by row or as a whole."""
 
     def __init__(self, struct: jax.ShapeDtypeStruct, zero_spec: ZeroSpec):
         self._struct, self._zero_spec = struct, zero_spec
@@ -60,12 +60,12 @@ class _LocalShards:
 
 
 def zero_gradients(segment: Segment) -> Params:
-    """Fresh accumulators: `grad_structs`."""
+    """Return zero gradient accumulators of `grad_structs`."""
     return _zeros_program(segment)()
 
 
 def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
-    """The key of each part; it depends on the model only, never on the plan."""
+    """Yield (part, key); the keys depend on the model, not on the plan."""
     module = segment.module
     standard_parts = (*UNIFORM_MODULE_PARTS, ADAPTER, *sorted(taps_of(module)))
     more_parts = (*sorted(stacked_parts(module)), *sorted(module.freeze_groups))
@@ -75,7 +75,7 @@ def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _row_keys(segment: Segment, part: str, key: Array) -> Array:
-    """The key of each stored row of a stacked part."""
+    """Return the key of each stored row of a stacked part."""
     keys = jax.random.split(key, n_stacked_layers(segment.module, part))
     return keys[np.array(segment.layer_rows[part])]
 

@@ -17,7 +17,7 @@ from dflop_jax.simulate.task_graph import segment_links, segments_with_backward,
 
 
 def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
-    """The named submesh; ValueError when there are too few devices."""
+    """Return the mesh of the named submesh; raise ValueError if there are too few devices."""
     m = layout.submesh(name)
     if m.devices.stop > len(devices):
         raise ValueError(
@@ -34,18 +34,18 @@ def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
 
 
 def device_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of this shape on the first devices."""
+    """Return a mesh of this shape on the first devices."""
     return Mesh(np.array(devices[: shape.n_devices]).reshape(shape.sizes), AXES)
 
 
 def can_join(devices: Sequence[jax.Device]) -> bool:
-    """Whether devices can form a submesh: CPU devices of several processes must be one of each."""
+    """Return whether devices can form a submesh: CPU devices of several processes, one of each."""
     processes = [d.process_index for d in devices]
     return devices[0].platform != "cpu" or len(set(processes)) in (1, len(processes))
 
 
 def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, ...]:
-    """Freeze groups that train; ValueError for an unknown name in `freeze` or all of them."""
+    """Return the freeze groups that train; raise ValueError if a name is unknown or none trains."""
     modules = model.modules.values()
     freeze_groups = dict.fromkeys(g for m in modules for g in m.freeze_groups.values())
     if unknown := set(freeze) - set(freeze_groups):
@@ -61,11 +61,11 @@ def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, 
 def make_segments(
     model: MultimodalModel, layout: Layout, devices: list[jax.Device], *, freeze: Sequence[str] = ()
 ) -> dict[str, Segment]:
-    """Segments of a plan by name, in topological order.
+    """Return the segments of a plan by name, in topological order.
 
     Raises:
-      ValueError: unknown name in `freeze`, everything frozen, too few devices, or a plan that
-        does not cover the model's layers or whose degrees do not divide its sizes.
+      ValueError: a name in `freeze` is unknown, everything is frozen, there are too few devices,
+        the plan does not cover the model's layers, or its degrees do not divide the model's sizes.
     """
     trained_groups(model, freeze)
     check_model(layout, model)
@@ -90,7 +90,7 @@ def make_segments(
             microbatches=layout.group_size,
             trainable=trains[s.name],
             wants_gradient=frozenset(k.edge.name if k.edge else "hidden" for k in receives),
-            # Also edges from modules that the plan leaves out.
+            # Edges from modules that the plan leaves out are included.
             edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
             shares_entry=s.name in shared,
             passes_sharded=len(degrees) == 1,
@@ -101,19 +101,19 @@ def make_segments(
 
 
 def _check_stages(s: Segment) -> None:
-    """ValueError unless all stages of a loop have the same kinds of layers in every round."""
+    """Raise ValueError unless all stages of a loop have the same kinds of layers in every round."""
     kinds, n = segment_layer_kinds(s.plan, s.module), s.chunk_layers
     chunks = {kinds[i : i + n] for i in range(0, len(kinds), n)}
     if len(chunks) > 1:
         raise ValueError(
             f"segment {s.name!r}: layers {s.plan.start} to {s.plan.stop - 1} of {s.plan.module!r} "
-            f"are not of the same kinds, in the same order, in each of {s.stages} stages and "
+            f"do not have the same sequence of kinds in each of {s.stages} stages and "
             f"{s.plan.rounds} rounds; cut it into segments, or into stages that hold whole patterns"
         )
 
 
 def check_model(layout: Layout, model: MultimodalModel) -> None:
-    """ValueError for a plan that was made for another model."""
+    """Raise ValueError if the plan was made for another model."""
     if unknown := set(layout.modules) - set(model.modules):
         raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks; plan again")
     model_edges = edges_of(model)

@@ -1,4 +1,4 @@
-"""Lowers a segment's programs; forward comes before backward, which reads its residuals."""
+"""Lowers a segment's programs; forward is lowered before backward, which reads its residuals."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dflop_jax.runtime.segment import ProgramKind, Segment, x_structs, y_structs
 from dflop_jax.runtime.zero_sharding import axes_of
 
 Tree = Any
-# Each stage and data rank has its own entries; in outputs, the stage's microbatches.
+# Each stage and data rank has its own entries; for outputs, the stage's microbatches.
 _PER_RANK = P("stage", "data")
-# XLA's GPU compiler: equal inputs give equal bits, also from libraries that may add in any order.
+# Makes XLA's GPU compiler use deterministic operations only, also in libraries.
 _SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 class Lowering:
     """A segment's programs, and the residuals between them.
 
-    Residuals are arrays [stages, data ranks, ...]. Lowering forward gives their shapes; under
-    tensor parallelism the compiler chooses their shardings, so forward must be compiled to know
-    them.
+    Residuals are arrays [stages, data ranks, ...]. Their shapes are known once forward is lowered.
+    Under tensor parallelism the compiler chooses their shardings, which are known once forward is
+    compiled.
     """
 
     def __init__(self, segment: Segment):
@@ -37,7 +37,7 @@ class Lowering:
         self._residuals: dict[Shape, Tree] = {}
 
     def argument_structs(self, shape: Shape, kind: ProgramKind) -> tuple[Tree, ...]:
-        """(params, x, fields), and for backward (dy, grads, residuals) after them."""
+        """Return (params, x, fields), and for backward also (dy, grads, residuals)."""
         s = self.segment
         args = (program_structs(s), x_structs(s, shape), structs.field_structs(s, shape))
         if kind != BACKWARD:
@@ -48,7 +48,7 @@ class Lowering:
         return (*args, dy, grad_structs(s), self.residual_structs(shape))
 
     def backward_structs(self, shape: Shape) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
-        """Outputs of backward: (sums, dx, grads, completion)."""
+        """Return structs of backward's outputs: (sums, dx, grads, completion)."""
         s = self.segment
         ranks, sharding = (s.stages, s.data_ranks), s.sharding(*_PER_RANK)
         completion = jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding)
@@ -57,8 +57,8 @@ class Lowering:
         return sums, dx, grad_structs(s), completion
 
     def residual_structs(self, shape: Shape) -> Tree:
-        """The residuals that forward saves for backward, {} if none. Under tensor parallelism this
-        compiles forward, unless `set_residual_shardings` was called."""
+        """Return structs of the residuals that forward saves for backward, {} if none. Under tensor
+        parallelism this compiles forward, unless `set_residual_shardings` was called."""
         if not self.segment.saves_residuals:
             return {}
         if shape not in self._residuals:
@@ -68,7 +68,7 @@ class Lowering:
         return self._residuals[shape]
 
     def residual_bytes(self, shape: Shape) -> float:
-        """Bytes of the residuals on one device."""
+        """Return the bytes of the residuals on one device."""
         return structs.device_bytes(self.residual_structs(shape))
 
     def set_residual_shardings(self, shape: Shape, forward: jax.stages.Compiled) -> None:
@@ -78,8 +78,8 @@ class Lowering:
         self._residuals[shape] = jax.tree.map(_with_sharding, residuals, shardings)
 
     def lower(self, shape: Shape, kind: ProgramKind) -> jax.stages.Lowered:
-        """Program of a kind at a per-rank shape, ready to be compiled, of `argument_structs`;
-        forward and evaluate give `spmd_loop.forward_program`'s outputs, backward gives
+        """Lower the program of a kind at a per-rank shape, for arguments of `argument_structs`.
+        Forward and evaluate return the outputs of `spmd_loop.forward_program`; backward returns
         `backward_structs` and donates the gradients."""
         if kind == BACKWARD:
             return self._lower_backward(shape)
@@ -127,6 +127,6 @@ def _with_sharding(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def manual_spec(struct: jax.ShapeDtypeStruct) -> P:
-    """The part of a sharding that `shard_map` handles."""
+    """Return the part of a struct's sharding that `shard_map` handles."""
     dims = [tuple(a for a in axes_of(dim) if a in MANUAL_AXES) for dim in struct.sharding.spec]
     return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in dims))

@@ -1,4 +1,4 @@
-"""Parts of a module: their names, and structs of their inputs and outputs on one data rank."""
+"""Names the parts of a module, and the structs of their inputs and outputs on one data rank."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from dflop_jax.contract import (
 from dflop_jax.records import SegmentPlan, Shape
 
 Tree = Any
-UNIFORM_MODULE_PARTS = ("entry", LAYERS, "exit")  # of every module whose layers are of one kind
-KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times faster than threefry
+UNIFORM_MODULE_PARTS = ("entry", LAYERS, "exit")  # of a module whose layers are of one kind
+KEY_IMPL = "rbg"  # PRNG of fresh parameters; it compiles several times faster than threefry
 
 
 def segment_parts(s: SegmentPlan, module: Module) -> tuple[str, ...]:
-    """The parts of its module that a segment owns."""
+    """Return the parts of its module that a segment owns."""
     kinds = segment_layer_kinds(s, module)
     stacked = [part for part, kind in stacked_parts(module).items() if kind in kinds]
     ends = ["entry"] if s.first else []
@@ -45,19 +45,19 @@ def segment_parts(s: SegmentPlan, module: Module) -> tuple[str, ...]:
 
 
 def segment_layer_kinds(s: SegmentPlan, module: Module) -> tuple[str, ...]:
-    """The kinds of a segment's layers."""
+    """Return the kinds of a segment's layers."""
     return layer_kinds_until(s, module)[s.start :]
 
 
 def layer_kinds_until(s: SegmentPlan, module: Module) -> tuple[str, ...]:
-    """The kinds of a module's layers up to the last one of a segment."""
+    """Return the kinds of a module's layers up to the segment's last one."""
     kinds: tuple[str, ...] = getattr(module, "layer_kinds", (LAYERS,) * s.stop)
     return kinds[: s.stop]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def init_part(module: Module, part: str, key: Array) -> Params:
-    """Fresh parameters of a part of a module; of one layer for a stacked part."""
+    """Return fresh parameters of a part; of one layer if the part is stacked."""
     return module.init(part, key)
 
 
@@ -66,20 +66,20 @@ def init_part(module: Module, part: str, key: Array) -> Params:
 
 @lru_cache(maxsize=256)
 def part_struct(module: Module, part: str) -> Params:
-    """Structs of a part, or of one layer of it, in the dtypes that the module's functions get."""
+    """Return structs of a part, or of one of its layers, in the module's working dtypes."""
     float32 = float32_names_of(module)
 
     def working(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         stays = last_key(path) in float32 or not jnp.issubdtype(leaf.dtype, jnp.floating)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if stays else working_dtype_of(module))
 
-    # By `init_part`, which then is not traced again where it runs.
+    # Uses the jitted `init_part`, whose trace is then cached for the actual draw.
     drawn = init_part.eval_shape(module, part, jax.random.key(0, impl=KEY_IMPL))
     return jax.tree.map_with_path(working, drawn)
 
 
 def module_structs(module: Module, sharding: jax.sharding.Sharding | None = None) -> Params:
-    """`part_struct` of all parts of a module, layers stacked."""
+    """Return `part_struct` of all parts of a module, with layers stacked."""
 
     def stack(part: str, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         lead = (n_stacked_layers(module, part),) if part in stacked_parts(module) else ()
@@ -95,7 +95,7 @@ def logical_axes(module: Module, part: str) -> Params:
 
 @lru_cache(maxsize=1024)
 def hidden_struct(module: Module, shape: Shape) -> Tree:
-    """Hidden states between layers: an array, or a tree of them."""
+    """Return structs of the hidden states between layers: one array or a tree of arrays."""
     fields = _field_structs(module, "entry", shape)
     return jax.eval_shape(module.entry, part_struct(module, "entry"), fields)
 
@@ -111,7 +111,7 @@ def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
 
 @lru_cache(maxsize=1024)
 def exit_struct(module: Module, shape: Shape) -> Tree:
-    """Structs of the exit's output: features, or a loss's sums by name."""
+    """Return structs of the exit's output: features, or a loss's sums by name."""
     fields, hidden = _field_structs(module, "exit", shape), hidden_struct(module, shape)
     entry = part_struct(module, "entry") if module.tied else None
     return jax.eval_shape(module.exit, part_struct(module, "exit"), hidden, fields, entry)
@@ -122,12 +122,12 @@ def _field_structs(module: Module, part: str, shape: Shape) -> dict[str, jax.Sha
     return {n: module.field_spec(n, shape.rows, shape.tokens) for n in names}
 
 
-# ---- loops over repeated periods of layer kinds, so that little is compiled ----
+# ---- loops over repeated periods of layer kinds, which compile less code ----
 
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """Layers from number `start` on: `repeats` times those of `period`."""
+    """A loop that runs the layers of `period` `repeats` times, from layer number `start` on."""
 
     start: int
     period: tuple[Any, ...]
@@ -138,7 +138,7 @@ class LayerLoop:
         return self.start + len(self.period) * self.repeats
 
     def rows(self, kinds: Sequence[Any]) -> tuple[range, ...]:
-        """For each layer of the period, the rows of its repeats in the stack of its kind."""
+        """Return the rows of each period layer's repeats in the stack of its kind."""
         rows = []
         for j, kind in enumerate(self.period):
             step, first = self.period.count(kind), kinds[: self.start + j].count(kind)
@@ -148,13 +148,13 @@ class LayerLoop:
 
 @lru_cache(maxsize=1024)
 def split_into_loops(kinds: Sequence[Any]) -> tuple[LayerLoop, ...]:
-    """Loops that go through layers of these kinds in their order: the sum of their periods is as
-    small as it can be, and of such the loops are few.
+    """Return loops that run layers of these kinds in order. The sum of their periods is minimal;
+    among equal sums, the number of loops is minimal.
 
-    By the shortest path from cut to cut, O(n^2 log n) comparisons of periods.
+    Solved as a shortest path between layer numbers, with O(n^2 log n) comparisons of periods.
     """
     kinds, n = tuple(kinds), len(kinds)
-    # By cut: (layers that are compiled, loops) of the best way there, and its last loop.
+    # Up to each layer: (compiled layers, loops) of the shortest path, and its last loop.
     shortest: list[tuple[int, int, LayerLoop | None]] = [(0, 0, None)]
     shortest += [(n + 1, n + 1, None)] * n
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Detects that a device's memory is too small, before a program runs or from XLA's error."""
+"""Detects that a device's memory is too small, from its free bytes or from XLA's error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dflop_jax.runtime.programs import Key, Program, Programs, output_structs
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+) ?([KMGT]?)(?:i?B|\b)"
-# XLA's messages, by allocator: the missing bytes, or the requested and the free bytes.
+# XLA's messages depend on the allocator: missing bytes, or requested and free bytes.
 _EXCEEDED_BYTES = re.compile(rf"[Ee]xceeded \w+ capacity by {_NUMBER}")
 _REQUESTED_BYTES = re.compile(rf"(?:allocat|reserv)(?:e|ing) {_NUMBER}")
 _FREE_BYTES = re.compile(rf"[Tt]here (?:are|is) {_NUMBER} free")
 
 
 class OutOfMemory(RuntimeError):
-    """A device's memory is too small; `short_bytes` are missing, 0: unknown."""
+    """A device's memory is too small by `short_bytes`; 0: unknown."""
 
     def __init__(self, message: str, short_bytes: float = 0.0):
         super().__init__(message)
@@ -30,14 +30,14 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device ran out of memory."""
+    """Return whether an error says that a device ran out of memory."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error)
     return isinstance(error, OutOfMemory)
 
 
 def short_bytes(error: BaseException, devices: Iterable[jax.Device]) -> float:
-    """Missing bytes, according to the error and the devices; 0: unknown."""
+    """Return the missing bytes according to the error and the devices; 0: unknown."""
     if isinstance(error, OutOfMemory):
         return error.short_bytes
     text = str(error)
@@ -47,21 +47,21 @@ def short_bytes(error: BaseException, devices: Iterable[jax.Device]) -> float:
     if not requested:
         return 0.0
     available_bytes = _parse_bytes(free) if free else free_bytes(devices)
-    # Fragmented free memory may be more than was requested.
+    # Free memory may be fragmented, and then exceed the request.
     return max(0.0, _parse_bytes(requested) - available_bytes)
 
 
 def free_bytes(devices: Iterable[jax.Device]) -> float:
-    """Free bytes of the fullest device that reports them; inf: none does (CPU)."""
+    """Return the smallest free bytes of the devices that report them; inf if none does (CPU)."""
     stats = [d.memory_stats() or {} for d in devices]
     reported = [s for s in stats if s.get("bytes_limit")]
     return min((s["bytes_limit"] - s.get("bytes_in_use", 0) for s in reported), default=math.inf)
 
 
 def check_free_memory(program: str, needed_bytes: float, devices: Iterable[jax.Device]) -> None:
-    """Raise OutOfMemory unless every device that reports its free bytes has as many."""
+    """Raise OutOfMemory if a device reports fewer free bytes than needed."""
     if (missing_bytes := needed_bytes - free_bytes(devices)) > 0:
-        raise OutOfMemory(f"{program} needs {needed_bytes:.0f} bytes more", missing_bytes)
+        raise OutOfMemory(f"{program} needs {needed_bytes:.0f} more bytes", missing_bytes)
 
 
 def _parse_bytes(number: re.Match[str]) -> float:
@@ -69,11 +69,11 @@ def _parse_bytes(number: re.Match[str]) -> float:
 
 
 class TrialPrograms:
-    """`Programs` that continue when one of them runs out of memory; `failed` is the first error.
+    """`Programs` that continue when a program runs out of memory; `failed` is the first error.
 
     Processes match the transfers between them by counting (`communicator`), so no process may skip
-    a transfer. A program's bytes are therefore compared with the free bytes before it runs. If it
-    fails nevertheless, it returns zeros, which are sent in place of its outputs.
+    a transfer. A program's bytes are therefore compared with the free bytes before it runs. If the
+    program fails nevertheless, zeros are returned and sent in place of its outputs.
     """
 
     def __init__(self, programs: Programs):
@@ -87,11 +87,11 @@ class TrialPrograms:
         return partial(self._run, key)
 
     def check_free_memory(self, key: Key) -> None:
-        """Raise OutOfMemory unless this process's devices have the bytes of a segment's program."""
+        """Raise OutOfMemory if a program needs more bytes than this process's devices have free."""
         if key[0] not in self._programs.local_segments:
             return
         analysis = self._programs.compiled[key].memory_analysis()
-        if analysis is not None:  # bytes beside its arguments, by its compiler
+        if analysis is not None:  # bytes beside its arguments, according to its compiler
             new_bytes = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
             needed_bytes = float(analysis.temp_size_in_bytes + new_bytes)
             devices = self._programs.segments[key[0]].mesh.local_devices

@@ -18,7 +18,7 @@ from dflop_jax.runtime.zero_sharding import ZeroSpec, make_zero_spec
 
 
 def param_structs(s: Segment) -> Params:
-    """Shapes and working dtypes of the segment's parameters, layers stacked."""
+    """Return shapes and working dtypes of the segment's parameters, with layers stacked."""
     structs = {p: part_struct(s.module, p) for p in s.read_parts}
     for part, rows in s.layer_rows.items():
         lead = (len(rows),)
@@ -29,7 +29,7 @@ def param_structs(s: Segment) -> Params:
 
 
 def stored_structs(s: Segment, zero_specs: Params, float32: Collection[str] = ()) -> Params:
-    """Structs of parts as data ranks store them; those in `float32` have that dtype."""
+    """Return structs of parts as data ranks store them; parts in `float32` have that dtype."""
 
     def stored(part: str, a: jax.ShapeDtypeStruct, spec: ZeroSpec) -> jax.ShapeDtypeStruct:
         dtype = jnp.float32 if part in float32 else a.dtype
@@ -40,7 +40,7 @@ def stored_structs(s: Segment, zero_specs: Params, float32: Collection[str] = ()
 
 
 def _map_parts(function: Callable[..., Any], parts: Iterable[str], *trees: Params) -> Params:
-    """`function(part, *leaves)` of every leaf of these parts."""
+    """Return `function(part, *leaves)` for every leaf of these parts."""
     return {
         part: jax.tree.map(partial(function, part), *(tree[part] for tree in trees))
         for part in parts
@@ -48,34 +48,34 @@ def _map_parts(function: Callable[..., Any], parts: Iterable[str], *trees: Param
 
 
 def program_structs(s: Segment) -> Params:
-    """Structs of the parameters that programs read."""
+    """Return structs of the parameters that programs read."""
     return stored_structs(s, param_zero_specs(s))
 
 
 def owned_param_structs(s: Segment) -> Params:
-    """`program_structs` of the segment's owned parts."""
+    """Return `program_structs` of the segment's owned parts."""
     structs = program_structs(s)
     return {part: structs[part] for part in s.owned_parts}
 
 
 def master_parts(s: Segment) -> frozenset[str]:
-    """Parts of which the optimizer keeps float32 masters beside what programs read."""
+    """Return the parts that have float32 masters beside the parameters that programs read."""
     return frozenset() if working_dtype_of(s.module) == jnp.float32 else s.trainable
 
 
 def initial_structs(s: Segment) -> Params:
-    """Structs of the owned parts as they are drawn, read and saved: masters where there are any."""
+    """Return structs of the owned parts as drawn and saved: of masters if there are any."""
     return stored_structs(s, initial_zero_specs(s), float32=master_parts(s))
 
 
 def initial_zero_specs(s: Segment) -> Params:
-    """The `ZeroSpec` of each leaf of `initial_structs`."""
+    """Return the `ZeroSpec` of each leaf of `initial_structs`."""
     masters, of_state, of_params = master_parts(s), state_zero_specs(s), param_zero_specs(s)
     return {p: (of_state if p in masters else of_params)[p] for p in s.owned_parts}
 
 
 def param_specs(s: Segment) -> Params:
-    """How parameters are sharded over stages and tensor ranks, whole on every data rank.
+    """Return how parameters are sharded over stages and tensor ranks, without data sharding.
 
     Raises:
       ValueError: a degree does not divide a dim.
@@ -99,12 +99,12 @@ def _check_degree_divides(s: Segment, path: Any, leaf: jax.ShapeDtypeStruct, spe
         if size % degree:
             raise ValueError(
                 f"segment {s.plan.name!r}: dim {size} of {jax.tree_util.keystr(path)} does "
-                f"not divide over {axis}={degree}; choose a degree that divides it"
+                f"not divide by the degree {axis}={degree}; choose one that divides it"
             )
 
 
 def state_zero_specs(s: Segment) -> Params:
-    """The `ZeroSpec` of optimizer state, of gradients from ZeRO 2 on, of parameters in ZeRO 3."""
+    """Return the `ZeroSpec` of optimizer state, of ZeRO 2's gradients and ZeRO 3's parameters."""
     dp = int(s.plan.shard_ranks(s.data_ranks, s.tp))
     sizes = {"dp": dp, "tp": s.tp, "n_replicas": s.data_ranks // dp}
 
@@ -115,7 +115,7 @@ def state_zero_specs(s: Segment) -> Params:
 
 
 def param_zero_specs(s: Segment) -> Params:
-    """The `ZeroSpec` of the parameters that programs read."""
+    """Return the `ZeroSpec` of the parameters that programs read."""
     return state_zero_specs(s) if s.plan.zero == 3 else _replicated_zero_specs(s)
 
 
@@ -124,8 +124,8 @@ def _replicated_zero_specs(s: Segment) -> Params:
 
 
 def grad_structs(s: Segment) -> Params:
-    """Structs of the float32 accumulators. Their leading dim counts ranks to sum at the step's end:
-    stages of entry and exit, and data ranks unless each has its shard of the sum."""
+    """Return structs of the float32 accumulators. Their leading dim counts ranks to sum at the
+    step's end: stages for entry and exit, and data ranks unless each holds its shard of the sum."""
 
     def accumulator(
         part: str, leaf: jax.ShapeDtypeStruct, zero_spec: ZeroSpec

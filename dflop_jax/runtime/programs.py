@@ -41,15 +41,15 @@ Program = Callable[..., Any]
 # Key of a program: a segment's name, then (shape, kind), (shape, LESS_REMAT, kind), (REDUCE,),
 # (UPDATE,), (link, low shape, high shape, whether backward) or ("sum", struct).
 Key = tuple[Any, ...]
-LESS_REMAT = "keeping more"  # in the key of a program under its segment's second recompute policy
+LESS_REMAT = "keeping more"  # key entry of programs under the second recompute policy
 
 
 @dataclass(frozen=True)
 class GroupArrays:
-    """Host arrays of one group: `fields[name]` [M, ranks * rows, ...], and, by the number of every
-    group that feeds it, which of its outputs each token reads, `source_indices[group]`: index, or
-    index and weight, [M, ranks * rows, tokens, sources]. `max_requested[group]` is the argument of
-    `ExchangeIndex.rounds` where this process does not have all ranks' indices."""
+    """Host arrays of one group: `fields[name]` [M, ranks * rows, ...]. For each group that feeds
+    it, `source_indices[number of that group]` has the outputs that each token reads, as an index,
+    or an index and weights, [M, ranks * rows, tokens, sources]. `max_requested[group]` is the
+    argument of `ExchangeIndex.rounds` if this process does not have all ranks' indices."""
 
     fields: Mapping[str, np.ndarray]
     source_indices: Mapping[int, tuple[np.ndarray, ...]]
@@ -65,7 +65,7 @@ class Signature(NamedTuple):
 
 
 def _cached_method(method: Callable[..., T]) -> Callable[..., T]:
-    """A method whose object caches its results: tracing shapes takes milliseconds."""
+    """Cache a method's results per object: tracing shapes takes milliseconds."""
     cached: Any = cached_property(lambda self: cache(partial(method, self)))
     return cached
 
@@ -74,16 +74,16 @@ def _cached_method(method: Callable[..., T]) -> Callable[..., T]:
 class Programs:
     """Segments, updates and links of a layout on its devices, with the programs compiled so far.
 
-    A segment has programs for every shape of its module; an edge for every pair of shapes that the
-    layout's buckets join. A program on devices of other processes only does not run here: its
-    outputs are arrays without shards on this process.
+    A segment has programs for every shape of its module, an edge for every pair of shapes that the
+    layout's buckets join. A program on other processes' devices does not run on this process: its
+    outputs are arrays without local shards.
 
     Attributes:
-      evaluates: whether programs that give losses without gradients are among them.
-      lowerings: of every segment, in topological order.
-      less_remat: of some segments under their second recompute policy.
+      evaluates: whether there are programs that return losses without gradients.
+      lowerings: of all segments, in topological order.
+      less_remat: of the segments that have a second recompute policy, under that policy.
       updates: of the segments that train.
-      owner_of: tied segment that reads another's entry -> that one.
+      owner_of: segment that reads a tied entry -> segment that owns the entry.
     """
 
     model: MultimodalModel
@@ -129,7 +129,7 @@ class Programs:
 
     @cached_property
     def resource_of(self) -> dict[str, int]:
-        """The resource that each segment's tasks keep busy."""
+        """The resource that each segment's tasks occupy."""
         resource_by_submesh = submesh_resources(self.layout)
         return {s.name: resource_by_submesh[s.submesh] for s in self.layout.segments}
 
@@ -140,7 +140,7 @@ class Programs:
 
     @_cached_method
     def exchange(self, link: SegmentLink, low: Shape, high: Shape) -> Exchange:
-        """The exchange of a link's edge between groups of two shapes."""
+        """Return the exchange of a link's edge between groups of two shapes."""
         assert link.edge is not None
         return Exchange(
             output_struct(self.segments[link.source], link.edge, low),
@@ -151,12 +151,12 @@ class Programs:
 
     @_cached_method
     def _remote_program(self, key: Key) -> Program:
-        """Stands for a program of other processes: gives arrays without local shards."""
+        """Return a stand-in for a program of other processes; its outputs have no local shards."""
         outputs = jax.tree.map(remote_array, output_structs(self, key))
         return lambda *_: outputs
 
     def program(self, key: Key) -> Program:
-        """The program of a key; rounds of an exchange of `serial_segments` are awaited."""
+        """Return the program of a key; exchanges of `serial_segments` wait for their outputs."""
         if key[0] not in self.local_segments:
             return self._remote_program(key)
         program = self.compiled[key]
@@ -170,14 +170,14 @@ def make_programs(
     clip_norm: float = 0.0, freeze: tuple[str, ...] = (),
     rate_factors: Mapping[str, float] = MappingProxyType({}), evaluates: bool = False,
 ) -> Programs:  # fmt: skip
-    """The programs of a layout, none compiled yet.
+    """Return the programs of a layout, none compiled yet.
 
     Args:
-      tx: the elementwise optimizer; before it gradients are clipped to `clip_norm` (0: off) by
+      tx: the elementwise optimizer. Before it, gradients are clipped to `clip_norm` (0: off) by
         their norm over all segments.
-      freeze: names from the modules' `freeze_groups`.
-      rate_factors: freeze group -> its learning rate over that of `tx`; 1 for other groups.
-      evaluates: whether there are also programs that give losses without gradients.
+      freeze: names of the modules' `freeze_groups`.
+      rate_factors: factor of the learning rate of `tx` by freeze group; 1 for other groups.
+      evaluates: whether to make programs that return losses without gradients, too.
 
     Raises:
       ValueError: see `make_segments`.
@@ -201,7 +201,7 @@ def make_programs(
 
 
 def program_kinds(programs: Programs, name: str) -> tuple[ProgramKind, ...]:
-    """Kinds of programs of a segment; in training only a segment that others read has a forward."""
+    """Return a segment's kinds of programs; without readers, training needs no forward."""
     is_read = bool(programs.outgoing_links[name])
     gives_loss = programs.evaluates and programs.segments[name].has_loss
     forward = (FORWARD,) if is_read else ()
@@ -210,7 +210,7 @@ def program_kinds(programs: Programs, name: str) -> tuple[ProgramKind, ...]:
 
 
 def output_structs(programs: Programs, key: Key) -> Tree:
-    """Structs of a program's outputs, without residuals."""
+    """Return structs of a program's outputs, without residuals."""
     name, *details, kind = key
     if kind in (REDUCE, UPDATE):
         update = programs.updates[name]
@@ -224,5 +224,5 @@ def output_structs(programs: Programs, key: Key) -> Tree:
 
 
 def autotunes(segments: Iterable[Segment]) -> bool:
-    """Whether compiling programs of these segments times kernels on their devices."""
+    """Return whether compilation of these segments' programs times kernels on their devices."""
     return any(not s.is_on_cpu for s in segments)

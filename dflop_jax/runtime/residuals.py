@@ -1,5 +1,5 @@
-"""A pure function and its gradient in two programs: `forward` returns the residuals that `backward`
-needs besides its arguments.
+"""Splits a pure function and its gradient into two programs: `forward` also returns the residuals
+that `backward` needs besides its arguments.
 
 Residuals are the leaves of `jax.vjp`'s function, without those that backward has or can compute
 from parameters and fields alone (weights in another dtype, rotary tables, masks).
@@ -21,10 +21,10 @@ from dflop_jax.records import Remat
 
 Array = jax.Array
 Tree = Any
-# (parameters that train, hidden states or None, inputs that get a gradient, all else) -> output
+# (trained parameters, hidden states or None, inputs with a gradient, other inputs) -> output
 SplitFunction = Callable[[Tree, Tree, Tree, Tree], Tree]
 
-# Elementwise work and layout, which a compiler fuses into what reads it.
+# Elementwise and layout operations, which a compiler fuses into the operation that reads them.
 _ELEMENTWISE = """
     abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos
     div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota
@@ -36,28 +36,28 @@ _CHEAP_PRIMITIVES = frozenset(_ELEMENTWISE.split())
 
 
 def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
-    if primitive.name == "sharding_constraint":  # what is whole on every rank is gathered again
+    if primitive.name == "sharding_constraint":  # backward gathers replicated arrays again
         return any(axis is not None for axis in params["sharding"].spec)
     return primitive.name not in _CHEAP_PRIMITIVES
 
 
-_checkpoint = partial(jax.checkpoint, prevent_cse=False)  # inside scans nothing is merged anyway
+_checkpoint = partial(jax.checkpoint, prevent_cse=False)  # scans prevent merging anyway
 _policies = jax.checkpoint_policies
 _save_expensive = partial(_checkpoint, policy=_is_expensive)
-# What backward recomputes of a function.
+# How backward recomputes a function, by recompute policy.
 REMAT: dict[Remat, Callable[[SplitFunction], SplitFunction]] = {
     "none": _save_expensive,
     "dots": partial(_checkpoint, policy=_policies.dots_with_no_batch_dims_saveable),
     "named": partial(_checkpoint, policy=_policies.save_only_these_names(*SAVED_NAMES)),
     "layers": _checkpoint,
-    "segment": _save_expensive,  # the backward task reruns forward and saves as much
+    "segment": _save_expensive,  # the backward task reruns forward and saves the same
 }
 
 
 class SplitVjp:
-    """A piece of a segment with its gradient in two halves, for arguments like those given.
-    Backward does not have the hidden states. They get a gradient if `wants_hidden`; parameters that
-    train and `edge_inputs` always do."""
+    """A function of a segment with forward and backward apart, for arguments of the given shapes.
+    Backward does not get the hidden states. They get a gradient if `wants_hidden`; trained
+    parameters and `edge_inputs` always do."""
 
     def __init__(
         self, remat: Callable[[SplitFunction], SplitFunction], function: SplitFunction,
@@ -85,7 +85,7 @@ class SplitVjp:
         self._n_out = n_out = len(jax.tree.leaves(out))
         leaves = closed.jaxpr.outvars[n_out:]
         cast_from = {e.outvars[0]: e.invars[0] for e in closed.jaxpr.eqns if _is_widening_cast(e)}
-        # leaf -> number of its residual; by residual: (index among the outputs, dtype)
+        # Leaf -> number of its residual; by residual: (index among the outputs, dtype).
         self._residual_of_leaf: dict[int, int] = {}
         self._residual_outputs: list[tuple[int, Any]] = []
         residual_of_root: dict[Any, int] = {}
@@ -107,7 +107,7 @@ class SplitVjp:
     def forward(
         self, trained: Tree, h: Tree, edge_inputs: Tree, constants: Tree
     ) -> tuple[Tree, list[Array]]:
-        """(output, residuals)."""
+        """Return (output, residuals)."""
         if not self.has_gradient:
             return self._function(trained, h, edge_inputs, constants), []
         outputs = self._run(*jax.tree.leaves((h, trained, edge_inputs, constants)))
@@ -117,7 +117,7 @@ class SplitVjp:
     def backward(
         self, residuals: list[Array], trained: Tree, edge_inputs: Tree, constants: Tree, dout: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        """The gradients of (trained, h or None, edge_inputs) for the output's cotangent."""
+        """Return gradients of (trained, h or None, edge_inputs) for the output's cotangent."""
         if not self.has_gradient:
             return {}, None, {}
         arguments = jax.tree.leaves((trained, edge_inputs, constants))
@@ -134,7 +134,7 @@ class SplitVjp:
 
 
 def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:
-    """Inputs of a jaxpr, and every variable that is computed from them."""
+    """Return inputs of a jaxpr and every variable that is computed from them."""
     dependents = set(inputs)
     for eqn in jaxpr.eqns:
         if any(v in dependents for v in eqn.invars if not isinstance(v, Literal)):
@@ -143,7 +143,7 @@ def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:
 
 
 def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
-    """(the jaxpr with the used outputs only, inputs that it reads); jax's own keeps all kernels."""
+    """Return (jaxpr with the used outputs only, inputs that it reads); JAX's keeps all kernels."""
     outs = [*compress(jaxpr.outvars, used)]
     needed = {v for v in outs if not isinstance(v, Literal)}
     eqns = []
@@ -160,7 +160,7 @@ def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
 
 
 def _is_widening_cast(eqn: Any) -> bool:
-    """Whether an equation casts to a wider float, so that its input can be saved instead."""
+    """Return whether an equation casts to a wider float, so that its input can be saved instead."""
     if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype

@@ -1,4 +1,4 @@
-"""A segment on its submesh: its static facts, its inputs and its outputs."""
+"""A segment on its submesh: its static properties, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from dflop_jax.runtime.module_parts import (
 from dflop_jax.runtime.token_split import rows_and_tokens, token_spec
 
 Tree = Any
-# Programs of a segment: "evaluate" is a forward that also gives the loss's sums.
+# "evaluate" is a forward program that also returns the loss's sums.
 ProgramKind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
 
 
 def max_unrolled_layers(chip: str) -> int:
-    """Layers of a stage to unroll: GPUs compile them in a minute, CPUs copy cheaply in a loop."""
+    """Return how many layers to unroll: GPUs compile 8 in a minute, CPUs copy cheaply in loops."""
     return 8 if chip.startswith("sm_") else 0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Static facts; the parameters are in `parameter_layout`, the programs in `lowering`."""
+    """Static properties; `parameter_layout` has the parameters and `lowering` the programs."""
 
     plan: SegmentPlan
     module: Module
     mesh: Mesh
     microbatches: int  # of a group
-    trainable: frozenset[str]  # parts of its own, and the shared one, that get gradients
-    wants_gradient: frozenset[str] = frozenset()  # names of inputs that come from what trains
-    edges: tuple[Edge, ...] = ()  # of the model, those that leave from this segment or enter it
-    # Whether it reads the entry's parameters of its module, which another segment owns (tied head).
+    trainable: frozenset[str]  # own parts, and the shared entry, that get gradients
+    wants_gradient: frozenset[str] = frozenset()  # names of inputs whose source needs a gradient
+    edges: tuple[Edge, ...] = ()  # the model's edges that leave or enter this segment
+    # Whether it reads its module's entry parameters, which another segment owns (tied head).
     shares_entry: bool = False
     # Whether hidden states between it and its module's other segments are split over tensor ranks;
-    # all these segments then have equally many.
+    # all these segments then have the same degree.
     passes_sharded: bool = True
 
     @property
@@ -102,32 +102,32 @@ class Segment:
 
     @cached_property
     def inlets(self) -> tuple[tuple[str, int], ...]:
-        """(name, layers of the segment that have run) of the edges that enter between layers."""
+        """(name, layers of the segment that run before) of the edges that enter between layers."""
         edges = (e for e in self.edges if e.enters >= 0 and self.plan.reads(e))
         return tuple(dict.fromkeys((e.name, e.enters - self.plan.start) for e in edges))
 
     @cached_property
     def taps(self) -> tuple[tuple[str, int], ...]:
-        """(name, layers of the segment that have run) of the taps that edges leave from."""
+        """(name, layers of the segment that run before) of the taps that edges leave from."""
         edges = (e for e in self.outgoing if e.tap)
         return tuple(dict.fromkeys((e.tap, e.leaves - self.plan.start) for e in edges))
 
     @property
     def chunk_layers(self) -> int:
-        """Layers of a stage that a microbatch goes through in a round."""
+        """Number of layers that a microbatch passes in one stage and round."""
         return self.plan.n_layers // (self.stages * self.plan.rounds)
 
     @cached_property
     def layer_order(self) -> tuple[int, ...]:
-        """Numbers of the module's layers in stored order: stage by stage, the chunks of all rounds.
-        In one round, the stages run consecutive layers."""
+        """Layer numbers of the module in stored order: by stage, then by round. With one round, the
+        stages hold consecutive layers."""
         n, stages, rounds = self.chunk_layers, range(self.stages), range(self.plan.rounds)
         firsts = (self.plan.start + (r * self.stages + s) * n for s in stages for r in rounds)
         return tuple(first + i for first in firsts for i in range(n))
 
     @cached_property
     def chunk_kinds(self) -> tuple[str, ...]:
-        """The kinds of a stage's layers in one round, equal for all stages."""
+        """Kinds of a stage's layers in one round, equal for all stages."""
         return segment_layer_kinds(self.plan, self.module)[: self.chunk_layers]
 
     @cached_property
@@ -138,7 +138,7 @@ class Segment:
 
     @cached_property
     def layer_rows(self) -> dict[str, tuple[int, ...]]:
-        """For each stacked part, its rows in stored order, by number among layers of its kind."""
+        """Rows of each stacked part in stored order, numbered among the layers of its kind."""
         kinds = layer_kinds_until(self.plan, self.module)
         number = {i: kinds[:i].count(kinds[i]) for i in self.layer_order}
         return {
@@ -149,13 +149,13 @@ class Segment:
     @property
     def unrolls_layers(self) -> bool:
         """Whether programs with a gradient unroll the layers of a stage and round. A loop compiles
-        in the time of one layer, but copies residuals of each layer into stacks and out of them."""
-        # Layers of ZeRO 3 are gathered one ahead by a loop of their own.
+        in the time of one layer, but copies each layer's residuals into stacks and out of them."""
+        # With ZeRO 3, a separate loop gathers each layer one layer ahead.
         return self.plan.zero < 3 and self.chunk_layers <= max_unrolled_layers(self.chip)
 
     @property
     def compiles_forward_first(self) -> bool:
-        """Whether backward is lowered after forward is compiled, which shards the residuals."""
+        """Whether backward is lowered after forward is compiled, to know residuals' shardings."""
         return self.saves_residuals and self.tp > 1
 
     @cached_property
@@ -176,17 +176,17 @@ class Segment:
         return is_read and runs_back and self.plan.remat != "segment"
 
 
-# ---- what a segment takes and gives at a per-rank shape, as sharded structs ----
+# ---- sharded structs of a segment's inputs and outputs at a per-rank shape ----
 
 
 def device_bytes(structs: Tree) -> float:
-    """Bytes of arrays of these structs on one device."""
+    """Return the bytes of arrays of these structs on one device."""
     leaves = jax.tree.leaves(structs)
     return float(sum(s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in leaves))
 
 
 def field_names(s: Segment) -> tuple[str, ...]:
-    """Fields that come from the packer; what edges bring is not among them."""
+    """Return the names of the fields that the packer provides, without inputs from edges."""
     edges = {e.name for e in s.edges if e.target == s.plan.module}
     names = [n for part in s.owned_parts for n in s.module.inputs[part]]
     return tuple(dict.fromkeys(n for n in names if n not in edges))
@@ -195,7 +195,7 @@ def field_names(s: Segment) -> tuple[str, ...]:
 def field_structs(
     s: Segment, shape: Shape, names: Iterable[str] | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Fields of a group; all of `field_names` by default."""
+    """Return structs of a group's fields; by default of all `field_names`."""
     return {
         n: _group_struct(s, s.module.field_spec(n, shape.rows, shape.tokens), None, "data")
         for n in (field_names(s) if names is None else names)
@@ -203,13 +203,13 @@ def field_structs(
 
 
 def x_structs(s: Segment, shape: Shape) -> dict[str, Tree]:
-    """Inputs: "hidden" from the segment before it, and one per edge."""
+    """Return structs of the inputs: "hidden" from the previous segment, and one per edge."""
     edge_inputs = field_structs(s, shape, (*s.entry_inputs, *(name for name, _ in s.inlets)))
     return edge_inputs if s.plan.first else {"hidden": _hidden_structs(s, shape), **edge_inputs}
 
 
 def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree]:
-    """Outputs: "next", "exit", "taps", and the loss's "sums" if requested."""
+    """Return structs of the outputs: "next", "exit", "taps", and, if `sums`, the loss's "sums"."""
     y: dict[str, Tree] = {}
     if s.taps:
         y["taps"] = {
@@ -229,7 +229,7 @@ def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree
 
 
 def output_struct(s: Segment, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
-    """The features that an edge carries from the segment: of its exit or of a tap."""
+    """Return the struct of the features that an edge takes from the segment's exit or tap."""
     y = y_structs(s, shape)
     return y["taps"][edge.tap] if edge.tap else y["exit"]
 
@@ -243,7 +243,7 @@ def _hidden_structs(s: Segment, shape: Shape) -> Tree:
 
 
 def _group_struct(s: Segment, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
-    """The struct of a group, all ranks and microbatches, from that of one rank's microbatch."""
+    """Return the struct of a whole group from that of one rank's microbatch."""
     rows, *rest = struct.shape
     shape = (s.microbatches, s.data_ranks * rows, *rest)
     return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=s.sharding(*spec))

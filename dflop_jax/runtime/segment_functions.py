@@ -1,15 +1,15 @@
-"""The functions of a segment on one microbatch, forward and backward: entry, layers with taps and
-inlets between them, exit.
+"""The functions of a segment on one microbatch, forward and backward: entry, layers with the taps
+and inlets between them, and exit.
 
-Gradients of parameters are added into float32 accumulators as they are computed, those of a layer
-into its row of the stack, so that gradients of all layers are never held twice. Accumulators have a
-leading dim of 1 here: gradients of ranks stay separate until the step's single reduction. Where
+Parameter gradients are added to float32 accumulators as they are computed, a layer's into its row
+of the stack, so that memory never holds the gradients of all layers twice. Accumulators have a
+leading dim of 1 here: the ranks' gradients stay separate until the step's single reduction. If
 accumulators are split over data ranks, gradients are reduced as they are computed.
 
-Layers run in loops over the period of their kinds, so that compile time grows with the pattern of
-the layers, not with their number; `Segment.unrolls_layers` unrolls them instead. Layers whose
-parameters are split over data ranks are gathered one layer ahead, forward and backward. Entry and
-exit are whole here.
+Layers run in loops over the period of their kinds, so that compile time grows with the period, not
+with the number of layers; `Segment.unrolls_layers` unrolls them instead. Layers whose parameters
+are split over data ranks are gathered one layer ahead, forward and backward. Entry and exit are
+already gathered here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.token_split import run_module_part
 
 Tree = Any
-StackRows = Mapping[str, int | Array]  # by kind a place in its stack: a number, or a traced one
+StackRows = Mapping[str, int | Array]  # by kind, a row of its stack; a number or a traced one
 
 
 class LayerSpan(NamedTuple):
@@ -45,12 +45,12 @@ class LayerSpan(NamedTuple):
 
 
 def subset(tree: Mapping[str, Tree], names: Collection[str]) -> dict[str, Tree]:
-    """The entries of these names, in the order of the tree."""
+    """Return the entries of these names, in the order of the tree."""
     return {name: entry for name, entry in tree.items() if name in names}
 
 
 def add_gradients(segment: Segment, grads: Tree, more: Tree) -> Tree:
-    """`grads` by part, with their leading dim of 1, plus those of the parts in `more`."""
+    """Add the gradients of the parts in `more` to `grads`, which have a leading dim of 1."""
     sums = jax.tree.map(
         lambda total, g: total + g[None].astype(total.dtype),
         subset(grads, more),
@@ -60,10 +60,10 @@ def add_gradients(segment: Segment, grads: Tree, more: Tree) -> Tree:
 
 
 def _add_layer_gradients(segment: Segment, grads: Tree, row: int | Array, more: Tree) -> Tree:
-    """`add_gradients` of one layer, into its row of the stacked `grads`, in place."""
+    """Add the gradients `more` of one layer to its row of the stacked `grads`, in place."""
 
     def add(stack: Array, g: Array) -> Array:
-        # With its two leading dims of 1: without them the compiler would copy what is read first.
+        # Keeps both leading dims of 1: without them the compiler would first copy the row.
         total = lax.dynamic_slice_in_dim(stack, row, 1, axis=1) + g[None, None].astype(stack.dtype)
         return lax.dynamic_update_slice_in_dim(stack, total, row, axis=1)
 
@@ -72,7 +72,7 @@ def _add_layer_gradients(segment: Segment, grads: Tree, row: int | Array, more: 
 
 
 def _reduce_to_shards(segment: Segment, grads: Tree) -> Tree:
-    """Gradients by part; where data ranks split accumulators, this rank's shard of their sum."""
+    """Return gradients by part; if data ranks split accumulators, this rank's shard of the sum."""
     if segment.plan.zero == 1:
         return grads
     return shards.reduce_scatter(segment.mesh, subset(state_zero_specs(segment), grads), grads)
@@ -81,10 +81,10 @@ def _reduce_to_shards(segment: Segment, grads: Tree) -> Tree:
 class SegmentFunctions:
     """The functions of a segment within one program, forward and backward.
 
-    Each takes the inputs `x` and the fields of one microbatch, and hidden states `h`, of which the
+    Each function takes the inputs `x` and the fields of one microbatch, and hidden states `h`; the
     arguments here are examples. A backward function takes the residuals that its forward function
     returned; without `saves_residuals`, forward functions return none. `params` are the segment's
-    parameters, as `shard_map` gives them.
+    parameters, as `shard_map` passes them.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SegmentFunctions:
     def _split_arguments(
         self, name: str, params: Params, x: Tree, fields: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        """(trained parameters, inputs that get a gradient, all else) that a function reads."""
+        """Return (trained parameters, inputs with a gradient, other inputs) of a function."""
         reads_entry = name == "exit" and self.segment.module.tied
         read = subset(params, {name, adapter_of(name), "entry" if reads_entry else name})
         trained = subset(read, self.segment.trainable)
@@ -149,7 +149,7 @@ class SegmentFunctions:
     def forward(
         self, name: str, h: Tree, x: Tree, fields: Tree, params: Params | None = None
     ) -> tuple[Tree, list[Array]]:
-        """(output, residuals) of a function; `params`: of one layer, for a layer."""
+        """Run a function; return (output, residuals). `params`: one layer's, if it is a layer."""
         params = self.params if params is None else params
         trained, edge_inputs, constants = self._split_arguments(name, params, x, fields)
         if not self.saves_residuals:
@@ -159,7 +159,7 @@ class SegmentFunctions:
     def backward(
         self, name: str, residuals: list[Array], x: Tree, fields: Tree, dout: Tree, grads: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        """(gradient of hidden states, of inputs, grads + parameters') of a function but a layer."""
+        """Return gradients of a function, not of a layer: (hidden, inputs, grads + parameters')."""
         args = self._split_arguments(name, self.params, x, fields)
         dtrained, dh, dinputs = self._vjps[name].backward(residuals, *args, dout)
         return dh, dinputs, add_gradients(self.segment, grads, dtrained)
@@ -169,7 +169,7 @@ class SegmentFunctions:
     def forward_layers(
         self, h: Tree, x: Tree, fields: Tree, first_rows: StackRows
     ) -> tuple[Tree, dict[str, Array], Tree]:
-        """(hidden states, outputs of taps, residuals) of layers from `first_rows` on."""
+        """Run layers from `first_rows` on; return (hidden states, outputs of taps, residuals)."""
         tapped: dict[str, Array] = {}
         residuals: dict[str, Any] = {}
 
@@ -190,7 +190,7 @@ class SegmentFunctions:
         self, residuals: Tree, x: Tree, fields: Tree, dh: Tree, dtapped: Tree, grads: Tree,
         first_rows: StackRows,
     ) -> tuple[Tree, Tree, Tree]:  # fmt: skip
-        """(gradient of hidden states, of inputs, grads + parameters') of `forward_layers`."""
+        """Return gradients of `forward_layers`: (hidden states, inputs, grads + parameters')."""
         dx: dict[str, Array] = {}
 
         def visit(
@@ -224,11 +224,11 @@ class SegmentFunctions:
         self, visit: Any, carry: Any, span: LayerSpan, first_rows: StackRows,
         residuals: Any = None, *, reverse: bool = False,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Visit the layers of a span by `visit(kind, carry, parameters of the layer, (its row, its
-        residuals))`; returns (carry, outputs of the visits).
+        """Call `visit(kind, carry, parameters of the layer, (its row, its residuals))` for the
+        layers of a span; return (carry, outputs of the visits).
 
-        Outputs and `residuals` are lists by layer where layers are unrolled, else lists by loop of
-        tuples by layer of the period, stacked as by `lax.scan`.
+        If layers are unrolled, outputs and `residuals` are lists by layer. If not, they are lists
+        by loop of tuples by layer of the period, stacked as by `lax.scan`.
         """
         chunk = self.segment.chunk_kinds
         kinds, n_before = chunk[span.start : span.stop], Counter(chunk[: span.start])
@@ -238,8 +238,8 @@ class SegmentFunctions:
         for i, step in list(enumerate(steps))[:: -1 if reverse else 1]:
             saved = None if residuals is None else residuals[i]
             if self.unrolled:
-                # Else the compiler would begin early what a later layer needs, such as what is to
-                # be computed again, and merge that with what forward computed.
+                # The barrier keeps the compiler from starting the work of a later layer early, such
+                # as recomputation, and from merging it with forward's work.
                 carry, saved, stacks = lax.optimization_barrier((carry, saved, stacks))
                 row = first_rows[step] + (n_before[step] + kinds[:i].count(step))
                 layer = self._layer_params(step, row, stacks)
@@ -258,16 +258,16 @@ class SegmentFunctions:
         self, visit: Any, carry: Any, stacks: Params, period: tuple[str, ...],
         rows: tuple[Array, ...], residuals: Any, *, reverse: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """`_over_layers` of one loop; `rows` [repeats] of each layer of the period. Where data
-        ranks split parameters, a layer is gathered while the one before it is visited, so two are
-        whole at a time. The loop is not differentiated: gradients would keep every gathered
+        """Run `_over_layers` for one loop; `rows` [repeats] of each layer of the period. If data
+        ranks split parameters, a layer is gathered while the previous one is visited, so memory
+        holds two whole layers. The loop is not differentiated: gradients would keep every gathered
         layer."""
         order = range(len(period))[:: -1 if reverse else 1]
-        head = order[0]  # the layer that a period begins with
+        head = order[0]  # the first layer of a period in visiting order
         first, last = (rows[head][i] for i in ((-1, 0) if reverse else (0, -1)))
         step = (-1 if reverse else 1) * period.count(period[head])
         gathers_ahead = self.segment.plan.zero == 3
-        # By row: pieces of the stacks would be copied first.
+        # By row: the compiler would copy slices of the stacks first.
         layers = [partial(self._layer_params, kind, stacks=stacks) for kind in period]
 
         def visit_period(state: tuple[Any, Params | None], scanned: Any) -> tuple[Any, Any]:
@@ -277,11 +277,11 @@ class SegmentFunctions:
                 saved = None if period_residuals is None else period_residuals[j]
                 if gathers_ahead:
                     row = period_rows[following]
-                    if j == order[-1]:  # of the next period; that of the last one is not used
+                    if j == order[-1]:  # the next period's layer; the last period ignores it
                         row = jnp.where(row == last, row, row + step)
                     next_layer = layers[following](row)
                 else:
-                    if j != head:  # as where layers are unrolled
+                    if j != head:  # as for unrolled layers
                         carry, saved = lax.optimization_barrier((carry, saved))
                     layer = layers[j](period_rows[j])
                 carry, outputs[j] = visit(period[j], carry, layer, (period_rows[j], saved))
@@ -293,7 +293,7 @@ class SegmentFunctions:
         return carry, outputs
 
     def _layer_params(self, kind: str, row: int | Array, stacks: Params | None = None) -> Params:
-        """The parameters of a layer of the stage, gathered where they are split over data ranks."""
+        """Return the parameters of a layer of the stage, gathered if data ranks split them."""
         parts = {part for part, of_kind in self.segment.stacked.items() if of_kind == kind}
         own = subset(self.params if stacks is None else stacks, parts)
         layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), own)
@@ -301,7 +301,7 @@ class SegmentFunctions:
         return shards.all_gather(self.segment.mesh, zero_specs, layer)
 
     def _with_layer_number(self, kind: str, row: int | Array, fields: Tree) -> Tree:
-        """The fields that a layer in a row of the stage's stack reads."""
+        """Return a layer's fields, with its number as "layer" if the module numbers layers."""
         if not getattr(self.segment.module, "numbers_layers", False):
             return fields
         layer_numbers = self.segment.layer_rows[kind]

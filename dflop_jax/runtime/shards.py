@@ -1,8 +1,7 @@
-"""Collectives of ZeRO (arXiv 1910.02054): gathering parameters and reducing gradients over data
-ranks.
+"""Collectives of ZeRO (arXiv 1910.02054): gather parameters and reduce gradients over data ranks.
 
-`ZeroSpec` says how a parameter is stored. Its optimizer state, its gradient and the parameter
-itself are stored alike, so that none of them moves to meet another.
+`ZeroSpec` says how a parameter is stored. Its optimizer state and its gradient are stored in the
+same way, so that an update moves none of them.
 
 A collective has a fixed cost (milliseconds between CPU processes), and a model has dozens of
 parameters. So arrays are concatenated, up to `MAX_FUSED_ELEMENTS` at a time.
@@ -25,18 +24,18 @@ from dflop_jax.contract import Array
 from dflop_jax.runtime.zero_sharding import ZeroSpec, axes_of, data_axis_dim
 
 Tree = Any
-# Elements of one fused collective: twice as many copy twice as much at a time.
+# Elements of one fused collective; a larger limit copies more bytes at a time.
 MAX_FUSED_ELEMENTS = 1 << 25
 
 
 def make_gradient_reduction(
     mesh: Mesh, grad_specs: Tree, zero_specs: Tree, counted: Collection[str]
 ) -> Callable[[Tree, Tree], Tree]:
-    """A function (ranks' gradients [rank, ...] by part, sums of some parts to be added) -> (their
-    sum, stored by `zero_specs`; the sum of squares of all elements of the `counted` parts).
+    """Return a function (ranks' gradients [rank, ...] by part, sums to add to some parts) -> (total
+    stored by `zero_specs`, sum of squares of all elements of the `counted` parts).
 
-    `grad_specs[...][0]` names the mesh axes of the ranks' dim. Without "data" among them, the
-    gradient is stored by `zero_specs` already, and so are the sums to be added.
+    `grad_specs[...][0]` names the mesh axes of the ranks' dim. If "data" is not among them, the
+    gradient is already stored by `zero_specs`; the sums to add always are.
     """
     by_leaf, tree = jax.tree.flatten(zero_specs)
     shard_specs = jax.tree.map(lambda zero_spec: zero_spec.spec, zero_specs)
@@ -61,7 +60,7 @@ def make_gradient_reduction(
         squares = jnp.float32(0)
         of_counted = ({p: tree[p] for p in counted} for tree in (total, zero_specs))
         for x, zero_spec in zip(*map(jax.tree.leaves, of_counted), strict=True):
-            # An element counts once, on however many devices it is.
+            # An element counts once, also if several devices hold it.
             n_shards = prod(mesh.shape[a] for d in zero_spec.spec for a in axes_of(d))
             squares += jnp.sum(jnp.square(x)) / (mesh.size * zero_spec.n_replicas // n_shards)
         return total, lax.psum(squares, mesh.axis_names)
@@ -76,7 +75,7 @@ def make_gradient_reduction(
 
 
 def make_param_gather(mesh: Mesh, zero_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:
-    """A function: arrays stored by `zero_specs` -> the same sharded by `specs`."""
+    """Return a function that maps arrays stored by `zero_specs` to arrays sharded by `specs`."""
     leaves = enumerate(zip(jax.tree.leaves(zero_specs), jax.tree.leaves(specs), strict=True))
     gathered = {i: z for i, (z, new) in leaves if z.is_split and data_axis_dim(new) < 0}
     shard_specs = jax.tree.map(lambda zero_spec: zero_spec.spec, zero_specs)
@@ -95,14 +94,14 @@ def make_param_gather(mesh: Mesh, zero_specs: Tree, specs: Tree) -> Callable[[Tr
 
 
 def all_gather(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
-    """Shards, stored by `zero_specs` (of arrays that may lack the dim of layers) -> whole arrays,
-    equal on every data rank, in their own dtype."""
+    """Gather shards stored by `zero_specs` into whole arrays, equal on all data ranks; dtypes stay.
+    Arrays may lack the specs' dim of layers."""
     return _on_tensor_ranks(_all_gather_into, mesh, zero_specs, arrays, gathers=True)
 
 
 def reduce_scatter(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
-    """Whole arrays of each data rank -> float32 shards of their sum over the ranks; an array that
-    ranks do not share stays this rank's own. `zero_specs` as for `all_gather`."""
+    """Reduce each data rank's arrays to float32 shards of their sum; an array that ranks do not
+    share is returned unreduced. `zero_specs`: as in `all_gather`."""
     # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
     whole = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
     return _on_tensor_ranks(_reduce_scatter_into, mesh, zero_specs, whole, gathers=False)
@@ -111,8 +110,8 @@ def reduce_scatter(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
 def _on_tensor_ranks(
     collective: Callable[..., None], mesh: Mesh, zero_specs: Tree, arrays: Tree, *, gathers: bool
 ) -> Tree:
-    """A collective over "data" on each tensor rank's part of the arrays: left to the compiler,
-    "model" would be gathered first. `gathers`: whether it makes whole arrays of shards."""
+    """Run a collective over "data" on each tensor rank's part of the arrays; by itself, the
+    compiler would gather "model" first. `gathers`: whether it turns shards into whole arrays."""
     local, tree = jax.tree.flatten(arrays)
     split = {i: z for i, z in enumerate(jax.tree.leaves(zero_specs)) if z.is_split}
     dp = mesh.shape["data"]
@@ -134,19 +133,19 @@ def _on_tensor_ranks(
 
 
 def _model_spec(spec: P, n_dims: int) -> P:
-    """How the last dims of an array are split over "model"."""
+    """Return how the last dims of an array are split over "model"."""
     axes = list(spec)[len(spec) - n_dims :]
     return P(*("model" if "model" in axes_of(axis) else None for axis in axes))
 
 
 # The functions below run on one rank of `dp`, under a `shard_map` that is manual over "data".
-# `zero_specs` has the specs by the index of the array.
+# `zero_specs` maps the index of an array to its spec.
 
 
 def _all_gather_into(
     arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
-    """Replace shards by whole arrays; do not `fuse` those split over "model" with others."""
+    """Replace shards by whole arrays; without `fuse`, each array has its own collective."""
     dims = _sharded_dims(zero_specs, arrays)
     for group in _fusion_groups(dims, arrays, MAX_FUSED_ELEMENTS if fuse else 0):
         flat = jnp.concatenate([arrays[i].ravel() for i in group])
@@ -162,7 +161,7 @@ def _all_gather_into(
 def _reduce_scatter_into(
     arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
-    """Replace whole arrays by this rank's shard of their sum over its replica; `fuse` as above."""
+    """Replace whole arrays by this rank's shard of their sum over a replica; `fuse` as above."""
     for i, zero_spec in zero_specs.items():
         if zero_spec.local_shape:
             arrays[i] = zero_spec.flatten_local(arrays[i])
@@ -178,14 +177,14 @@ def _reduce_scatter_into(
 
 
 def _rank_groups(zero_spec: ZeroSpec, dp: int) -> list[list[int]] | None:
-    """Neighbouring data ranks that share a replica, equal for a segment's parameters; None: all."""
+    """Return groups of neighbouring data ranks that share a replica; None: all ranks share one."""
     if zero_spec.n_replicas == 1:
         return None
     return np.arange(dp).reshape(zero_spec.n_replicas, -1).tolist()
 
 
 def _sharded_dims(zero_specs: Mapping[int, ZeroSpec], arrays: Sequence[Array]) -> dict[int, int]:
-    """The dim of each array that is split over data ranks; an array may lack the dim of layers."""
+    """Return the dim of each array that data ranks split; arrays may lack the layers' dim."""
     specs = {i: zero_spec.spec for i, zero_spec in zero_specs.items()}
     return {i: data_axis_dim(spec) - (len(spec) - arrays[i].ndim) for i, spec in specs.items()}
 
@@ -193,7 +192,7 @@ def _sharded_dims(zero_specs: Mapping[int, ZeroSpec], arrays: Sequence[Array]) -
 def _fusion_groups(
     indices: Iterable[int], arrays: Sequence[Array], max_elements: int
 ) -> Iterator[list[int]]:
-    """Indices of arrays of one dtype for one collective, of at most so many elements."""
+    """Yield indices of arrays of one dtype to fuse, with at most `max_elements` elements in all."""
     group: list[int] = []
     size = 0
     for i in sorted(indices, key=lambda i: str(arrays[i].dtype)):
@@ -210,7 +209,7 @@ def _fusion_groups(
 def _all_reduce_into(
     arrays: list[Array], indices: Sequence[int], axis: str, groups: list[list[int]] | None = None
 ) -> None:
-    """Sum some of the arrays over a mesh axis, or over groups of its ranks."""
+    """Sum the arrays at `indices` over a mesh axis, or over groups of its ranks."""
     for group in _fusion_groups(indices, arrays, MAX_FUSED_ELEMENTS):
         flat = jnp.concatenate([arrays[i].ravel() for i in group])
         flat = lax.psum(flat, axis, axis_index_groups=groups)
@@ -219,19 +218,19 @@ def _all_reduce_into(
 
 
 def _split_flat(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
-    """Consecutive parts of the last dim in these shapes; other dims lead."""
+    """Yield consecutive parts of the last dim, reshaped to these shapes after the other dims."""
     stops = np.cumsum([prod(shape) for shape in shapes])
     for part, shape in zip(jnp.split(flat, stops[:-1], axis=-1), shapes, strict=True):
         yield part.reshape(*flat.shape[:-1], *shape)
 
 
 def _to_chunks(array: Array, dim: int, dp: int) -> Array:
-    """[dp, ...]: the array cut along a dim."""
+    """Cut an array along a dim into [dp, ...]."""
     shape = (*array.shape[:dim], dp, array.shape[dim] // dp, *array.shape[dim + 1 :])
     return jnp.moveaxis(array.reshape(shape), dim, 0)
 
 
 def _from_chunks(chunks: Array, dim: int) -> Array:
-    """The inverse of `_to_chunks`."""
+    """Invert `_to_chunks`."""
     array = jnp.moveaxis(chunks, 0, dim)
     return array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :])

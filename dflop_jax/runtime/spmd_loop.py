@@ -1,22 +1,22 @@
 """The loop inside a segment: per-device code under `shard_map`, manual over (stage, data).
 
-The loop is a pipeline: at tick t, stage s works on slot t - s and passes its activations on with
+The loop is a pipeline: at tick t, stage s works on slot t - s and sends its activations on with
 `ppermute`. A slot is a microbatch; with several rounds (interleaving), a slot is a microbatch in a
-round, and each stage holds other layers in each round. With R rounds and S stages, S microbatches
-go round the ring R times before the next S enter, and slots are numbered in this order: the first
-stage reads in its next tick what the last stage computed in the round before.
+round, and each stage holds different layers in each round. With R rounds and S stages, S
+microbatches go round the ring R times before the next S enter. Slots are numbered in this order:
+the first stage reads in its next tick what the last stage computed in the round before.
 
-The axis "model" stays automatic: tensor parallelism follows from the parameters' shardings and from
-the sharding of activations (`token_split`). With one stage the same code is a plain scan. Backward
-runs the ticks in reverse on the residuals of each slot. A stage without a slot yet computes a value
-that its first slot overwrites; a stage without a slot left repeats its last slot on equal inputs.
-The gradients of such ticks are zeros.
+The axis "model" stays automatic: tensor parallelism follows from the shardings of parameters and of
+activations (`token_split`). With one stage the same code is a plain scan. Backward runs the ticks
+in reverse on the residuals of each slot. A stage that has no slot yet computes a value that its
+first slot overwrites; a stage that has no slot left repeats its last slot on equal inputs. The
+gradients of such ticks are zeros.
 
-A segment takes `x`, arrays [M, rows, tokens, ...] by name: "hidden" from the segment before it (an
+A segment takes `x`, arrays [M, rows, tokens, ...] by name: "hidden" from the previous segment (an
 array or a tree of arrays) and one array per edge. It returns `y`: {"next": hidden states for the
-segment after it, "exit": features, "taps": {name: features}, "sums": {name: scalars of the loss},
-"residuals": input of its backward}, of which each key may be absent. M counts microbatches in a
-group, S stages.
+next segment, "exit": features, "taps": {name: features}, "sums": {name: scalars of the loss},
+"residuals": input of its backward}; each key may be absent. M counts microbatches in a group, S
+stages.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Tree = Any
 
 
 def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
-    """Run a group; returns per-rank outputs `y` with a leading dim of M / S microbatches, those of
-    taps M; `sums` says whether the loss's sums [M / S, 1] are wanted, and no residuals."""
+    """Run a group; return per-rank outputs `y` with a leading dim of M / S microbatches, or M for
+    taps. `sums`: whether to return the loss's sums [M / S, 1] and no residuals."""
     saves_residuals = segment.saves_residuals and not sums
     loop = _StageLoop(segment, params, x, fields, saves_residuals=saves_residuals)
     y, outs, residuals = loop.forward()
@@ -62,11 +62,11 @@ def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, 
 def backward_program(
     segment: Segment, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree, residuals: Tree
 ) -> tuple[Tree, Tree, Tree, Array]:
-    """The gradient of a group: (sums, dx, grads + gradient, completion).
+    """Return the gradient of a group: (sums, dx, grads + gradient, completion).
 
     `dy` is the cotangent of `y`; for the loss's sums it is one scalar, the scale of "loss_sum".
-    `residuals` are those of `forward_program`; a segment that hands none over runs forward here.
-    `completion` is a small output to wait for, since `grads` is donated onwards.
+    `residuals` come from `forward_program`; if the segment saves none, forward runs here.
+    `completion` is a small output to wait for, since `grads` is donated to the next program.
     """
     loop = _StageLoop(segment, params, x, fields, saves_residuals=True)
     if segment.saves_residuals:
@@ -88,16 +88,16 @@ def backward_program(
     dx: Tree = {}
     if loop.functions.differentiates_hidden or segment.taps:
         dx, grads = loop.backward(saved, douts, dy.get("taps", {}), grads)
-    # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
+    # Only stage 0 reads x, so its gradient is zero on other stages, and the sum broadcasts it.
     for name, a in dx.items():
-        tp = segment.tp if name == "hidden" else 1  # all else is whole
+        tp = segment.tp if name == "hidden" else 1  # other inputs are not sharded
         dx[name] = _in_float32(partial(lax.psum, axis_name="stage"), a, tp)
     completion = _mark_varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
     return sums, dx, grads, completion
 
 
 class LoopSlot(NamedTuple):
-    """A microbatch in a round; the only round is a plain 0, from which nothing is computed."""
+    """A microbatch in a round. With one round, `round` is the integer 0, to avoid computations."""
 
     number: Array
     round: int | Array
@@ -105,7 +105,7 @@ class LoopSlot(NamedTuple):
 
 
 def slot_at(tick: Array, stage: Array, *, microbatches: int, stages: int, rounds: int) -> LoopSlot:
-    """The slot of a stage at a tick: the first before the stage starts, the last after its end."""
+    """Return a stage's slot at a tick: before its start the first slot, after its end the last."""
     number = jnp.clip(tick - stage, 0, rounds * microbatches - 1)
     if rounds == 1:
         return LoopSlot(number, 0, number)
@@ -114,7 +114,7 @@ def slot_at(tick: Array, stage: Array, *, microbatches: int, stages: int, rounds
 
 
 class _StageLoop:
-    """A group on a segment's stages, forward and backward."""
+    """The pipeline loop of a group on a segment's stages, forward and backward."""
 
     def __init__(
         self, segment: Segment, params: Params, x: Tree, fields: Tree, *, saves_residuals: bool
@@ -126,7 +126,7 @@ class _StageLoop:
         self.n_slots = self.rounds * self.m
         self.n_ticks = segment.plan.ticks(self.s, self.m)
         self.stage = lax.axis_index("stage")
-        # A stage passes on to the next one, the last to the first in all rounds but the last one.
+        # A stage sends to the next one; with several rounds, the last stage sends to the first one.
         self.ring = [(j, (j + 1) % self.s) for j in range(self.s - (self.rounds == 1))]
         first_x, first_fields = _index_tree((self.x, self.fields), jnp.int32(0))
         hidden = first_x.get("hidden")
@@ -142,12 +142,12 @@ class _StageLoop:
         return slot_at(t, self.stage, microbatches=self.m, stages=self.s, rounds=self.rounds)
 
     def _is_entering(self, slot: LoopSlot) -> Array:
-        """Whether a slot reads an input of the loop."""
+        """Return whether a slot reads an input of the loop."""
         first = self.stage == 0
         return first if self.rounds == 1 else first & (slot.round == 0)
 
     def _first_rows(self, slot: LoopSlot) -> dict[str, int | Array]:
-        """By kind, the row of the first layer of a slot."""
+        """Return, by kind, the row of the first layer of a slot."""
         return {kind: slot.round * n for kind, n in Counter(self.segment.chunk_kinds).items()}
 
     # ---- layers ----
@@ -165,13 +165,13 @@ class _StageLoop:
             (_, (by_microbatch, by_slot)), _ = _scan_ticks(self._tick_into, carry, ticks)
         hs, tapped, of_entry = by_microbatch
         y = {"taps": tapped} if self.segment.taps else {}
-        if self.s > 1:  # [M, ...] valid on the last stage -> [M / S, ...] on each: ends use all
+        if self.s > 1:  # [M, ...] valid on the last stage -> [M / S, ...] on each, for the exit
             scatter = partial(lax.psum_scatter, axis_name="stage", scatter_dimension=0, tiled=True)
             hs = _in_float32(scatter, self._on_last_stage(hs), self.segment.tp)
         return y, hs, {"entry": of_entry, "slots": by_slot}
 
     def _tick_into(self, carry: tuple[Tree, Tree], t: Array) -> tuple[Tree, None]:
-        """One tick, written into the stacks; a microbatch's last hidden states stay."""
+        """Run one tick and write its outputs into the stacks, over those of earlier rounds."""
         passed, (by_microbatch, by_slot) = carry
         passed, (of_microbatch, of_slot) = self._tick(passed, t)
         slot = self._slot(t)
@@ -192,14 +192,14 @@ class _StageLoop:
         h, tapped, slot_residuals = self.functions.forward_layers(h, x, fields, first)
         if carry is not None:
             carry = lax.ppermute(h, "stage", self.ring)
-            if self.rounds > 1:  # after its last slot, a stage repeats it
+            if self.rounds > 1:  # a stage that has ended repeats its last slot
                 carry = _select(t - self.stage < self.n_slots - 1, carry, read)
         return carry, ((h, tapped, of_entry), slot_residuals)
 
     def backward(
         self, residuals: Tree, douts: Tree, dtapped: Tree, grads: Tree
     ) -> tuple[Tree, Tree]:
-        """The gradient of `forward`: (of x [M, ...], grads + parameters')."""
+        """Return the gradient of `forward`: (gradient of x [M, ...], grads + parameters')."""
         ticks, of_entry, by_slot = jnp.arange(self.n_ticks), residuals["entry"], residuals["slots"]
         if self.s == 1:
             scanned, carry = (ticks, of_entry, by_slot, douts, dtapped), (None, grads)
@@ -213,13 +213,13 @@ class _StageLoop:
             state, every_dx = carry
             slot = self._slot(t)
             entry, dh, more = _index_tree(by_microbatch, slot.microbatch)
-            leaves = t >= self.stage  # whether a slot of the last stage may give an output
+            leaves = t >= self.stage  # whether a slot of the last stage may return an output
             if self.rounds > 1:
                 leaves &= slot.round == self.rounds - 1
             dh = _select(leaves, dh, jax.tree.map(jnp.zeros_like, dh))
             scanned = t, entry, _index_tree(by_slot, slot.number), dh, more
             state, dx = self._backward_tick(state, scanned)
-            # Only the first slot of a microbatch reads x; in reverse it is the last one.
+            # Only the first slot of a microbatch reads x; in reverse order it comes last.
             return (state, _update_tree(every_dx, dx, slot.microbatch)), None
 
         reads = self.segment.entry_inputs if self.segment.plan.first else ("hidden",)
@@ -252,12 +252,12 @@ class _StageLoop:
     # ---- exits ----
 
     def _stage_fields(self) -> Tree:
-        """Fields of the M / S microbatches whose ends are this stage's."""
+        """Return the fields of the M / S microbatches whose exits this stage runs."""
         n = self.m // self.s
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.stage * n, n), self.fields)
 
     def forward_exit(self, outs: Tree) -> tuple[Tree, Tree]:
-        """(what the exit gives, what its backward needs), both [M / S, ...]."""
+        """Run the exit; return (its outputs, residuals), both [M / S, ...]."""
 
         def visit(_: None, scanned: tuple[Tree, Tree]) -> tuple[None, tuple[Tree, Tree]]:
             return None, self.functions.forward("exit", scanned[0], {}, scanned[1])
@@ -265,7 +265,7 @@ class _StageLoop:
         return lax.scan(visit, None, (outs, self._stage_fields()))[1]
 
     def backward_exit(self, residuals: Tree, dexit: Array, grads: Tree) -> tuple[Tree, Tree]:
-        """(the gradient of `forward_exit`'s hidden states, grads + parameters')."""
+        """Return (gradient of `forward_exit`'s hidden states, grads + parameters')."""
 
         def visit(grads: Tree, scanned: Tree) -> tuple[Tree, Tree]:
             of_microbatch, fields, dout = scanned
@@ -276,8 +276,8 @@ class _StageLoop:
         return douts, grads
 
     def backward_loss(self, outs: Tree, scale: Array, grads: Tree) -> tuple[Tree, Tree, Tree]:
-        """(the loss's sums, the gradient of `outs`, grads + parameters'): a visit computes a
-        microbatch's loss and gradient, so the exit's is never held for several."""
+        """Return (the loss's sums, the gradient of `outs`, grads + parameters'). A visit computes
+        one microbatch's loss and gradient, so memory holds the exit's residuals only once."""
         module, tp = self.segment.module, self.segment.tp
         reads = ("exit", adapter_of("exit"), *(("entry",) if module.tied else ()))
         trained = {k: self.params[k] for k in reads if k in self.segment.trainable}
@@ -304,7 +304,7 @@ class _StageLoop:
 def _scan_ticks(
     body: Any, carry: Tree, scanned: Tree, *, reverse: bool = False
 ) -> tuple[Tree, Tree]:
-    """`lax.scan`; a single tick runs without a loop."""
+    """Run `lax.scan`, without a loop if there is a single tick."""
     if jax.tree.leaves(scanned)[0].shape[0] > 1:
         return lax.scan(body, carry, scanned, reverse=reverse)
     carry, outputs = body(carry, jax.tree.map(lambda a: a[0], scanned))
@@ -316,7 +316,7 @@ def _select(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
 
 
 def _in_float32(collective: Any, tree: Tree, tp: int) -> Tree:
-    """`run_per_tensor_rank`; a bfloat16 reduction under partial-manual mode aborts on CPU."""
+    """Run a collective per tensor rank in float32: in bfloat16 it aborts on CPU."""
     return jax.tree.map(
         lambda a: run_per_tensor_rank(collective, a.astype(jnp.float32), tp).astype(a.dtype), tree
     )
@@ -331,24 +331,24 @@ def _update_tree(stack: Tree, tree: Tree, i: Array) -> Tree:
 
 
 def _zero_stack(n: int, struct: Tree) -> Tree:
-    """Zeros [n, ...] to be written to."""
+    """Return a stack of zeros [n, ...]."""
     zeros = jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), struct)
     return _mark_varying(zeros, "stage", "data")
 
 
 def _mark_varying(tree: Tree, *axes: str) -> Tree:
-    """Mark as differing along mesh axes, so that gradients stay unreduced along them."""
+    """Mark arrays as differing along mesh axes, so that gradients stay unreduced along them."""
     return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), tree)
 
 
 def _prepare_params(segment: Segment, params: Params) -> Params:
-    """Parameters marked as differing per rank: layers along data, ends along stage too. Ends that
-    data ranks split are gathered, layers when their turn comes."""
+    """Mark parameters as differing per rank: layers along data, entry and exit along stage, too. If
+    data ranks split entry and exit, they are gathered here; layers are gathered before they run."""
     zero_specs = param_zero_specs(segment)
 
     def mark(part: str, array: Array, zero_spec: ZeroSpec) -> Array:
         axes = () if part in segment.stacked else ("stage",)
-        if not zero_spec.is_split:  # else it differs along data as it is
+        if not zero_spec.is_split:  # if split, it already differs along data
             axes = (*axes, "data")
         return lax.pcast(array, axes, to="varying") if axes else array
 

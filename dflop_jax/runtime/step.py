@@ -1,4 +1,4 @@
-"""One step of a run: the state between steps, and the arrays of each task, dispatched in order."""
+"""One step of a run: the state between steps, and the arrays between tasks, dispatched in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainState:
     """Parameters, optimizer state and gradients by segment name; steps donate and replace them.
 
     `masters` is {} for a segment whose optimizer updates the parameters that programs read.
-    `shared` has the entry's parameters of a tied module on the segment that reads them.
+    `shared` has a tied module's entry parameters on the segment that reads them.
     """
 
     params: dict[str, Tree] = field(default_factory=dict)
@@ -37,10 +37,10 @@ class TrainState:
     shared: dict[str, Tree] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.zeros = cache(zeros)  # made once and never donated
+        self.zeros = cache(zeros)  # made once, never donated
 
     def program_params(self, name: str) -> Tree:
-        """The parameters that a segment's programs read."""
+        """Return the parameters that a segment's programs read."""
         shared = self.shared.get(name)
         return {**self.params[name], "entry": shared} if shared is not None else self.params[name]
 
@@ -54,7 +54,7 @@ class TrainState:
 
 
 class Outputs(NamedTuple):
-    """Arrays to await, never donated: received by exchange, computed by the program, sent on."""
+    """Arrays to wait for, never donated: received by exchange, computed by the program, sent."""
 
     received: Any
     computed: Any
@@ -64,8 +64,8 @@ class Outputs(NamedTuple):
 class StepCall:
     """One step: its groups, their host arrays, and the device arrays between tasks.
 
-    `scales` are factors of losses by module; without one a module has no loss. If the global
-    gradient norm is above `norm_limit` or not finite, parameters stay unchanged.
+    `scales` are factors of the losses by module; a module without a factor has no loss. If the
+    global gradient norm is above `norm_limit` or not finite, parameters stay unchanged.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class StepCall:
         self.programs, self.state = programs, state
         self.groups, self.arrays, self.evaluate = groups, arrays, evaluate
         self.limit = np.asarray(min(norm_limit**2, np.finfo(np.float32).max), np.float32)
-        # By segment, reduced gradients and the sum of their squares.
+        # By segment: reduced gradients and the sum of their squares.
         self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
-        self.sums: list[dict[str, jax.Array]] = []  # of losses, by name
-        self.totals: list[jax.Array] = []  # squares of all segments, as each trained one has them
+        self.sums: list[dict[str, jax.Array]] = []  # sums of losses, by name
+        self.totals: list[jax.Array] = []  # sum of squares over all segments, from each trained one
         self._scales = {
             n: shard_array(np.asarray(scales.get(s.plan.module, 0.0), np.float32), s.sharding())
             for n, s in programs.segments.items()
@@ -97,7 +97,7 @@ class StepCall:
         self._sent_indices: dict[tuple[str, str, int, int], list[Tree]] = {}
 
     def key(self, task: Task) -> tuple[Any, ...]:
-        """The key of the program that runs a task."""
+        """Return the key of the program that runs a task."""
         name = task.segment
         if task.group == NO_GROUP:
             return name, task.direction
@@ -106,18 +106,18 @@ class StepCall:
         return (name, group.shape, *[LESS_REMAT] * (name in group.remat_less), kind)
 
     def run(self, task: Task) -> Outputs:
-        """Dispatch a task; returns what to wait for."""
+        """Dispatch a task; return arrays to wait for."""
         of_group = {FORWARD: self._forward, BACKWARD: self._backward}
         return {**of_group, REDUCE: self._reduce, UPDATE: self._update}[task.direction](task)
 
     def wait_for_pending(self) -> None:
-        """Wait until all arrays in flight have arrived."""
+        """Wait until all pending arrays have arrived."""
         flying = (self._inbox, self._returned, self._for_backward, self._sent_indices)
         jax.block_until_ready([[*by_key.values()] for by_key in flying])
         jax.block_until_ready((self.state.grads, self.state.shared))
 
     def send_indices(self, name: str, g: int) -> None:
-        """Send the indices of a group's exchanges to the segment that runs forward, unless sent."""
+        """Send a group's exchange indices to the segment that runs forward, unless sent."""
         for link, fed in self._fed_links(name, g):
             key = (name, link.target, g, fed)
             if link.edge is None or key in self._sent_indices:
@@ -177,7 +177,7 @@ class StepCall:
         return Outputs(received, completion, ())
 
     def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
-        """(x, fields) of a task; ({}, {}) if its program runs on other processes only."""
+        """Return (x, fields) of a task; ({}, {}) if its program runs on other processes only."""
         signature = self.programs.signature(name, self.groups[g].shape)
         arrived = {kind: self._inbox.pop((name, g, kind), []) for kind in signature.x}
         if name not in self.programs.local_segments:
@@ -188,7 +188,7 @@ class StepCall:
         return x, fields
 
     def _fed_links(self, name: str, g: int) -> list[tuple[SegmentLink, int]]:
-        """(link, group that reads the output of group `g` over it) of a segment."""
+        """Return a segment's pairs (link, group that reads the output of group `g` over it)."""
         return [
             (link, f)
             for link in self.programs.outgoing_links[name]
@@ -202,7 +202,7 @@ class StepCall:
             self.sums.append({f"{module}.{k}": v for k, v in sums.items()})
 
     def _total(self, name: str, terms: Sequence[Tree], struct: Tree) -> Tree:
-        """The sum of the arrays that arrived for one input of a segment; zeros if none did."""
+        """Return the sum of the arrays that arrived for one input of a segment, or zeros."""
         if not terms:
             return jax.tree.map(self.state.zeros, struct)
         total, *rest = terms
@@ -212,8 +212,8 @@ class StepCall:
         return total
 
     def _gradient_of_output(self, name: str, g: int) -> tuple[Tree, list[jax.Array]]:
-        """(cotangents of the segment's outputs, zeros where no group reads them; arrays to wait for
-        until the exchanges have brought them)."""
+        """Return (cotangents of the segment's outputs, zeros if no group reads an output; arrays to
+        wait for until the exchanges have finished)."""
         programs, shape = self.programs, self.groups[g].shape
         dy: Tree = {"sums": self._scales[name]} if name in self._scales else {}
         arrived: list[jax.Array] = []
@@ -281,7 +281,7 @@ class StepCall:
             state.masters[name], state.opt_state[name] = rest
             state.params[name] = {**params, **new}
             self.totals.append(completion)
-        # Freed now: the step's result is read after the next step was dispatched.
+        # Freed now, since the step's result is read after the next step is dispatched.
         self.reduced[name] = ({}, own_squares)
         if self.programs.updates[name].shared:
             state.share_tied(self.programs, name)

@@ -1,4 +1,4 @@
-"""Results of a dispatched step: sums of losses, and when its tasks ran on every process."""
+"""Results of a dispatched step: sums of losses, and the times of its tasks on every process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, Event, Task, Trace
 from dflop_jax.runtime.step import Outputs, StepCall
 from dflop_jax.simulate.task_graph import StepGraph
 
-# A task's moments: when it was dispatched, when its exchanged inputs had arrived, when its own
+# A task's times: when it was dispatched, when its exchanged inputs had arrived, when its own
 # program ended, and when its outputs were exchanged.
 DISPATCHED, RECEIVED, COMPUTED, END = range(4)
 WaitsFor = Mapping[Task, Sequence[Task]]
@@ -26,11 +26,11 @@ WaitsFor = Mapping[Task, Sequence[Task]]
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """Sums over the batch by f"{module}.{name}" (as "MODULE.loss_sum"), the global gradient norm,
-    and the trace.
+    """Sums over the batch by f"{module}.{name}" (such as "MODULE.loss_sum"), the global gradient
+    norm and the trace.
 
     Attributes:
-      process_s: seconds that each process computed, of a step of several; see `process_seconds`.
+      process_s: compute seconds of each process, if there are several; see `process_seconds`.
       applied: whether parameters were updated: the norm is finite and not above `norm_limit`.
       not_finite: modules with gradients that are not finite, in the order of backward.
     """
@@ -47,9 +47,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """One process's results of a step: the four moments of each task on its devices by the task's
-    index, in seconds of process 0's clock; sums over its part of the batch; sums of squares of the
-    gradients of the segments on its devices, and of all segments (None: unknown here)."""
+    """One process's results of a step: the four `moments` of each task on its devices by task
+    index, in seconds of process 0's clock; `sums` over its part of the batch; gradients' sums of
+    `squares` by segment, and their total over all segments (None: unknown)."""
 
     moments: dict[int, list[float]]
     sums: dict[str, float]
@@ -94,11 +94,11 @@ class StepHandle:
         return LocalResult(moments, sums, squares, totals[0] if totals else None)
 
     def result(self, local_results: Sequence[LocalResult] | None = None) -> StepResult:
-        """The whole step from all processes' results; from this process's alone by default."""
+        """Return the result from all processes' results; by default from this one's alone."""
         local_results = [self.local_result()] if local_results is None else local_results
         programs, waits_for = self.call.programs, self.graph.waits_for
         moments = stack_moments([local.moments for local in local_results], len(self.tasks))
-        # A task over several processes begins with the last to dispatch it.
+        # A task on several processes starts when the last of them has dispatched it.
         latest_s = dict(zip(self.tasks, moments.max(axis=0).tolist(), strict=True))
         origin, events = to_events(
             latest_s, waits_for, programs.resource_of, programs.submesh_of, self.free_s
@@ -123,7 +123,7 @@ class StepHandle:
 
 
 def _local_sum(array: jax.Array) -> float:
-    """Of one of the replicas of each piece, so that the processes' sums add up."""
+    """Sum one replica of each shard, so that the sums of all processes add up."""
     pieces = (s.data for s in array.addressable_shards if s.replica_id == 0)
     return sum(float(np.asarray(piece, np.float64).sum()) for piece in pieces)
 
@@ -139,7 +139,7 @@ def _sum_by_name(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def stack_moments(
     moments_by_process: Sequence[Mapping[int, Sequence[float]]], n_tasks: int
 ) -> np.ndarray:
-    """Moments of all processes, float64 [processes, tasks, moments]; -inf: did not run there."""
+    """Return all processes' times, float64 [processes, tasks, moments]; -inf: did not run there."""
     moments = np.full((len(moments_by_process), n_tasks, END + 1), -np.inf)
     for of_process, of_tasks in zip(moments, moments_by_process, strict=True):
         if of_tasks:
@@ -151,11 +151,11 @@ def to_events(
     moments: Mapping[Task, Sequence[float]], waits_for: WaitsFor, resource_of: Mapping[str, int],
     submesh_of: Mapping[str, str], free_s: dict[int, float],
 ) -> tuple[float, tuple[Event, ...]]:  # fmt: skip
-    """(start of the step, events relative to it), from the moments of the tasks in their order.
+    """Return (start of the step, events relative to it), from the times of the tasks in order.
 
-    A task starts when it was dispatched, its inputs were computed and its resource was free,
-    whichever came last. `free_s` (resource -> end of its last task) is updated in place;
-    `resource_of` and `submesh_of` are by segment.
+    A task starts when it was dispatched, its inputs were computed and its resource was free.
+    `free_s` (resource -> end of its last task) is updated in place; `resource_of` and `submesh_of`
+    are by segment.
     """
     spans_s: dict[Task, tuple[float, float]] = {}
     for task, (dispatched_s, *_, end_s) in moments.items():
@@ -175,11 +175,11 @@ def to_events(
 def process_seconds(
     moments: np.ndarray, tasks: Sequence[Task], waits_for: WaitsFor, resource_of: Mapping[str, int]
 ) -> dict[int, float]:
-    """The seconds that each process computed in a step, without waiting for others, from what each
-    saw in one clock (`stack_moments`). Left out are a resource's first task, which may have waited
-    for the step before, and the step's end, where ranks meet inside programs."""
+    """Return the seconds that each process computed in a step, without waiting for others, from all
+    processes' times in one clock (`stack_moments`). It leaves out a resource's first task, which
+    may have waited for the previous step, and the step's end, where ranks meet inside programs."""
     ends = moments[:, :, END]
-    # A task that another process ran has ended when the last of them saw it.
+    # A task of other processes has ended when it has ended on all of them.
     available_s = np.where(np.isfinite(ends), ends, ends.max(axis=0, initial=-np.inf))
     available_of = dict(zip(tasks, available_s.T, strict=True))
     seconds = np.zeros(len(moments))
@@ -203,7 +203,7 @@ def process_seconds(
 
 
 class Watcher:
-    """One thread per resource, which awaits its tasks' outputs in order and records the times."""
+    """One thread per resource that waits for its tasks' outputs in order and records times."""
 
     def __init__(self, resources: set[int]):
         self._queues: dict[int, queue.Queue[Any]] = {r: queue.Queue() for r in resources}
@@ -241,7 +241,7 @@ class Watcher:
 
 
 class Observation:
-    """Perf-counter seconds of a task's dispatch and `Outputs` (`step_result.DISPATCHED` ...)."""
+    """Times of a task's dispatch and of its `Outputs`, in seconds of `perf_counter`."""
 
     def __init__(self, dispatched_s: float):
         self.moments = [dispatched_s, 0.0, 0.0, 0.0]
@@ -258,7 +258,7 @@ class PendingTasks:
     """Progress of up to two dispatched steps; one thread writes, any thread reads."""
 
     def __init__(self) -> None:
-        # Number, tasks, and those of this process that are observed, by their place among them.
+        # Step number, its tasks, and the observations of this process's tasks by index.
         self._calls: deque[tuple[int, Sequence[Task], Mapping[int, Observation]]] = deque(maxlen=2)
         self._number = 0
         self.n_started = 0  # tasks of the newest step
@@ -269,9 +269,9 @@ class PendingTasks:
         self._calls.append((self._number, order, observations))
 
     def progress(self) -> tuple[int, int, int, tuple[str, ...]]:
-        """The fields of `distributed.hang_watch.TaskProgress`: the number of the first step with a
-        pending task, how many of its first tasks have ended, how many have begun, and descriptions
-        of the last ones, the pending one last."""
+        """Return the fields of `distributed.hang_watch.TaskProgress`: the number of the first step
+        with a pending task, its numbers of ended and of started tasks, and descriptions of the last
+        ones, the pending one last."""
         calls = tuple(self._calls)
         for number, order, observations in calls:
             is_newest = number == calls[-1][0]
@@ -288,7 +288,7 @@ class PendingTasks:
 
 
 def _describe_progress(order: Sequence[Task], n_done: int, n_started: int) -> tuple[str, ...]:
-    """The last task that ended, the last that began, and the first that is pending."""
+    """Describe the last task that ended, the last that started, and the first that is pending."""
 
     def describe(status: str, i: int) -> str:
         task = order[i]

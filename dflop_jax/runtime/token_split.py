@@ -1,11 +1,11 @@
-"""Shards activations over tensor ranks (sequence parallelism, arXiv 2205.05198): between products
-each rank has its tokens; inside attention and an MLP it has its heads or hidden units of all
-tokens.
+"""Shards activations over tensor ranks (sequence parallelism, arXiv 2205.05198): between matrix
+products each rank has its tokens; inside attention and an MLP it has its heads or hidden units of
+all tokens.
 
-A layer runs by interpreting its jaxpr. Activations of every product with a matrix that is split
-over the mesh axis "model" get a sharding: all tokens are gathered before split columns, and the
-terms of split rows are reduce-scattered to each rank's tokens. Backward does the opposite. So no
-matrix moves and nothing is all-reduced.
+A layer runs by interpreting its jaxpr. The activations of every product with a matrix that is split
+over the mesh axis "model" get a sharding: all tokens are gathered before a column-split matrix, and
+the terms of a row-split matrix are reduce-scattered to each rank's tokens. Backward does the
+opposite. So no matrix moves and there is no all-reduce.
 
 The functions here run under a `shard_map` that leaves "model" automatic, or are traced alone.
 """
@@ -36,11 +36,11 @@ _CASTS = frozenset({"convert_element_type", "copy", "copy_p", "pcast", "pvary", 
 def run_module_part(
     module: Any, name: str, tp: int, params: Tree, h: Tree, x: Tree, fields: Tree
 ) -> Tree:
-    """The output of a module's "entry", layer of a kind, "exit", tap or inlet on one of `tp` tensor
-    ranks.
+    """Return the output of a module's entry, layer of a kind, exit, tap or inlet on one of `tp`
+    tensor ranks.
 
     Args:
-      params: by part, of one layer for those that are stacked.
+      params: by part; of one layer if the part is stacked.
       h: hidden states [rows, tokens, ...], one array or a tree of them; None for the entry.
       x: inputs from edges, by name.
     """
@@ -61,37 +61,37 @@ def run_module_part(
 
 
 def rows_and_tokens(h: Tree) -> tuple[int, int]:
-    """(rows, tokens) of hidden states, equal for all their arrays."""
+    """Return (rows, tokens) of hidden states, equal for all their arrays."""
     rows, tokens, *_ = jax.tree.leaves(h)[0].shape
     return rows, tokens
 
 
 def token_spec(rows: int, tokens: int, tp: int) -> P | None:
-    """How (rows, tokens) of hidden states are split over mesh axes; None: they are not."""
+    """Return how mesh axes split (rows, tokens) of hidden states; None: they do not."""
     dim = token_dim(rows, tokens, tp)
     return None if dim is None else P(*(TENSOR_AXIS if d == dim else None for d in range(2)))
 
 
 def shard_tokens(h: Tree, tp: int) -> Tree:
-    """Hidden states [rows, tokens, ...] and their gradient, sharded by tokens."""
+    """Shard hidden states [rows, tokens, ...] and their gradient by tokens."""
     spec = token_spec(*rows_and_tokens(h), tp)
     return h if spec is None else jax.tree.map(lambda a: _constrain(a, spec, tp), h)
 
 
 def _gather_tokens(h: Array, tp: int) -> Array:
-    """Hidden states whole on every rank; their gradient is sharded by tokens."""
+    """Gather hidden states on every rank; their gradient is sharded by tokens."""
     spec = token_spec(*rows_and_tokens(h), tp)
     return h if spec is None else _constrain_with_gradient((P(), spec, tp), h)
 
 
 def _scatter_tokens(h: Array, tp: int) -> Array:
-    """Hidden states sharded by tokens; their gradient is whole on every rank."""
+    """Shard hidden states by tokens; their gradient is whole on every rank."""
     spec = token_spec(*rows_and_tokens(h), tp)
     return h if spec is None else _constrain_with_gradient((spec, P(), tp), h)
 
 
 def _constrain(a: Array, spec: P, tp: int) -> Array:
-    """An array with a sharding constraint, on an abstract mesh if it is traced alone."""
+    """Constrain an array's sharding, on an abstract mesh if the array is traced alone."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = spec if TENSOR_AXIS in mesh.axis_names else NamedSharding(_abstract_mesh(tp), spec)
     return lax.with_sharding_constraint(a, sharding)
@@ -103,16 +103,16 @@ def _abstract_mesh(tp: int) -> AbstractMesh:
 
 
 def _gather_before_exit(h: Tree, tp: int) -> Tree:
-    """Whole hidden states for an exit or a tap. Like the entry it works on all tokens, forward and
-    backward: else the compiler would shard its lookups and its loops over chunks of tokens."""
+    """Gather hidden states for an exit or a tap. Like the entry, both work on all tokens, forward
+    and backward; the compiler would otherwise shard their lookups and loops over token chunks."""
     if tp == 1:
         return h
     return jax.tree.map(lambda a: _constrain(_gather_tokens(a, tp), P(), tp), h)
 
 
 def run_per_tensor_rank(collective: Callable[[Array], Array], h: Array, tp: int) -> Array:
-    """A collective over another axis on each tensor rank's part of hidden states [microbatches,
-    rows, tokens, ...]: left to the compiler, "model" would be gathered first."""
+    """Run a collective over another axis on each tensor rank's part of hidden states [microbatches,
+    rows, tokens, ...]; by itself, the compiler would gather "model" first."""
     _, rows, tokens, *_ = h.shape
     row_spec = token_spec(rows, tokens, tp)
     if row_spec is None:
@@ -124,7 +124,7 @@ def run_per_tensor_rank(collective: Callable[[Array], Array], h: Array, tp: int)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _constrain_with_gradient(specs: tuple[P, P, int], h: Array) -> Array:
-    """`specs`: of the array, of its gradient, and the tensor ranks."""
+    """Constrain an array. `specs`: of the array, of its gradient, and the tensor ranks."""
     return _constrain(h, specs[0], specs[2])
 
 
@@ -146,7 +146,7 @@ class TensorDim:
 
 
 def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields: Tree) -> Tree:
-    """A layer with sharded activations; left to the compiler if neither rows nor tokens divide."""
+    """Run a layer with sharded activations, or as the compiler shards if tp divides neither dim."""
     arguments, layer = with_adapter(kind, params), layer_of(module, kind)
     if token_spec(*rows_and_tokens(h), tp) is None:
         return layer(arguments, h, fields)
@@ -161,7 +161,7 @@ def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields
 
 @lru_cache(maxsize=256)
 def tensor_dims(module: Module, part: str, tp: int) -> Tree:
-    """The `TensorDim`, or None, of each parameter of a part (of one layer)."""
+    """Return the `TensorDim`, or None, of each parameter of a part (of one layer)."""
 
     def tensor_dim(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> TensorDim | None:
         dim, split = (split_dim(leaf.shape, axes, degree) for degree in (1, tp))
@@ -180,7 +180,7 @@ class _JaxprInterpreter:
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], dims: dict[Any, TensorDim]
     ) -> list[Any]:
-        """The jaxpr's outputs; `dims` are those of its inputs that are matrices."""
+        """Return the jaxpr's outputs; `dims` are those of its matrix inputs."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Any:
@@ -205,8 +205,8 @@ class _JaxprInterpreter:
     def _product(
         self, jaxpr: Any, eqn: Any, ins: list[Any], operand_dims: list[TensorDim | None]
     ) -> Array:
-        """A product of an activation with a matrix that tensor parallelism names."""
-        side = 0 if operand_dims[0] is None else 1  # of the activation
+        """Multiply an activation by a matrix that tensor parallelism names."""
+        side = 0 if operand_dims[0] is None else 1  # index of the activation
         matrix_dim, x = operand_dims[1 - side], ins[side]
         assert matrix_dim is not None
         contracted, batch = eqn.params["dimension_numbers"]

@@ -1,10 +1,10 @@
 """The end of a step: one reduction of the gradients over ranks, then the optimizer.
 
 Optimizer state is split over data ranks: the reduction scatters gradients, and the update runs on
-each rank's shard. New parameters are gathered; with ZeRO 3 they stay shards. Where programs use
-another dtype than float32, the optimizer keeps float32 masters, of which the parameters are cast.
+each rank's shard. New parameters are gathered; with ZeRO 3 they stay shards. If programs use
+another dtype than float32, the optimizer keeps float32 masters and casts the parameters from them.
 
-The optimizer is elementwise, so it runs on any shard.
+The optimizer is elementwise, so it can run on any shard.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.zero_sharding import ZeroSpec
 
 Tree = Any
-EMA_KEY = "ema"  # the key of a state's average of the parameters
-NO_PARAMETER_PART = ""  # of what belongs to no parameter, such as a count of steps
+EMA_KEY = "ema"  # the key of the parameters' moving average in a state
+NO_PARAMETER_PART = ""  # part of state leaves that belong to no parameter, such as a step count
 
 
 @dataclass(frozen=True)
 class EmaOptimizer:
-    """An optimizer with a moving average of the parameters, of which each step keeps `decay`."""
+    """An optimizer with a moving average of the parameters; a step keeps `decay` of it."""
 
     inner: optax.GradientTransformation
     decay: float
@@ -44,7 +44,7 @@ class EmaOptimizer:
         return {"tx": self.inner.init(params), EMA_KEY: params}
 
     def update(self, grads: Tree, state: Tree, params: Tree, **more: Any) -> tuple[Tree, Tree]:
-        """The average of a parameter that never changes equals it to the bit, also if infinite."""
+        """Update; a constant parameter's average equals it to the bit, also if infinite."""
         updates, stepped = self.inner.update(grads, state["tx"], params, **more)
         average = jax.tree.map(
             lambda old, new: jnp.where(old == new, new, new + self.decay * (old - new)),
@@ -54,14 +54,14 @@ class EmaOptimizer:
         return updates, {"tx": stepped, EMA_KEY: average}
 
 
-# It must be elementwise: devices hold shards of parameters.
+# Must be elementwise, since devices hold shards of parameters.
 Optimizer: TypeAlias = "optax.GradientTransformation | EmaOptimizer"
 
 
 def map_optimizer_state(
     map_params: Callable[[Tree], Tree], map_leaf: Callable[[Any], Any], state: Tree, params: Tree
 ) -> Tree:
-    """A state with `map_params` of subtrees shaped like `params`, else `map_leaf` of leaves."""
+    """Apply `map_params` to subtrees shaped like `params`, and `map_leaf` to all other leaves."""
     shape: Any = jax.tree.structure(params)
 
     def matches_params(node: Any) -> bool:
@@ -75,7 +75,7 @@ def map_optimizer_state(
 
 
 def part_of_leaves(params: Tree) -> Tree:
-    """The part of each leaf of a tree by parts."""
+    """Return the part of each leaf of a tree by parts."""
     return {p: jax.tree.map(lambda _, p=p: p, tree) for p, tree in params.items()}
 
 
@@ -126,11 +126,11 @@ class SegmentUpdate:
         return {p: t for p, t in tree.items() if p in s.trainable and p in s.owned_parts}
 
     def state_zero_specs(self) -> Tree:
-        """The `ZeroSpec` of each leaf of the state."""
+        """Return the `ZeroSpec` of each leaf of the state."""
         return self._map_state(self._owned_trained(self._zero_specs), ZeroSpec(P(), P()))
 
     def state_parts(self) -> Tree:
-        """The part whose parameters each leaf of the state belongs to, or `NO_PARAMETER_PART`."""
+        """Return the part whose parameters each leaf belongs to, or `NO_PARAMETER_PART`."""
         return self._map_state(part_of_leaves(self._params), NO_PARAMETER_PART)
 
     def _map_state(self, params_value: Tree, leaf_value: Any) -> Tree:
@@ -139,7 +139,7 @@ class SegmentUpdate:
         )
 
     def init_state(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
-        """`initial_structs`' arrays -> (what programs read, masters, fresh optimizer state)."""
+        """Map arrays of `initial_structs` to (program parameters, masters, optimizer state)."""
         params, masters = self.split_masters(initial)
 
         def init_optimizer(params: Tree) -> Tree:
@@ -149,22 +149,22 @@ class SegmentUpdate:
         init = jax.jit(init_optimizer, out_shardings=_shardings(self.state_structs))
         state = init(stepped_params)
         if self._has_ema:
-            _ = self._gather_program  # compiled now, not in the middle of a run
+            _ = self._gather_program  # compiled now, not during the run
         return params, masters, state
 
     def split_masters(self, initial: Tree) -> tuple[Tree, Tree]:
-        """(parameters that programs read, masters)."""
+        """Return (parameters that programs read, masters)."""
         if not self.master_structs:
             return initial, {}
         masters = self._owned_trained(initial)
         return {**initial, **self._gather_params(masters)}, masters
 
     def averaged(self, state: Tree) -> Tree:
-        """The moving average of the owned parts in the form that programs read; {} without one."""
+        """Return the owned parts' moving average as programs read it; {} if there is none."""
         return self._gather_params(state[EMA_KEY]) if self._has_ema else {}
 
     def _gather_params(self, param_shards: Tree) -> Tree:
-        """Float32 shards of the owned parts -> the parameters that programs read."""
+        """Gather float32 shards of the owned parts into the parameters that programs read."""
         if not is_local(self.segment.mesh):
             return jax.tree.map(remote_array, self._params)
         return self._gather_program(param_shards)
@@ -175,7 +175,7 @@ class SegmentUpdate:
         return gather.lower(self._owned_trained(self.shard_structs)).compile()
 
     def _make_gather(self) -> Callable[[Tree], Tree]:
-        """A function: shards of the owned parts -> the parameters that programs read."""
+        """Return a function: shards of the owned parts -> the parameters that programs read."""
         gather = shards.make_param_gather(
             self.segment.mesh, self._owned_trained(self._zero_specs), _partition_specs(self._params)
         )
@@ -185,17 +185,17 @@ class SegmentUpdate:
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
 
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
-        """Outputs of `lower_reduce`."""
+        """Return structs of the outputs of `lower_reduce`."""
         return self.shard_structs, self._scalar(), layout.grad_structs(self.segment)
 
     def updated_structs(self) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
-        """Outputs of `lower_update`."""
+        """Return structs of the outputs of `lower_update`."""
         return self._params, self.master_structs, self.state_structs, self._scalar()
 
     def lower_reduce(self) -> jax.stages.Lowered:
-        """The program (grads of ranks, gradient shards of the tied entry's reader) -> (gradient
-        shards, sum of squares of the owned parts, zeroed grads). It donates grads. The reader's
-        shards are {} unless the segment owns a tied parameter."""
+        """Lower the program (grads of ranks, gradient shards of the tied entry's reader) ->
+        (gradient shards, sum of squares of the owned parts, zeroed grads). It donates grads. The
+        reader's shards are {} unless the segment owns a tied parameter."""
         grads = layout.grad_structs(self.segment)
         mesh, specs, counted = self.segment.mesh, _partition_specs(grads), tuple(self._params)
         add_up = shards.make_gradient_reduction(mesh, specs, self._zero_specs, counted)
@@ -217,11 +217,11 @@ class SegmentUpdate:
         return jax.lax.with_sharding_constraint(stored, shardings)
 
     def lower_update(self, n_segments: int) -> jax.stages.Lowered:
-        """The program (params, masters, state, gradient shards, sums of squares of all segments,
-        upper bound of their total) -> (params, masters, state, total). It donates params, masters
-        and state. If the total is above the bound or NaN, it returns them unchanged: every device
-        of every segment adds the same numbers in the same order, so all decide alike. Each data
-        rank updates its shard; new parameters are gathered in the dtype that programs read."""
+        """Lower the program (params, masters, state, gradient shards, sums of squares of all
+        segments, upper bound of their total) -> (params, masters, state, total). It donates params,
+        masters and state. If the total is above the bound or NaN, it returns them unchanged: every
+        device of every segment adds the same numbers in the same order, so all decide alike. Each
+        data rank updates its shard; new parameters are gathered in the dtype that programs read."""
         grad_shards, scalar = self._owned_trained(self.shard_structs), self._scalar()
         gather = self._make_gather()
 
@@ -229,7 +229,7 @@ class SegmentUpdate:
             params: Tree, masters: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...],
             limit: Array,
         ) -> tuple[Tree, Tree, Tree, Array]:  # fmt: skip
-            total = functools.reduce(jnp.add, squares)  # in an order that no compiler changes
+            total = functools.reduce(jnp.add, squares)  # fixed order: all devices get equal bits
             applies = total <= limit  # false for NaN
             if self.clip_norm > 0:
                 norm = jnp.sqrt(total)
@@ -244,7 +244,7 @@ class SegmentUpdate:
             return gather(new), new if masters else {}, state, total
 
         outs = _shardings(self.updated_structs())
-        # Parameters are donated also where the masters are read in their place.
+        # Parameters are donated even if the optimizer reads masters instead.
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1, 2), keep_unused=True)
         args = self._params, self.master_structs, self.state_structs, grad_shards
         return fn.lower(*args, (scalar,) * n_segments, scalar)
@@ -253,8 +253,8 @@ class SegmentUpdate:
 def _scale_by_freeze_group(
     segment: Segment, rate_factors: Mapping[str, float], tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The optimizer for trees by part, with steps multiplied by the factor of the part's freeze
-    group. `tx` may take two extra arguments: `groups`, the freeze group of each part, and
+    """Return the optimizer for trees by part, with steps multiplied by the factor of the part's
+    freeze group. `tx` may take two extra arguments: `groups`, the freeze group of each part, and
     `undecayed`, names of parameters without weight decay."""
     groups = segment.module.freeze_groups
     more = {"groups": groups, "undecayed": float32_names_of(segment.module)}

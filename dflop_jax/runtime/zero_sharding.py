@@ -6,8 +6,8 @@ zeros to a multiple of the ranks, and cut into equal shards. The last dim of a f
 data ranks, tensor ranks and elements of a shard; the dims before it have size 1, so that a matrix
 keeps its number of dims.
 
-With hybrid sharding, groups of neighbouring ranks share a parameter and every group has all of it.
-It is stored flat then, too: the array holds one replica for each group.
+With hybrid sharding, groups of neighbouring ranks share a parameter, and every group holds all of
+it. The parameter is then stored flat, too: the array holds one replica per group.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) by dim
 
 
 def axes_of(dim: Any) -> tuple[str, ...]:
-    """Mesh axes that one entry of a spec names."""
+    """Return the mesh axes that one entry of a spec names."""
     return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
 
 
 def data_axis_dim(spec: P) -> int:
-    """The dim sharded over "data"; -1: none."""
+    """Return the dim sharded over "data"; -1: none."""
     return next((i for i, dim in enumerate(spec) if "data" in axes_of(dim)), -1)
 
 
@@ -40,13 +40,13 @@ def data_axis_dim(spec: P) -> int:
 class ZeroSpec:
     """How data ranks share a parameter."""
 
-    base_spec: P  # its sharding over stages and tensor ranks
-    spec: P  # the sharding of what is stored, over data ranks too if these share it
-    # Of a tensor rank's part of one layer, or of a parameter without layers; () if not stored flat.
+    base_spec: P  # sharding over stages and tensor ranks
+    spec: P  # sharding of the stored array; includes data ranks if they share it
+    # Shape of a tensor rank's part of one layer (or of an unstacked parameter); () if not flat.
     local_shape: tuple[int, ...] = ()
     dp: int = 1  # data ranks that share a flat parameter
     tp: int = 1  # tensor ranks that split it
-    n_replicas: int = 1  # groups of `dp` data ranks, each with all of it
+    n_replicas: int = 1  # groups of `dp` data ranks, each with a whole parameter
 
     @property
     def is_split(self) -> bool:
@@ -58,7 +58,7 @@ class ZeroSpec:
 
     @property
     def shard_elements(self) -> int:
-        """Elements of a data rank's flat shard, with the zeros at its end."""
+        """Elements of a data rank's flat shard, including the zeros at its end."""
         return -(-self.local_elements // self.dp)
 
     @property
@@ -68,7 +68,7 @@ class ZeroSpec:
         return next((i for i, axis in enumerate(axes) if "model" in axes_of(axis)), -1)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The stored shape of a parameter [layers, if stacked, ...]."""
+        """Return the stored shape of a parameter [layers, if stacked, ...]."""
         if not self.local_shape:
             return shape
         lead = shape[: len(shape) - len(self.local_shape)]
@@ -81,14 +81,14 @@ class ZeroSpec:
         return self.dp * self.tp * self.shard_elements
 
     def to_stored(self, array: Any) -> Any:
-        """The stored form of a whole parameter or of one layer of it, by numpy or jax."""
+        """Return the stored form of a whole parameter or of one layer, by numpy or jax."""
         if not self.local_shape:
             return array
         xp: Any = np if isinstance(array, np.ndarray) else jnp
         return xp.concatenate([self.flatten_local(array, self.tp)] * self.n_replicas, axis=-1)
 
     def flatten_local(self, array: Any, tp: int = 1) -> Any:
-        """One replica's stored form of a part [..., *local_shape] of a tensor rank, or of `tp`."""
+        """Return a replica's stored form of the part [..., *local_shape] of 1 or `tp` tensor ranks."""
         xp: Any = np if isinstance(array, np.ndarray) else jnp
         n_lead, dim = array.ndim - len(self.local_shape), self.tensor_dim
         lead = array.shape[:n_lead]
@@ -102,21 +102,21 @@ class ZeroSpec:
         return by_rank.reshape(*lead, *(1,) * (len(self.local_shape) - 1), -1)
 
     def unflatten_local(self, flat: Any) -> Any:
-        """The inverse of `flatten_local` for one tensor rank."""
+        """Invert `flatten_local` for one tensor rank."""
         lead = flat.shape[: flat.ndim - len(self.local_shape)]
         elements = flat.reshape(*lead, self.dp * self.shard_elements)[..., : self.local_elements]
         return elements.reshape(*lead, *self.local_shape)
 
     def full_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The inverse of `stored_shape`."""
+        """Invert `stored_shape`."""
         sizes, split = list(self.local_shape), self.tensor_dim
         if split >= 0:
             sizes[split] *= self.tp
         return (*stored[: len(stored) - len(sizes)], *sizes)
 
     def boxes(self, shard: Box) -> Iterator[tuple[Any, Box]]:
-        """Boxes of the parameter that together are a box of what is stored, without zeros; each
-        with the index of the shard where its elements lie in C order."""
+        """Yield boxes of the parameter that together cover a box of the stored array, without
+        zeros; each with the index of the shard at which its elements lie in C order."""
         if not self.local_shape:
             yield (...,), shard
             return
@@ -141,7 +141,7 @@ class ZeroSpec:
             position = end
 
     def layer_boxes(self, shard: Box, layers: Sequence[int]) -> Iterator[tuple[Any, Box]]:
-        """`boxes` of a stack whose rows are the parameter's layers of these numbers."""
+        """Yield `boxes` of a stack whose rows are the parameter's layers `layers`."""
         (row, stop), *inner = shard
         first = row
         while row < stop:
@@ -154,7 +154,7 @@ class ZeroSpec:
             row = end
 
     def is_first_replica(self, shard: Box) -> bool:
-        """Whether a box of what is stored belongs to the first replica."""
+        """Return whether a box of the stored array belongs to the first replica."""
         return not self.local_shape or shard[-1][0] < self.replica_elements
 
 
@@ -162,8 +162,8 @@ def make_zero_spec(
     leaf: jax.ShapeDtypeStruct, base_spec: P, *, stacked: bool, dp: int, tp: int,
     n_replicas: int = 1,
 ) -> ZeroSpec:  # fmt: skip
-    """How `n_replicas` groups of `dp` data ranks share a parameter that is sharded by `base_spec`
-    over stages and `tp` tensor ranks; `stacked`: its first dim is that of layers."""
+    """Return how `n_replicas` groups of `dp` data ranks share a parameter that `base_spec` shards
+    over stages and `tp` tensor ranks; `stacked`: its first dim counts layers."""
     spec = add_data_axis(leaf, base_spec, dp) if n_replicas == 1 else base_spec
     axes = [*base_spec, *[None] * (len(leaf.shape) - len(base_spec))][stacked:]
     degrees = [tp if "model" in axes_of(axis) else 1 for axis in axes]
@@ -176,7 +176,7 @@ def make_zero_spec(
 
 
 def add_data_axis(leaf: jax.ShapeDtypeStruct, spec: P, dp: int) -> P:
-    """`spec` with "data" on the first free dim that `dp` divides; unchanged if there is none."""
+    """Return `spec` with "data" on the first free dim that `dp` divides, if there is one."""
     axes = list(spec) + [None] * (len(leaf.shape) - len(spec))
     for i, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
         if axis is None and dp > 1 and size > 0 and size % dp == 0:
@@ -185,9 +185,9 @@ def add_data_axis(leaf: jax.ShapeDtypeStruct, spec: P, dp: int) -> P:
 
 
 def boxes_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Boxes of an array of a shape that together, in order, are its elements [start, stop)."""
+    """Yield boxes of an array that together, in order, are its elements [start, stop)."""
     inner = prod(shape[1:])
-    first, last = -(-start // inner) * inner, stop // inner * inner  # in whole rows
+    first, last = -(-start // inner) * inner, stop // inner * inner  # whole rows only
     for low, high in pairwise((start, first, last, stop) if first <= last else (start, stop)):
         row = low // inner
         if low % inner or high % inner:

@@ -117,9 +117,12 @@ def _calibration_steps(
 
 
 def rehearse(
-    programs: Programs, state: TrainState, groups: Sequence[Group], order: Sequence[Task],
+    programs: Programs,
+    state: TrainState,
+    groups: Sequence[Group],
+    order: Sequence[Task],
     sync: Sync,
-) -> None:  # fmt: skip
+) -> None:
     """Run a whole step in order on synthetic arrays and wait for each task, so that the step
     reaches its peak memory. This changes parameters and optimizer state."""
     call = _trial_call(programs, state, groups, synthetic_arrays(programs, groups))
@@ -128,9 +131,13 @@ def rehearse(
 
 
 def _trial_call(
-    programs: Programs, state: TrainState, groups: Sequence[Group],
-    arrays: Sequence[GroupArrays], *, evaluate: bool = False,
-) -> StepCall:  # fmt: skip
+    programs: Programs,
+    state: TrainState,
+    groups: Sequence[Group],
+    arrays: Sequence[GroupArrays],
+    *,
+    evaluate: bool = False,
+) -> StepCall:
     """Return a step's call whose programs may run out of memory, as `TrialPrograms`."""
     trial_programs: Any = TrialPrograms(programs)
     scales = dict.fromkeys(programs.layout.modules, 1.0)
@@ -175,9 +182,12 @@ def _send_norms(programs: Programs) -> None:
 
 
 def merge_calibrations(
-    layout: Layout, calibrations: Sequence[Calibration], *, one_at_a_time: bool,
+    layout: Layout,
+    calibrations: Sequence[Calibration],
+    *,
+    one_at_a_time: bool,
     shares_cores: bool = False,
-) -> Prices:  # fmt: skip
+) -> Prices:
     """Return prices of the plan's programs: the slowest process's median, plus host work.
 
     Args:

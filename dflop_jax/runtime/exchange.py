@@ -119,11 +119,14 @@ class Exchange:
         out_structs = self.block_structs
         if backward:
             first_struct, out_structs = self.block_structs, self.gradient_structs
-        split, body = P("stage", "data"), self._scatter if backward else self._gather
+        split = P("stage", "data")
         program = jax.shard_map(
-            body, mesh=self._source, in_specs=split, out_specs=split,
+            self._scatter if backward else self._gather,
+            mesh=self._source,
+            in_specs=split,
+            out_specs=split,
             check_vma=False,  # equal values on a tensor-parallel group stay equal
-        )  # fmt: skip
+        )
         shardings = tuple(struct.sharding for struct in out_structs)
         sources = tuple((self._source_struct(s),) * self.index.blocks for s in self.source_structs)
         return jax.jit(program, out_shardings=shardings).lower(first_struct, sources)
@@ -267,9 +270,13 @@ def gather_features(features: Array, index: Array, weight: Array | None = None) 
 
 
 def scatter_gradient(
-    struct: jax.ShapeDtypeStruct, dinputs: Array, index: Array, weight: Array | None = None, *,
+    struct: jax.ShapeDtypeStruct,
+    dinputs: Array,
+    index: Array,
+    weight: Array | None = None,
+    *,
     max_readers: int | None = None,
-) -> Array:  # fmt: skip
+) -> Array:
     """Return the transpose of `gather_features` for features of shape `struct`, summed in float32.
 
     Every run gives the same bits; a scatter would add in the order in which a GPU's threads arrive.
@@ -311,8 +318,9 @@ def _run_sums(keys: Array, rows: Array, longest: int) -> Array:
         for distance in range(1, _ROWS_PER_PASS):
             start = lax.min(lax.mul(step, distance), n)
             key = lax.dynamic_slice(keys_behind, (start,), keys.shape, allow_negative_indices=False)
-            at = start, 0
-            more = lax.dynamic_slice(rows_behind, at, rows.shape, allow_negative_indices=False)
+            more = lax.dynamic_slice(
+                rows_behind, (start, 0), rows.shape, allow_negative_indices=False
+            )
             same_key = lax.broadcast_in_dim(lax.eq(key, keys), rows.shape, (0,))
             total = lax.add(total, lax.select(same_key, more, zero_rows))
         return total, None

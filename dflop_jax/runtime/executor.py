@@ -167,9 +167,14 @@ class Executor:
         """
         graph, order = self._ordered(schedule, evaluate=evaluate)
         call = StepCall(
-            self.programs, self.state, schedule.groups, arrays, scales,
-            norm_limit=norm_limit, evaluate=evaluate,
-        )  # fmt: skip
+            self.programs,
+            self.state,
+            schedule.groups,
+            arrays,
+            scales,
+            norm_limit=norm_limit,
+            evaluate=evaluate,
+        )
         observations: dict[int, Observation] = {}
         self.pending_tasks.dispatch(order, observations)
         for i, task in enumerate(order):

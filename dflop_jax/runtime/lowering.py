@@ -50,8 +50,9 @@ class Lowering:
     def backward_structs(self, shape: Shape) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
         """Return structs of backward's outputs: (sums, dx, grads, completion)."""
         s = self.segment
-        ranks, sharding = (s.stages, s.data_ranks), s.sharding(*_PER_RANK)
-        completion = jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=sharding)
+        completion = jax.ShapeDtypeStruct(
+            (s.stages, s.data_ranks), jnp.float32, sharding=s.sharding(*_PER_RANK)
+        )
         dx = {n: struct for n, struct in x_structs(s, shape).items() if n in s.wants_gradient}
         sums = y_structs(s, shape, sums=True).get("sums", {})
         return sums, dx, grad_structs(s), completion
@@ -118,8 +119,10 @@ class Lowering:
             body, mesh=s.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*MANUAL_AXES}
         )
         exact = s.chip.startswith("sm_") and not getattr(s.module, "any_order", False)
-        options: Any = {"donate_argnums": donate, "compiler_options": _SAME_BITS if exact else None}
-        return jax.jit(mapped, out_shardings=shardings, **options)
+        options = _SAME_BITS if exact else None
+        return jax.jit(
+            mapped, out_shardings=shardings, donate_argnums=donate, compiler_options=options
+        )
 
 
 def _with_sharding(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:

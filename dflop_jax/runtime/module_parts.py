@@ -102,8 +102,11 @@ def hidden_struct(module: Module, shape: Shape) -> Tree:
 
 @lru_cache(maxsize=1024)
 def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
-    fields = {k: struct for part in ("entry", *dict.fromkeys(layer_kinds_of(module)), name)
-              for k, struct in _field_structs(module, part, shape).items()}  # fmt: skip
+    fields = {
+        k: struct
+        for part in ("entry", *dict.fromkeys(layer_kinds_of(module)), name)
+        for k, struct in _field_structs(module, part, shape).items()
+    }
     params = part_struct(module, name) if name in module.inputs else None
     tap: Any = module.tap  # type: ignore[attr-defined]
     return jax.eval_shape(partial(tap, name), params, hidden_struct(module, shape), fields)

@@ -77,8 +77,9 @@ class SplitVjp:
             leaves, self._vjp = jax.tree.flatten(vjp)
             return out, leaves
 
-        make_jaxpr = jax.make_jaxpr(run, return_shape=True)
-        closed, (out, _) = make_jaxpr(h, trained, edge_inputs, constants)
+        closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(
+            h, trained, edge_inputs, constants
+        )
         self._run = jaxpr_as_fun(closed)
         self._n_hidden = len(jax.tree.leaves(h))
         self._out = jax.tree.structure(out)
@@ -144,7 +145,7 @@ def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:
 
 def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
     """Return (jaxpr with the used outputs only, inputs that it reads); JAX's keeps all kernels."""
-    outs = [*compress(jaxpr.outvars, used)]
+    outs = list(compress(jaxpr.outvars, used))
     needed = {v for v in outs if not isinstance(v, Literal)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -153,9 +154,11 @@ def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
             eqns.append(eqn)
     reads = [v in needed for v in jaxpr.invars]
     alive = jaxpr.replace(
-        eqns=eqns[::-1], outvars=outs, invars=[*compress(jaxpr.invars, reads)],
+        eqns=eqns[::-1],
+        outvars=outs,
+        invars=list(compress(jaxpr.invars, reads)),
         debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip
+    )
     return alive, reads
 
 

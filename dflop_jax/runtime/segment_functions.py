@@ -120,9 +120,13 @@ class SegmentFunctions:
     def _build_vjp(self, name: str, params: Params, h: Tree, x: Tree, fields: Tree) -> None:
         trained, *others = self._split_arguments(name, params, x, fields)
         self._vjps[name] = SplitVjp(
-            REMAT[self.segment.plan.remat], self._function(name), trained, h, *others,
+            REMAT[self.segment.plan.remat],
+            self._function(name),
+            trained,
+            h,
+            *others,
             wants_hidden=self.differentiates_hidden and h is not None,
-        )  # fmt: skip
+        )
 
     def _function(self, name: str) -> SplitFunction:
         module, tp = self.segment.module, self.segment.tp
@@ -214,9 +218,13 @@ class SegmentFunctions:
             if span.stop > span.start and self.differentiates_hidden:
                 totals = subset(grads, {*self.segment.stacked} & self.segment.trainable)
                 (dh, totals), _ = self._over_layers(
-                    visit, (dh, totals), span, first_rows, residuals[f"layers {span.start}"],
+                    visit,
+                    (dh, totals),
+                    span,
+                    first_rows,
+                    residuals[f"layers {span.start}"],
                     reverse=True,
-                )  # fmt: skip
+                )
                 grads = {**grads, **totals}
         return dh, dx, grads
 

@@ -107,8 +107,14 @@ class StepCall:
 
     def run(self, task: Task) -> Outputs:
         """Dispatch a task; return arrays to wait for."""
-        of_group = {FORWARD: self._forward, BACKWARD: self._backward}
-        return {**of_group, REDUCE: self._reduce, UPDATE: self._update}[task.direction](task)
+        if task.direction == FORWARD:
+            return self._forward(task)
+        if task.direction == BACKWARD:
+            return self._backward(task)
+        if task.direction == REDUCE:
+            return self._reduce(task)
+        assert task.direction == UPDATE, task
+        return self._update(task)
 
     def wait_for_pending(self) -> None:
         """Wait until all pending arrays have arrived."""

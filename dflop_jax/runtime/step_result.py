@@ -116,10 +116,15 @@ class StepHandle:
         totals = (local.total_squares for local in local_results)
         total = next((t for t in totals if t is not None), 0.0)
         return StepResult(
-            _sum_by_name(local.sums for local in local_results), math.sqrt(total),
-            trace, origin, origin + trace.makespan_s, process_s,
-            applied=bool(total <= self.call.limit), not_finite=tuple(not_finite),
-        )  # fmt: skip
+            _sum_by_name(local.sums for local in local_results),
+            math.sqrt(total),
+            trace,
+            origin,
+            origin + trace.makespan_s,
+            process_s,
+            applied=bool(total <= self.call.limit),
+            not_finite=tuple(not_finite),
+        )
 
 
 def _local_sum(array: jax.Array) -> float:
@@ -148,9 +153,12 @@ def stack_moments(
 
 
 def to_events(
-    moments: Mapping[Task, Sequence[float]], waits_for: WaitsFor, resource_of: Mapping[str, int],
-    submesh_of: Mapping[str, str], free_s: dict[int, float],
-) -> tuple[float, tuple[Event, ...]]:  # fmt: skip
+    moments: Mapping[Task, Sequence[float]],
+    waits_for: WaitsFor,
+    resource_of: Mapping[str, int],
+    submesh_of: Mapping[str, str],
+    free_s: dict[int, float],
+) -> tuple[float, tuple[Event, ...]]:
     """Return (start of the step, events relative to it), from the times of the tasks in order.
 
     A task starts when it was dispatched, its inputs were computed and its resource was free.

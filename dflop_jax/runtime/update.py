@@ -197,8 +197,12 @@ class SegmentUpdate:
         (gradient shards, sum of squares of the owned parts, zeroed grads). It donates grads. The
         reader's shards are {} unless the segment owns a tied parameter."""
         grads = layout.grad_structs(self.segment)
-        mesh, specs, counted = self.segment.mesh, _partition_specs(grads), tuple(self._params)
-        add_up = shards.make_gradient_reduction(mesh, specs, self._zero_specs, counted)
+        add_up = shards.make_gradient_reduction(
+            self.segment.mesh,
+            _partition_specs(grads),
+            self._zero_specs,
+            counted=tuple(self._params),
+        )
         shared_grads = {"entry": self.shard_structs["entry"]} if self.adds_shared else {}
 
         def reduce(grads: Tree, shared_grads: Tree) -> tuple[Tree, Array, Tree]:
@@ -206,7 +210,8 @@ class SegmentUpdate:
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
         outs = _shardings(self.reduced_structs())
-        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, shared_grads)
+        program = jax.jit(reduce, out_shardings=outs, donate_argnums=0)
+        return program.lower(grads, shared_grads)
 
     def _local_shards(self, params: Tree) -> Tree:
         if self.segment.plan.zero == 3:

@@ -88,7 +88,7 @@ class ZeroSpec:
         return xp.concatenate([self.flatten_local(array, self.tp)] * self.n_replicas, axis=-1)
 
     def flatten_local(self, array: Any, tp: int = 1) -> Any:
-        """Return a replica's stored form of the part [..., *local_shape] of 1 or `tp` tensor ranks."""
+        """Return the stored form, in one replica, of the part of 1 or `tp` tensor ranks."""
         xp: Any = np if isinstance(array, np.ndarray) else jnp
         n_lead, dim = array.ndim - len(self.local_shape), self.tensor_dim
         lead = array.shape[:n_lead]

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, figures, pictures, comparisons and progress."""
+"""The run folder, and reports on runs: figures, pictures, comparisons and progress."""

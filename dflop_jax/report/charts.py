@@ -1,8 +1,8 @@
 """Charts of lines over the steps of runs, as plain values for a page's JSON.
 
 A chart is {"title", "unit", "stacked", "from_zero", "lines"}; a line is {"name", "colour", "dash",
-"axis", "y"}: a number of a kind of dashes, which of the `axes` it is over, and its values there,
-null for none. Units are "", "s", "%" (of 1), "bytes" and "FLOP/s".
+"axis", "y"}: "dash" is the index of a dash pattern, "axis" the index of its x values in `axes`, "y"
+its values (null: none). Units are "", "s", "%" (of 1), "bytes" and "FLOP/s".
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dflop_jax.report.panels import PHASE_COLOURS, line_colour, palette
 from dflop_jax.report.reader import Columns, RunRecord, stretch_length, stretch_means
 
 Values = Sequence[float | None]
-# Of lines that are of no module.
+# Colours of lines that belong to no module.
 _COLOURS = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239", **PHASE_COLOURS}
 
 
 class _Drawing:
-    """Axes and charts of runs so far; the first axes are the steps of each run."""
+    """The axes and charts of a page; the first axes are the steps of each run."""
 
     def __init__(self, runs: Sequence[RunRecord]) -> None:
         self.runs, self.several = runs, len(runs) > 1

@@ -26,9 +26,9 @@ _WORKLOAD_FIELDS = (
 
 
 def compare(runs: Sequence[RunRecord], picture_path: Path, only: Sequence[str] = ()) -> Table:
-    """Return a table of the runs' figures, a column per run, and write the picture to a .png: one
-    timeline per run (its measured trace, else its first one), and all loss curves. `only` are
-    prefixes of the figures' labels; () for all. ValueError: a run did no step."""
+    """Return a table of the runs' figures, with a column per run, and write a .png with one
+    timeline per run (the measured trace, else the first one) and all loss curves. `only` are
+    prefixes of the figures' labels; (): all. ValueError: a run has no step."""
     from dflop_jax.report.timeline import draw
 
     table = figures_table(runs, only)
@@ -52,14 +52,14 @@ def figures_table(runs: Sequence[RunRecord], only: Sequence[str] = ()) -> Table:
 
 
 def summary_table(run: RunRecord) -> Group:
-    """Return what the terminal shows of one run: its figures, its plan and paths of pictures."""
+    """Return the terminal summary of one run: its figures, its plan and the paths of pictures."""
     files = (run.folder / name for name in (TIMELINE, LOSS, SUMMARY))
     lines = [*plan_lines(run), *(str(path) for path in files if path.exists())]
     return Group(figures_table([run]), *map(Text, lines))
 
 
 def comparison_rows(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return (label, a text per run): speed-ups of several runs, then every figure of any run."""
+    """Return (label, one text per run) of every figure; several runs start with speed-ups."""
     cells = [{f.label: f.text for f in figures(run)} for run in runs]
     ratios = ["-" if math.isnan(ratio) else f"{number(ratio)} x" for ratio in speedups(runs)]
     rows = [(label, [c.get(label, "-") for c in cells]) for label in _merge_labels(cells)]
@@ -80,8 +80,8 @@ def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def speedups(runs: Sequence[RunRecord]) -> list[float]:
-    """Return the first run's median step time over each run's; nan for another model, data or
-    batch."""
+    """Return the first run's median step time divided by each run's; nan if model, data or batch
+    differ."""
     times_s = [run.rows.median("step_s") for run in runs]
     workloads = [_workload(run) for run in runs]
     return [
@@ -99,7 +99,7 @@ def _workload(run: RunRecord) -> list[Any]:
 
 
 def _merge_labels(cells: Sequence[dict[str, str]]) -> list[str]:
-    """Return all labels in the runs' order: a label that a run adds follows its neighbour."""
+    """Return all labels in the first run's order; a label that it lacks follows its predecessor."""
     order: list[str] = []
     for cell in cells:
         index = 0

@@ -1,7 +1,7 @@
 """One self-contained HTML page about runs: charts over their steps, timelines, memory over time,
 figures and plans.
 
-The page loads nothing. Its data stand in a script tag as JSON; `page.js` draws timelines,
+The page loads no other files. Its data are JSON in a script tag; `page.js` draws timelines,
 `page_charts.js` charts, and `page_input.js` zooms and shows details. Tables are plain HTML.
 """
 
@@ -27,8 +27,8 @@ from dflop_jax.report.panels import Panel, ink_on, legend_entries
 from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.summary import bucket_text, shape_text, submesh_rows
 
-# Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
-# (time in seconds, bytes per device from then on). ValueError says why it is not known.
+# Computes memory over time in a trace: (folder, plan, trace, label of each group) -> submesh ->
+# points (time in seconds, bytes per device from then on). ValueError says why it is unknown.
 MemoryCurves = Callable[
     [Path, Plan, Trace, Mapping[int, str]], Mapping[str, Sequence[tuple[float, float]]]
 ]
@@ -45,7 +45,7 @@ def write_page(
 
 
 def page(runs: Sequence[RunRecord], memory: MemoryCurves | None = None) -> str:
-    """Return the HTML of one page about runs; `memory` gives that of their traces over time."""
+    """Return the HTML of one page about runs; `memory` computes memory over time in a trace."""
     traces = [(run, panel, labels) for run in runs for panel, labels in run.traces]
     legend = legend_entries([panel for _, panel, _ in traces]) if traces else {"idle": ""}
     del legend["idle"]
@@ -123,7 +123,7 @@ def _panel(
     colours: Mapping[str, int],
     memory: MemoryCurves | None,
 ) -> dict[str, Any]:
-    """Return what page.js draws of a trace."""
+    """Return the data from which page.js draws a trace."""
     trace, rows, links = panel.trace, panel.rows, panel.links
     row_number = {name: i for i, name in enumerate(rows)}
     busy = trace.busy_fraction()

@@ -4,7 +4,7 @@ metrics.jsonl, the trackers, summaries, charts and comparisons derive their name
 from the fields of `StepMetrics`.
 """
 
-# ruff: noqa: RUF009 (what is called gives a `field`)
+# ruff: noqa: RUF009 (the called functions return a `field`)
 from __future__ import annotations
 
 import math
@@ -15,33 +15,33 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 import numpy as np
 
-# Steps left out of every steady-state figure: they warm caches, queues and the solver up.
+# Number of first steps that steady-state figures leave out: caches, queues and the solver warm up.
 WARMUP_STEPS = 2
-# Of `phase_s`, what is left beside a task's direction ("forward", "backward", "reduce", "update")
-# and what devices waited for ("wait for data", ...). Of `memory_bytes`, what holds the bytes.
+# The key of idle seconds in `phase_s`, beside directions of tasks ("forward", ...) and reasons of
+# waiting ("wait for data", ...); and the keys of `memory_bytes`.
 IDLE = "idle"
 DEVICE, DEVICE_PEAK, HOST = "device", "device_peak", "host"
 
 
 @dataclass(frozen=True)
 class SkippedUpdate:
-    """Why a step changed no parameter."""
+    """The reason why a step changed no parameter."""
 
     why: str  # "not finite" or "spike"
-    modules: tuple[str, ...]  # whose gradients are not finite, in backward's order
-    samples: tuple[str, ...]  # of the batch, by name
+    modules: tuple[str, ...]  # modules with gradients that are not finite, in backward order
+    samples: tuple[str, ...]  # names of the batch's samples
 
 
 class Column(NamedTuple):
-    """How trackers and reports show a field of a row."""
+    """The presentation of a metrics field in trackers and reports."""
 
     unit: str = ""  # "s", "%" (of 1), "bytes", "FLOP", "FLOP/s", or "" for others
-    label: str = ""  # of its median in tables of figures, with "{}" for a key; "": not there
-    chart: str = ""  # title of its chart over the steps; "": there is none
+    label: str = ""  # label of its median in tables, with "{}" for a key; "": not in tables
+    chart: str = ""  # title of its chart over the steps; "": no chart
     is_tracked: bool = False  # whether TensorBoard and W&B get it
 
 
-Keyed = Mapping[str, float]  # numbers by name: of a submesh, a module, a process
+Keyed = Mapping[str, float]  # numbers by name of a submesh, a module, a process, ...
 
 
 def _number(*column: Any, default: Any = 0.0, is_tracked: bool = False) -> Any:
@@ -56,60 +56,60 @@ def _by_key(*column: Any, is_tracked: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimizer step did; a row of metrics.jsonl has exactly these fields. Numbers that
-    are not finite are null in the file. docs/watching.md explains every field."""
+    """The metrics of one optimizer step, the fields of a row of metrics.jsonl. Numbers that are not
+    finite are null in the file. docs/watching.md explains every field."""
 
     step: int = _number(default=MISSING)  # from 0
     loss: float = _number(default=MISSING, is_tracked=True)  # per supervised token, all modules
-    supervised_tokens: int = _number(default=MISSING)  # of the batch, with a weight above 0
+    supervised_tokens: int = _number(default=MISSING)  # tokens of the batch with a weight above 0
     step_s: float = _number("s", default=MISSING, is_tracked=True)  # since the previous step's end
-    learning_rate: float = _number()  # of parts without a rate of their own
+    learning_rate: float = _number()  # of parts without their own rate
     learning_rates: Keyed = _by_key(is_tracked=True)  # of each part that trains
-    losses: Keyed = _by_key()  # of each module, without its weight in the sum
+    losses: Keyed = _by_key()  # of each module, before it is weighted
     grad_norm: float = _number(is_tracked=True)  # global, before clipping
-    skipped: SkippedUpdate | None = _number(default=None)  # why no parameter changed
-    # Of samples in the last module.
+    skipped: SkippedUpdate | None = _number(default=None)  # None: parameters changed
+    # Tokens of samples in the last module.
     tokens_per_s: float = _number("", "tokens / s", is_tracked=True)
-    # Needed FLOPs, without padding and recomputation.
+    # FLOPs of the model, without padding and recomputation.
     model_flops: float = _number("FLOP", "model FLOP a step")
     model_flops_by_module: Keyed = _by_key("FLOP")
-    # `model_flops` over `step_s`.
+    # `model_flops` / `step_s`.
     flops_per_s: float = _number("FLOP/s", "model FLOP / s", is_tracked=True)
-    # `flops_per_s` over the peak of all devices, or of those that hold a module.
+    # `flops_per_s` divided by the peak of all devices, or of the devices of a module.
     mfu: float | None = _number("%", "MFU", default=None, is_tracked=True)
     mfu_by_module: Keyed = _by_key("%", "MFU, {}", "MFU")
     flops_per_s_by_module: Keyed = _by_key("FLOP/s", "model FLOP / s, {}", "model FLOP a second")
-    # Padding in a module's tokens.
+    # Share of padding in a module's tokens.
     padding_fraction: Keyed = _by_key("%", "padding, {}", "padding", is_tracked=True)
-    # Tokens of the fullest data rank over the mean one, less 1, over all groups.
+    # Maximum over mean tokens of a data rank, minus 1, over all groups.
     imbalance: Keyed = _by_key("%", "imbalance, {}", "imbalance: fullest over mean data rank")
-    phase_s: Keyed = _by_key("s", "{}, of a step")  # what the mean device did
+    phase_s: Keyed = _by_key("s", "{}, of a step")  # mean over devices; the sum is `step_s`
     busy_fraction: Keyed = _by_key("%", is_tracked=True)  # of the makespan, by submesh
-    # Of the process or device that holds most: in use, peak so far, on the host.
+    # Maximum over devices (in use, peak so far) or processes (host).
     memory_bytes: Keyed = _by_key("bytes", "memory, {}", "memory in use")
-    groups: Mapping[str, int] = _by_key()  # of a module and shape, MODULE:ROWSxTOKENS
+    groups: Mapping[str, int] = _by_key()  # number of groups by MODULE:ROWSxTOKENS
     compiles: int = _number(default=0)  # programs compiled during the step
     n_bad: int = _number(default=0)  # samples that could not be decoded and were replaced
     schedule_wait_s: float = _number("s")
     save_wait_s: float = _number("s")
-    schedule_s: float = _number("s", "schedule solved in")  # off the training path
+    schedule_s: float = _number("s", "schedule solved in")  # in the scheduler's process
     schedule_work: int = _number(default=0)  # units of work of the solver
-    made_by: str = _number(default="")  # what found the schedule
+    made_by: str = _number(default="")  # the method that found the schedule
     makespan_s: float = _number("s", "makespan, scheduled")
-    lower_bound_s: float = _number("s")  # that no schedule undercuts
-    # What an integer program proved of that; 0: it was not solved.
+    lower_bound_s: float = _number("s")  # lower bound on the makespan of every schedule
+    # Lower bound by the integer program; 0: it was not solved.
     integer_bound_s: float = _number("s")
-    # Makespan over its bound, less 1.
+    # `makespan_s` / `lower_bound_s` - 1.
     schedule_gap: float = _number("%", "schedule over its proved bound", default=math.nan)
-    # Features sent to another data rank of the node, or to other nodes, by SOURCE > TARGET.
+    # Bytes of features sent to other data ranks of the node, or to other nodes, by SOURCE > TARGET.
     moved_in_node: Keyed = _by_key("bytes")
     moved_across_nodes: Keyed = _by_key("bytes")
-    # Of the last sample of task times: sampling (1: now), farthest_factor, predicted_gain_s,
-    # overhead_s; empty where predictions are not corrected.
+    # State of the correction after the last sampled step: sampling (1: on), farthest_factor,
+    # predicted_gain_s, overhead_s; empty if predictions are not corrected.
     correction: Keyed = _by_key()
-    # Computing without waiting, of the 32 slowest processes; empty of one.
+    # Seconds of computing without waiting, of the 32 slowest processes; empty for one process.
     process_s: Keyed = _by_key("s")
-    own: Keyed = _by_key("", "own metric {}, median", is_tracked=True)  # of the user's callbacks
+    own: Keyed = _by_key("", "own metric {}, median", is_tracked=True)  # from user callbacks
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:
@@ -118,7 +118,7 @@ class StepMetrics:
 
 COLUMNS: dict[str, Column] = {f.name: f.metadata["column"] for f in fields(StepMetrics)}
 _HINTS = get_type_hints(StepMetrics)
-# Fields that hold a number, and those that hold one by name.
+# Fields that are a number, and fields that are numbers by name.
 SCALAR_FIELDS = tuple(n for n, kind in _HINTS.items() if kind in (int, float, float | None))
 KEYED_FIELDS = tuple(n for n, k in _HINTS.items() if k in (Keyed, Mapping[str, int]))
 TRACKED_FIELDS = tuple(name for name, column in COLUMNS.items() if column.is_tracked)
@@ -135,7 +135,7 @@ def iter_numbers(row: Any, names: Iterable[str]) -> Iterator[tuple[ColumnKey, fl
             yield from (((name, key), v) for key, v in (value or {}).items() if v is not None)
 
 
-# What reports read of a row, of other versions too: only step and step_s have to be there.
+# A row as reports read it; rows of other versions need only step and step_s.
 MetricsRow = msgspec.defstruct(
     "MetricsRow",
     [
@@ -156,6 +156,6 @@ class Percentiles(NamedTuple):
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:
-    """Return those of the finite values; all nan when there is none."""
+    """Return the percentiles of the finite values; nan if there are none."""
     finite = [v for v in values if math.isfinite(v)] or [math.nan]
     return Percentiles(*np.percentile(finite, [10, 50, 90]).tolist())

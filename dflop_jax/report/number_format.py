@@ -1,4 +1,4 @@
-"""Numbers as text for people."""
+"""Format numbers as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def number(value: float, digits: int = 3) -> str:
     """Return a number with `digits` significant digits and thousands separators; "-" for nan."""
     if math.isnan(value):
         return "-"
-    if abs(value) >= 10**digits - 0.5:  # what rounds up to one digit more, too
+    if abs(value) >= 10**digits - 0.5:  # includes values that rounding gives one digit more
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".") if value else "0"
 

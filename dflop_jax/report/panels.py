@@ -12,20 +12,20 @@ from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
 
 IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
 Palette = Mapping[str, tuple[str, str]]  # module -> (forward, backward)
-# Of modules of well-known names; hues that colour-blind readers tell apart.
+# Colours of well-known modules, which colour-blind readers can distinguish.
 MODULE_COLOURS = {
     "vision": ("#7fcdbb", "#1b8a7a"),
     "audio": ("#fdd49e", "#d98324"),
     "generator": ("#d4b9da", "#8e44ad"),
     "llm": ("#9ecae1", "#2b6cb0"),
 }
-# Of other modules, in the order in which plans have them.
+# Colours of other modules, in the order of plans.
 OTHER_COLOURS = (("#c7d59f", "#6b8e23"), ("#f4b6c2", "#c2455f"), ("#d9c7b0", "#8c6239"))
-# Of tasks that look alike whatever their module.
+# Colours of tasks that do not depend on the module.
 DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETURN: "#8793a3"}
-# Of curves that have no colour of their own, by turns: runs, say.
+# Colours of runs and other curves, in turn.
 LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
-# Of what a step's seconds go to, whatever the module.
+# Colours of the phases of a step.
 PHASE_COLOURS = {
     FORWARD: "#7fcdbb", BACKWARD: "#1b8a7a", DATA: "#9ecae1", SCHEDULE: "#d4b9da", SAVE: "#fdd49e",
     IDLE_PHASE: "#b9c1ca", **DIRECTION_COLOURS,
@@ -33,7 +33,7 @@ PHASE_COLOURS = {
 
 
 def palette(modules: Sequence[str]) -> Palette:
-    """Return the colours of modules: their own, or in turn those of `OTHER_COLOURS`."""
+    """Return the colours of modules: by `MODULE_COLOURS`, else in turn from `OTHER_COLOURS`."""
     others = cycle(OTHER_COLOURS)
     return {m: MODULE_COLOURS.get(m) or next(others) for m in modules}
 
@@ -54,8 +54,8 @@ class Panel:
 
     title: str
     trace: Trace
-    modules: Mapping[str, str] = field(default_factory=dict)  # of segments; default: their names
-    submeshes: Sequence[str] = ()  # that get a row even when they stay idle
+    modules: Mapping[str, str] = field(default_factory=dict)  # by segment; default: its name
+    submeshes: Sequence[str] = ()  # submeshes that get a row even if idle
 
     def module(self, e: Event) -> str:
         return self.modules.get(e.segment, e.segment)
@@ -73,7 +73,7 @@ class Panel:
 
     @property
     def rows(self) -> list[str]:
-        """Submeshes in the plan's order, each followed by the links that leave it, then others."""
+        """Return rows: submeshes in the plan's order, each followed by the links that leave it."""
         links, rows = self.links, list[str]()
         events = sorted(self.trace.events, key=lambda e: e.start_s)
         first_order = dict.fromkeys(e.submesh for e in events)
@@ -89,8 +89,8 @@ def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
 
 
 def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
-    """Return label -> colour of everything drawn: modules in the order of their plans, modules that
-    only traces name, sends, tasks at the end of a step, and idle time."""
+    """Return label -> colour of everything drawn: modules in the order of plans, other modules of
+    traces, sends, tasks at the end of a step, and idle time."""
     events = [(p, e) for p in panels for e in p.trace.events]
     planned = [m for p in panels for m in p.modules.values()]
     colours = palette(list(dict.fromkeys([*planned, *(p.module(e) for p, e in events)])))

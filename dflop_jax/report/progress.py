@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal, or as plain lines where there is none (a CI log)."""
+"""Progress of a run on the terminal, or as plain lines without a terminal (in a CI log)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.number_format import duration, flops_text, number
 
-RECENT_STEPS = 20  # whose mean time predicts the rest
+RECENT_STEPS = 20  # steps whose mean time predicts the remaining time
 
 
 class Progress:
-    """A bar with figures and time left, of which `start` steps are done, or a plain line every
-    `log_interval` steps without a terminal (0: about 20 lines in all), on `console` (default:
-    standard error). `quiet`: write nothing."""
+    """A progress bar with figures and time left; without a terminal, a plain line every
+    `log_interval` steps (0: about 20 lines in all). `start` steps are already done. Writes to
+    `console` (default: standard error), or nothing if `quiet`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Progress:
         self._bar.stop()
 
     def restart(self, start: int) -> None:
-        """Count from `start` steps done."""
+        """Set the number of finished steps."""
         self._n_done = start
         self._bar.update(self._task, completed=start)
 
@@ -77,7 +77,7 @@ def describe(row: StepMetrics, remaining_s: float) -> str:
     texts.append(f"{flops_text(row.flops_per_s)}/s")
     if row.mfu is not None:
         texts.append(f"MFU {row.mfu:.1%}")
-    if len(busy) > 3:  # a line has no room for more
+    if len(busy) > 3:  # a range saves room
         texts.append(f"busy {min(busy.values()):.0%}-{max(busy.values()):.0%}")
     elif busy:
         texts.append(" ".join(["busy", *(f"{name} {share:.0%}" for name, share in busy.items())]))

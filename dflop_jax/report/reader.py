@@ -1,7 +1,7 @@
-"""A run folder as reports read it, in one pass: plan, rows of steps, evaluations and traces.
+"""Read a run folder for reports: plan, rows of steps, evaluations and traces.
 
 The numbers of metrics.jsonl become columns over the steps (8 bytes per number and step), and curves
-with a bounded number of points.
+with a limited number of points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from dflop_jax.report.run_folder import CONFIG, METRICS, SIMULATED, TRACE, Evalu
 from dflop_jax.report.trace import read_trace
 from dflop_jax.report.wall_time import WallTime, read_wall_time
 
-MAX_STRETCHES = 600  # of a curve, each of one point or of a lowest and a highest one
+# Maximum number of stretches (intervals) of a curve, each with one point or its lowest and highest.
+MAX_STRETCHES = 600
 
 
 @dataclass
@@ -35,8 +36,8 @@ class Columns:
 
     n_steps: int = 0
     n_skipped: int = 0
-    made_by: Counter[str] = field(default_factory=Counter)  # schedules by what found them
-    # By field (or field and key) a number for each step, float64, NaN where a step has none.
+    made_by: Counter[str] = field(default_factory=Counter)  # number of schedules by method
+    # By field (or field and key) a number for each step, float64; NaN if the step has none.
     values: dict[ColumnKey, np.ndarray] = field(default_factory=dict)
 
     def column(self, name: ColumnKey) -> np.ndarray:
@@ -59,7 +60,7 @@ class Columns:
         return {key: self.median((name, key)) for key in self.keys(name)}
 
     def curve(self, max_stretches: int = MAX_STRETCHES) -> tuple[list[float], list[float]]:
-        """Return (steps, losses); of a longer run the lowest and the highest loss of a stretch."""
+        """Return (steps, losses); for a long run, the lowest and highest loss of each stretch."""
         losses = self.column("loss")
         indices = extreme_indices(losses, max_stretches)
         return self.column("step")[indices].tolist(), losses[indices].tolist()
@@ -81,7 +82,7 @@ def read_columns(folder: str | Path) -> Columns:
             row, (*metrics.SCALAR_FIELDS, *metrics.KEYED_FIELDS)
         ):
             column = values.setdefault(name, array("d"))
-            column.extend([math.nan] * (n - len(column)))  # of the steps since it was there last
+            column.extend([math.nan] * (n - len(column)))  # fill the steps without a value
             column.append(value)
     if not columns.n_steps:
         raise run_folder.no_step_error(path)
@@ -93,7 +94,7 @@ def read_columns(folder: str | Path) -> Columns:
 
 def extreme_indices(values: np.ndarray, max_stretches: int) -> np.ndarray:
     """Return the ascending indices of the lowest and the highest value of each stretch of equal
-    length; all where there are at most `max_stretches` values."""
+    length; all indices if there are at most `max_stretches` values."""
     length = stretch_length(len(values), max_stretches)
     if length == 1:
         return np.arange(len(values))
@@ -101,7 +102,7 @@ def extreme_indices(values: np.ndarray, max_stretches: int) -> np.ndarray:
     padded[: len(values)] = values
     stretches = padded.reshape(-1, length)
     starts = np.arange(len(stretches)) * length
-    # A nan gives way to any number.
+    # Any number is preferred to nan.
     lowest = np.where(np.isnan(stretches), math.inf, stretches).argmin(axis=1)
     highest = np.where(np.isnan(stretches), -math.inf, stretches).argmax(axis=1)
     return np.unique([starts + lowest, starts + highest])
@@ -128,24 +129,24 @@ _TITLES = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as reports show it."""
+    """The contents of a run folder for reports."""
 
     name: str
     folder: Path
     plan: Plan
-    rows: Columns  # of its steps; empty where it did none
+    rows: Columns  # of its steps; empty if it has none
     evaluations: Sequence[EvaluationRow]
-    config: dict[str, Any]  # empty where it is missing or broken
+    config: dict[str, Any]  # empty if the file is missing or broken
     wall_time: WallTime | None  # None if unknown
 
     @cached_property
     def traces(self) -> list[tuple[Panel, dict[int, str]]]:
-        """The panels of its traces that hold an event, each with the labels of its groups."""
+        """The panels of all traces with events, each with the labels of its groups."""
         return [*self._panels(TRACE), *self._panels(SIMULATED)]
 
     @property
     def panels(self) -> list[Panel]:
-        """Those of the traces that the run itself wrote."""
+        """The panels of the traces that training wrote."""
         return [panel for panel, _ in self._panels(TRACE)]
 
     def _panels(self, file: str) -> list[tuple[Panel, dict[int, str]]]:
@@ -160,10 +161,9 @@ class RunRecord:
 
 
 def read_run(folder: str | Path, name: str = "") -> RunRecord:
-    """Return all of a run folder that has steps or a timeline; `name` is the folder's unless
-    given."""
+    """Read a run folder with steps or a timeline; `name` defaults to the folder's name."""
     path = Path(folder)
-    # Without a timeline there is nothing to show of a run without steps: errors say what to do.
+    # A run without a timeline must have steps; reading them raises errors that say what to do.
     needs_steps = not any((path / file).exists() for file in _TITLES)
     has_steps = next(run_folder.metrics_rows(path / METRICS), None) is not None
     return RunRecord(
@@ -178,7 +178,7 @@ def read_run(folder: str | Path, name: str = "") -> RunRecord:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Return runs by a name that tells them apart: the folder's, or its path where that repeats."""
+    """Read runs with unique names: the folder's name, or its path if the name repeats."""
     if not folders:
         raise ValueError("no run folder given; name at least one, for example runs/demo/dflop")
     paths = list(dict.fromkeys(Path(f) for f in folders))

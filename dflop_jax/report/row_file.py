@@ -1,6 +1,7 @@
-"""Files of JSON rows, a line each: a run appends rows, and a resumed run drops some of them.
+"""Files with one JSON row per line: a run appends rows, and a resumed run drops some of them.
 
-A kill may cut the last line short; readers ignore such a line, and a resumed run drops it.
+If the process is killed, the last line may be incomplete; readers ignore such a line, and a resumed
+run drops it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,19 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: FileIO | None = None
-        self._pending = bytearray()  # the end of a row first, where the disk took the rest of it
+        self._pending = bytearray()  # may begin with the rest of a row that is partly written
         self._has_warned = False
 
     def append(self, row: Any) -> None:
-        """Add a row, a mapping or a record; it is on its way to disk when this returns, unless the
-        disk is full. OSError: it cannot be written for another reason."""
-        # JSON has no nan or infinity: msgspec writes null, which readers take for nan.
+        """Add a row, a mapping or a record, and pass it to the operating system unless the disk is
+        full. OSError: it cannot be written for another reason."""
+        # JSON has no nan or infinity: msgspec writes null, which readers convert to nan.
         self._pending += msgspec.json.encode(row) + b"\n"
         self._flush()
 
     def drop_except(self, is_kept: Callable[[RowHeader], bool]) -> int:
-        """Keep the rows that `is_kept` accepts, drop the others and a last row that a kill cut
-        short, and return the number of whole rows dropped. The new file is renamed over the old
-        one, so a kill in between loses no row."""
+        """Keep the rows that `is_kept` accepts; drop the others and an incomplete last row. Return
+        the number of complete rows dropped. The new file replaces the old one atomically."""
         self._flush()
         if self._file is not None:
             self._file.close()
@@ -62,7 +62,7 @@ class RowFile:
         if self._file is not None:
             self._file.close()
         if self._pending:
-            log.warning("%s: its last rows found no room on the disk and are lost", self.path)
+            log.warning("%s: the disk is full, so its last rows are lost", self.path)
 
     def _flush(self) -> None:
         try:
@@ -75,7 +75,7 @@ class RowFile:
                 self._pending.clear()
                 raise
             if not self._has_warned:
-                text = "%s: %s; rows wait in memory until there is room again, the run goes on"
+                text = "%s: %s; rows wait in memory until there is room, and the run continues"
                 log.warning(text, self.path, e.strerror)
             self._has_warned = True
 
@@ -91,7 +91,7 @@ _HEADER_DECODER = msgspec.json.Decoder(RowHeader)
 
 
 def read_header(line: bytes) -> RowHeader | None:
-    """Return the header of a whole row; None for a row that was cut short, which never parses."""
+    """Return the header of a complete row; None for an incomplete row, which never parses."""
     try:
         return _HEADER_DECODER.decode(line)
     except msgspec.DecodeError:
@@ -99,7 +99,7 @@ def read_header(line: bytes) -> RowHeader | None:
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file (none: no lines) without a last one that a kill cut short."""
+    """Yield the lines of a file except an incomplete last one; no lines if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -111,7 +111,7 @@ def complete_lines(path: Path) -> Iterator[bytes]:
 def read_rows(
     path: Path, kind: type[Row], description: str, remedy: str = "remove the line"
 ) -> Iterator[Row]:
-    """Yield the whole rows of a file, if any, as records of a type; ValueError names a bad line."""
+    """Yield a file's complete rows, if any, as records of a type; ValueError names a bad line."""
     decoder = msgspec.json.Decoder(kind)
     for n, line in enumerate(complete_lines(path), 1):
         try:

@@ -28,42 +28,42 @@ METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 CORRECTIONS = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
-HUNG = "hung"  # a folder of the stacks of every process of a run that hung
-_LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
+HUNG = "hung"  # a folder with the stacks of every process of a run that hung
+_LAUNCH = "launch"  # a file with the name of the launch that started the run, if any
 _LOCK = "lock"
 _OTHER_RUN_DIR = "choose another --run_dir"
-# Of a file system that knows no flock.
+# Errors of a file system without flock.
 _NO_LOCK_ERRNOS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-# Files of answers: a command about a run's folder writes its answer to a folder of its own.
+# Output files of report and simulate.
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _ROW_FILES = (METRICS, EVALUATIONS, CORRECTIONS, EVENTS)
 _REPORT_FILES = (TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _OUTPUTS = (*_ROW_FILES, _LAUNCH, TRACE, *_REPORT_FILES)
-# A folder without any of these is no run folder; other programs write files like config.json, too.
+# A run folder has one of these files; other programs also write files like config.json.
 _RUN_MARKERS = (METRICS, PROFILE, PLAN, _LOCK, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
-_LOG_SUFFIXES = {".log", ".out", ".err"}  # of what a shell or Slurm writes to it before a run
+_LOG_SUFFIXES = {".log", ".out", ".err"}  # files that a shell or Slurm may write before the run
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 log = logging.getLogger("dflop_jax")
 
 
 class FolderInUse(ValueError):
-    """Another run is writing to the folder; a retry may succeed once it has ended."""
+    """Raised if another run is writing to the folder; a retry may succeed when it has ended."""
 
 
 class RunFolder:
-    """Writes one run's files; process 0 makes it. As a context manager it removes a folder that it
-    made, not under a launch, where the run has come to no step and no checkpoint.
+    """Writes the files of one run; only process 0 has one. On exit from its context, a folder that
+    it created is removed if it has no step and no checkpoint, except under a launch.
 
     Args:
-      existing: what to do with another run's metrics there: "error", "overwrite" (its outputs
-        and checkpoints are removed) or "resume" (they stay; call `restart`).
+      existing: how to treat an earlier run in the folder: "error", "overwrite" (its outputs and
+        checkpoints are removed) or "resume" (they stay; call `restart`).
       launch: the name of the launch that the run belongs to; "" for none.
 
     Raises:
       FolderInUse: another run is writing to the folder.
-      ValueError: it holds metrics and `existing` is "error", it cannot be written, or is no folder
-        for a run (see `check_run_dir`).
+      ValueError: the folder has metrics and `existing` is "error", it cannot be written, or it is
+        not a run folder (see `check_run_dir`).
       OSError: the disk is full.
     """
 
@@ -76,7 +76,7 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self.trackers: Sequence[trackers.Tracker] = ()
-        self.tracking_interval = 1  # steps between those that trackers get
+        self.tracking_interval = 1  # trackers get every n-th step
         self.rows = {name: RowFile(self.path / name) for name in _ROW_FILES}
         check_run_dir(self.path)
         self._created_folders = [] if launch else folders.missing_folders(self.path)
@@ -86,7 +86,7 @@ class RunFolder:
             self._lock = lock.open("ab")
         try:
             self._open(existing)
-            if launch:  # last, since a folder that is named so is resumed
+            if launch:  # last, since a folder with this file is resumed
                 (self.path / _LAUNCH).write_text(launch)
         except BaseException:
             self._lock.close()
@@ -94,7 +94,7 @@ class RunFolder:
 
     def _open(self, existing: str) -> None:
         try:
-            # Held until the process ends, however it ends.
+            # The operating system releases the lock when the process ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             remedy = f"wait for it, or {_OTHER_RUN_DIR}"
@@ -109,8 +109,8 @@ class RunFolder:
         content = "the metrics" if metrics.stat().st_size else "checkpoints"
         if existing == "error" and self._is_worth_keeping((CHECKPOINTS,)):
             raise ValueError(
-                f"{self.path}: holds {content} of another run; choose another --run_dir, go on "
-                "with that run (--resume auto) or replace it (--overwrite)"
+                f"{self.path}: holds {content} of another run; choose another --run_dir, resume "
+                "that run (--resume auto) or replace it (--overwrite)"
             )
         if existing == "overwrite":
             for name in _OUTPUTS:
@@ -120,9 +120,9 @@ class RunFolder:
             metrics.touch()
 
     def restart(self, start_step: int) -> None:
-        """Drop the rows of `start_step` and later steps, and a row that a kill cut short."""
+        """Drop the rows of `start_step` and later steps, and incomplete rows."""
         self.rows[METRICS].drop_except(lambda row: row.step < start_step)
-        # An evaluation is numbered by the steps before it.
+        # The step of an evaluation is the number of steps before it.
         self.rows[EVALUATIONS].drop_except(lambda row: row.step <= start_step)
 
     def __enter__(self) -> Self:
@@ -164,8 +164,8 @@ class RunFolder:
             self._track(row.step, trackers.step_scalars(row))
 
     def append_evaluation(self, row: Any) -> None:
-        """Add one row to evaluations.jsonl, in place of one of the same step, and to trackers
-        once."""
+        """Add one row to evaluations.jsonl, or replace the row of the same step; trackers get a
+        step once."""
         rows = self.rows[EVALUATIONS]
         headers = [read_header(line) for line in complete_lines(rows.path)]
         is_repeated = any(header is not None and header.step >= row.step for header in headers)
@@ -176,7 +176,7 @@ class RunFolder:
             self._track(row.step - 1, trackers.evaluation_scalars(row))
 
     def _track(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send scalars to the trackers; a tracker that finds the disk full gets no more."""
+        """Send scalars to the trackers; stop using a tracker whose disk is full."""
         for tracker in self.trackers:
             try:
                 tracker.log(step, scalars)
@@ -184,7 +184,7 @@ class RunFolder:
                 if e.errno not in folders.DISK_FULL_ERRNOS:
                     raise
                 self.trackers = [t for t in self.trackers if t is not tracker]
-                text = "step %d: %s cannot write (%s) and gets no more of this run; %s has it all"
+                text = "step %d: %s cannot write (%s) and is off for this run; %s has all steps"
                 log.warning(text, step, type(tracker).__name__, e.strerror, METRICS)
 
     def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
@@ -195,13 +195,12 @@ class RunFolder:
 
 @cache  # once for a folder
 def _warn_unlocked(path: Path, reason: str) -> None:
-    text = "the file system knows no locks (%s), so nothing keeps a second run out of this folder"
+    text = "the file system has no locks (%s), so a second run in this folder is not prevented"
     log.warning(f"%s: {text}: start none there while this one runs", path, reason)
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl; ValueError: no such file, no row, or a broken
-    one."""
+    """Return the rows of a run's metrics.jsonl; ValueError: it is missing, empty or broken."""
     path = metrics_file(folder)
     if not [*metrics_rows(path)]:
         raise no_step_error(path)
@@ -209,7 +208,7 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def metrics_rows(path: Path) -> Iterator[Any]:
-    """Yield the rows of a metrics.jsonl as reports read them."""
+    """Yield the rows of a metrics.jsonl as `MetricsRow`."""
     return read_rows(path, MetricsRow, "a row of metrics")
 
 
@@ -226,11 +225,11 @@ def metrics_file(folder: str | Path) -> Path:
 
 
 def no_step_error(path: Path) -> ValueError:
-    return ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
+    return ValueError(f"{path}: has no step yet; let the run finish a step, or train it again")
 
 
 class EvaluationRow(msgspec.Struct):
-    """What a report reads of a row of evaluations.jsonl (of `train.evaluate`)."""
+    """The fields of a row of evaluations.jsonl (written by `train.evaluate`) that reports read."""
 
     step: int
     loss: float | None
@@ -239,12 +238,12 @@ class EvaluationRow(msgspec.Struct):
 
 
 def read_evaluations(folder: str | Path) -> list[EvaluationRow]:
-    """Return the whole rows of a run's evaluations.jsonl, none without the file."""
+    """Return the complete rows of a run's evaluations.jsonl; [] if there is no such file."""
     return [*read_rows(Path(folder) / EVALUATIONS, EvaluationRow, "a row of evaluations")]
 
 
 def holds_run(folder: str | Path) -> bool:
-    """Return whether a folder has records of a run, also of another version of this program."""
+    """Return whether a folder has files of a run, also of another version of dflop_jax."""
     names = (_LOCK, CONFIG, METRICS, TRACE, CHECKPOINTS)
     return any((Path(folder) / name).exists() for name in names)
 
@@ -255,7 +254,7 @@ def check_run_dir(folder: str | Path) -> None:
     if not path.is_dir() or any(any(path.glob(mark)) for mark in _RUN_MARKERS):
         return
     for file in path.iterdir():
-        is_empty = file.name.startswith(".") or file.name == "lost+found"  # to who lists it
+        is_empty = file.name.startswith(".") or file.name == "lost+found"  # ignored files
         if not is_empty and file.suffix not in _LOG_SUFFIXES:
             raise ValueError(
                 f"{path}: holds {file.name} and no run; choose a new or empty folder as --run_dir"
@@ -265,10 +264,9 @@ def check_run_dir(folder: str | Path) -> None:
 def answer_folder(
     run_dir: str | Path, answer_name: str, out: str | None = None, *, is_kept: bool = True
 ) -> Path:
-    """Return the folder that the answer to a question is written to, made where it is
-    missing: `out`, or `run_dir`, where a run has begun there `run_dir`/`answer_name`.
-    ValueError: it is a file, holds a run, or cannot be written. Unless `is_kept`, the
-    function only tries to make it."""
+    """Create and return the folder for a command's output: `out`, else `run_dir`, or
+    `run_dir`/`answer_name` if `run_dir` has a run. ValueError: it is a file, has a run, or cannot
+    be written. Unless `is_kept`, the folder is removed again (a check)."""
     remedy = "choose another --out" if out else "choose another --run_dir, or give --out"
     folder = Path(out or run_dir)
     if not out:
@@ -285,7 +283,7 @@ def answer_folder(
 
 
 def check_answer_file(file: str | Path) -> None:
-    """Raise ValueError if a file that a command would write is a folder or a record of a run."""
+    """Raise ValueError if a command's output file is a folder or a file of a run."""
     path = Path(file)
     if path.is_dir():
         raise ValueError(f"{path}: is a folder; name a file in it")
@@ -294,7 +292,7 @@ def check_answer_file(file: str | Path) -> None:
 
 
 def read_launch_name(folder: str | Path) -> str:
-    """Return the name of the launch that began the run in a folder; "" for none."""
+    """Return the name of the launch that started the run in a folder; "" for none."""
     file = Path(folder) / _LAUNCH
     return file.read_text() if file.exists() else ""
 

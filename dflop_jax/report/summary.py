@@ -20,7 +20,7 @@ from dflop_jax.report.reader import RunRecord, read_run
 from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE, EvaluationRow
 from dflop_jax.report.wall_time import TRAINING, WallTime
 
-# How numbers of units are written that are no suffix: fractions, FLOPs and seconds of a whole run.
+# Formatters of fractions, FLOPs and a run's seconds; for other units, the unit is a suffix.
 _UNIT_FORMATS = {"%": percent, "FLOP": flops_text, "s": duration}
 # Unit of a column of metrics -> the unit of its figure, and the factor between them.
 _DISPLAY_UNITS = {"s": ("ms", 1e3), "bytes": ("GiB", 2.0**-30), "FLOP/s": ("FLOP", 1.0)}
@@ -28,7 +28,7 @@ _DISPLAY_UNITS = {"s": ("ms", 1e3), "bytes": ("GiB", 2.0**-30), "FLOP/s": ("FLOP
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a run, or several of a kind side by side; nan if the run has none."""
+    """One or several related numbers of a run with a label; nan if unknown."""
 
     label: str
     unit: str  # "ms", "GiB", "MB", "FLOP", "s", "%" (of 1), or ""
@@ -48,9 +48,9 @@ class Figure:
 
 
 def figures(run: RunRecord) -> list[Figure]:
-    """Return the figures of a run; ValueError: it did no step. The planner chose the plan by one
-    predicted step time, and predicts another by the plan's own programs; steps without a row are
-    those whose row did not fit on the disk."""
+    """Return the figures of a run; ValueError: it has no step. There are two predicted step times:
+    the one by which the planner chose the plan, and the one from timings of the plan's own
+    programs. Rows are missing for steps at which the disk was full."""
     rows, predicted = run.rows, run.plan.predicted
     if not rows.n_steps:
         raise run_folder.no_step_error(run.folder / run_folder.METRICS)

@@ -1,8 +1,8 @@
 """Pictures of traces and losses, drawn without any global matplotlib state.
 
-A timeline has one panel per trace, all under one time axis: a row per submesh, a bar per task
+A timeline has one panel per trace, all with the same time axis: a row per submesh, a bar per task
 coloured by module and direction with the group's number, and the busy share of each submesh at the
-right. Import this module where a picture is drawn: matplotlib takes a second to load.
+right. Import this module only to draw: matplotlib takes a second to load.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dflop_jax.report.number_format import number
 from dflop_jax.report.panels import FAINT, IDLE, INK, Panel, ink_on, legend_entries, line_colour
 
 WIDTH_IN, DPI = 14.0, 100
-# Inches, which fit its letters: a row of bars, a title above and the gap below, axis and legend at
-# the foot, the curve of losses; names at the left, shares at the right.
+# Heights in inches: a row of bars, the title above, the gap below, axis and legend at the foot,
+# loss curves. Widths in inches: names at the left, busy shares at the right.
 ROW_IN, HEAD_IN, GAP_IN, FOOT_IN, LOSS_IN = 0.40, 0.34, 0.10, 0.75, 2.9
 LEFT_IN, RIGHT_IN = 1.35, 0.85
-LEGEND_COLUMNS = int(WIDTH_IN / 1.75)  # of entries, of 1.75 inches
+LEGEND_COLUMNS = int(WIDTH_IN / 1.75)  # an entry takes 1.75 inches
 BAR = 0.80  # height of a bar in a row of height 1
 Curve = tuple[Sequence[float], Sequence[float]]  # steps, losses
 
 
 def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], picture_path: str | Path) -> None:
-    """Draw panels under one time axis and, below them, loss curves by run, to a PNG."""
+    """Draw panels with one time axis, and loss curves by run below them, to a PNG."""
     legend = legend_entries(panels) if panels else {}
     foot_in = FOOT_IN + 0.2 * math.ceil(len(legend) / LEGEND_COLUMNS)
     losses_in = LOSS_IN if curves else 0.0
@@ -85,7 +85,7 @@ def _draw_panel(
         colour, label = colours[panel.label(e)], str(e.group) if e.group >= 0 else ""
         boxes.append(Rectangle((x, row - BAR / 2), width, BAR))
         shades.append(colour)
-        # A white edge parts neighbours, but would eat the colour of a narrow bar.
+        # A white edge separates bars, but would cover a narrow bar.
         edges.append(0.8 if width * px_per_unit >= 4 else 0.0)
         if label and width * px_per_unit >= 7 * len(label) + 4:
             ink, middle = ink_on(colour), x + width / 2
@@ -108,7 +108,7 @@ def _draw_panel(
 
 
 def _draw_heading(ax: Axes, x: float, text: str, **style: Any) -> None:
-    """Text just above an axes, at the fraction `x` of its width."""
+    """Write text just above the axes, at the fraction `x` of their width."""
     ax.annotate(text, (x, 1), (0, 5), "axes fraction", "offset points", color=INK, **style)
 
 

@@ -1,4 +1,4 @@
-"""Traces as Chrome trace JSON, for https://ui.perfetto.dev, and back.
+"""Write and read traces as Chrome trace JSON, for https://ui.perfetto.dev.
 
 One process per trace, one thread per submesh. Perfetto colours slices by name, so all forward
 tasks of a segment share one colour. Times are rounded to nanoseconds.
@@ -18,12 +18,12 @@ Labelled = tuple[Trace, dict[int, str]]  # a trace and the labels of its groups
 
 
 def group_label(group: Group) -> str:
-    """Return the label of a group: its module, its shape, and the segments that keep more of it."""
+    """Return a group's label: module, shape, and the segments that keep more residuals of it."""
     return f"{group.module}:{group.shape.name}" + "".join(f" +{s}" for s in group.remat_less)
 
 
 def group_labels(schedules: Iterable[Schedule]) -> dict[int, str]:
-    """Return the label of every group, by its number in a trace of these schedules in a row."""
+    """Return the label of every group, by its number in a trace of consecutive schedules."""
     return dict(enumerate(group_label(g) for s in schedules for g in s.groups))
 
 
@@ -57,7 +57,7 @@ def write_trace(
 
 
 def read_trace(path: str | Path) -> list[Labelled]:
-    """Return the traces of a trace.json, to a nanosecond, each with the labels of its groups."""
+    """Read the traces of a trace.json, each with the labels of its groups."""
     remedy = "train again, or delete it to report without a timeline"
     try:
         return _from_chrome(msgspec.json.decode(Path(path).read_bytes()))

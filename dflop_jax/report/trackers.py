@@ -1,4 +1,4 @@
-"""Trackers: the numbers of metrics.jsonl in TensorBoard and Weights & Biases, each step once."""
+"""Trackers, which send the numbers of metrics.jsonl to TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluation_scalars(row: Any) -> dict[str, float]:
 
 
 def check_trackers(config: Config) -> list[Any]:
-    """Return the packages of `_OPTIONS`, None where not needed; ValueError: one is missing."""
+    """Return the packages of `_OPTIONS`, None if not requested; ValueError: one is missing."""
     packages = []
     for option, name in _OPTIONS.items():
         try:
@@ -59,8 +59,8 @@ def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
 
 
 class TensorBoard:
-    """Writes an event file in a folder. A session start at step `start` makes TensorBoard drop that
-    step and later ones of earlier files."""
+    """Writes an event file in a folder. Its session start at step `start` makes TensorBoard drop
+    this and later steps of earlier files."""
 
     def __init__(self, package: Any, folder: Path, start: int) -> None:
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
@@ -88,8 +88,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes to a run of a W&B project, whose id is in the run folder; W&B ignores repeated
-    steps."""
+    """Writes to a W&B run whose id is in the run folder; W&B ignores repeated steps."""
 
     def __init__(self, package: Any, config: Config, folder: Path) -> None:
         train, file = config.train, folder / WANDB_ID
@@ -102,7 +101,7 @@ class WeightsAndBiases:
                 id=file.read_text(encoding="utf-8"), resume="allow", dir=str(folder),
                 config=msgspec.to_builtins(config),
             )  # fmt: skip
-        except Exception as e:  # wandb has errors of its own for a login or a network that fails
+        except Exception as e:  # wandb's own errors of login and network
             raise ValueError(
                 f"train.wandb_project={train.wandb_project}: W&B does not start ({e}); run wandb "
                 "login, or set WANDB_MODE=offline"

@@ -1,7 +1,8 @@
-"""Where the wall time of a run goes, from its first start to its end, over all restarts.
+"""Account for a run's wall time by category, from its first start to its end, over all restarts.
 
-A run folder's events.jsonl has a row for every past interval of process 0's time; each begins where
-the row before ends. Steps that a later start repeats count as lost, so seconds add up to wall time.
+A run folder's events.jsonl has a row for every interval of process 0's time; each begins at the end
+of the previous row. Steps that a later start repeats count as lost, so the seconds of all
+categories sum to the wall time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dflop_jax.report.row_file import RowFile, read_rows
 
 EVENTS = "events.jsonl"
 START, TRAINING, LOST, STOPPED = "start", "training", "lost steps", "stopped"
-# Other categories of a run's seconds; `CATEGORIES` has the order of reports.
+# Other categories; `CATEGORIES` is in the order of reports.
 CONNECT, PROFILE, PLAN, COMPILE = "connect", "profile", "plan", "compile"
 DATA, SCHEDULE, SAVE = "wait for data", "wait for the schedule", "wait for a save"
 EVALUATION, REDECISION, END = "evaluation", "re-decision", "end"
@@ -29,27 +30,26 @@ CATEGORIES = (
     CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
 )  # fmt: skip
 NO_WAITS: Mapping[str, float] = MappingProxyType({})
-_MIN_ROW_S = 1e-3  # of a row that tells nothing but seconds
-_MAX_PENDING_ROWS = 1_000  # rows: a run begins with dozens, and only process 0 has a file
+_MIN_ROW_S = 1e-3  # minimum seconds of a row without a step or another event
+_MAX_PENDING_ROWS = 1_000  # for processes without a file; a run starts with dozens of rows
 
 
 class EventRow(msgspec.Struct):
     """The seconds of an interval by category."""
 
     until_s: float  # end of the interval, in seconds since the epoch
-    seconds: dict[str, float]  # by category; their sum reaches back to the row before
-    step: int = -1  # that ended the interval; -1 for none
-    begun_s: float | None = None  # of a process's first row: when it began; stopped until then
-    resumed: int | None = None  # step that the process resumed at; earlier rows of it are lost
+    seconds: dict[str, float]  # by category; the sum is the length of the interval
+    step: int = -1  # the step that ended with the interval; -1 for none
+    begun_s: float | None = None  # in a process's first row: its start, in seconds since the epoch
+    resumed: int | None = None  # the step at which the process resumed; steps from it on are lost
 
 
 class TimeLog:
-    """Records what a process's time goes to. Rows are pending until there is a file
-    (`write_to`)."""
+    """Records a process's time by category. Rows are pending until there is a file (`write_to`)."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
-        self.on_category: Callable[[str], None] = lambda name: None  # called when one begins
+        self.on_category: Callable[[str], None] = lambda name: None  # called at each change
         self._until_s = clock()
         self._run_start_s: float | None = self._until_s
         self._category = START
@@ -73,7 +73,7 @@ class TimeLog:
         self.on_category(name)
 
     def step(self, step: int, waits_s: Mapping[str, float]) -> None:
-        """Record the end of a step, and the seconds that devices waited in it, by category."""
+        """Record the end of a step; `waits_s` are the seconds that devices waited by category."""
         self._add_row(step=step, waits_s=waits_s)
 
     def resumed(self, step: int) -> None:
@@ -82,7 +82,7 @@ class TimeLog:
 
     def write_to(self, rows: RowFile) -> None:
         """Write pending and later rows to a file."""
-        rows.drop_except(lambda _: True)  # drops a row that a kill cut short
+        rows.drop_except(lambda _: True)  # drops an incomplete row
         self._rows = rows
         self._flush()
 
@@ -94,10 +94,10 @@ class TimeLog:
     def _add_row(
         self, step: int = -1, resumed: int | None = None, waits_s: Mapping[str, float] = NO_WAITS
     ) -> None:
-        now_s = max(self._clock(), self._until_s)  # a clock that is set back
+        now_s = max(self._clock(), self._until_s)  # the clock may be set back
         is_needed = step >= 0 or resumed is not None or self._run_start_s is not None
         if now_s - self._until_s < _MIN_ROW_S and not is_needed:
-            return  # goes to what comes next
+            return  # the next row includes these seconds
         remaining_s, seconds = now_s - self._until_s, {}
         for name, wait_s in waits_s.items():
             if (waited_s := min(wait_s, remaining_s)) > 0:
@@ -124,20 +124,20 @@ class WallTime:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the wall time in which devices ran steps that were not lost."""
+        """The fraction of wall time in which devices ran steps that were not lost."""
         return self.seconds.get(TRAINING, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
 
     def fractions(self) -> dict[str, float]:
-        """Fractions of the wall time by category, of those that are at least 0.1%."""
+        """Return the fraction of wall time by category, for fractions of at least 0.1%."""
         fractions = {k: s / self.wall_s for k, s in self.seconds.items() if self.wall_s > 0}
         return {k: fraction for k, fraction in fractions.items() if fraction >= 1e-3}
 
 
 def read_wall_time(folder: str | Path) -> WallTime | None:
-    """Return the wall time of a run from its events, None if there are none."""
+    """Return a run's wall time by category; None if the run has no events."""
     seconds = dict.fromkeys(CATEGORIES, 0.0)
-    training_s_by_step: dict[int, float] = {}  # training seconds of every step that counts
-    first_s = until_s = 0.0  # when the run began and when the last row was written, since the epoch
+    training_s_by_step: dict[int, float] = {}  # training seconds of every step that is not lost
+    first_s = until_s = 0.0  # start of the run and end of the last row, in seconds since the epoch
     n_starts = 0
     for row in read_rows(Path(folder) / EVENTS, EventRow, "a row of events"):
         if row.begun_s is not None:

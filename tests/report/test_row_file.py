@@ -65,7 +65,7 @@ def test_rows_that_a_full_disk_lost_show_after_a_resume(tmp_path, disk, caplog):
         disk.room = 100
         for step in (1, 2):
             run.append(make_row(step))
-    assert "its last rows found no room on the disk and are lost" in caplog.text
+    assert "the disk is full, so its last rows are lost" in caplog.text
     disk.room = math.inf
     with RunFolder(tmp_path, existing="resume") as run:
         run.restart(3)

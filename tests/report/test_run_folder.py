@@ -120,7 +120,7 @@ def test_a_file_system_without_locks_is_said_once_and_other_failures_end(
             folder.append(make_row(0))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert f"{tmp_path / 'run'}: the file system knows no locks" in record.getMessage()
+    assert f"{tmp_path / 'run'}: the file system has no locks" in record.getMessage()
 
     number = errno.EIO
     with pytest.raises(ValueError, match=r"run: cannot be locked .*choose another --run_dir"):

@@ -1,4 +1,4 @@
-"""Child processes that answer requests: lines over stdin and stdout, and their last line of stderr.
+"""Child processes that answer requests, line by line, over stdin and stdout.
 
 A child runs a module's `main` under `python -c`, so scripts need no `__main__` guard and nothing is
 pickled. It ends when its stdin closes, so it cannot outlive its parent.
@@ -21,18 +21,18 @@ _MAX_STDERR_CHARS = 300  # of a child's last line of stderr in a message
 
 
 def child_source(module: str, paths: Sequence[str]) -> str:
-    """Return the source that a child runs: a module's `main`, imported from `paths` first."""
+    """Return the source for `python -c` that runs a module's `main`, imported from `paths`."""
     return f"import sys; sys.path[:0] = {[*paths]!r}; from {module} import main; main()"
 
 
 def child_command(module: str, paths: Sequence[str] = ()) -> list[str]:
-    """Return the command line of a child that runs a module's `main`; `paths` come before ours."""
+    """Return the command line of a child; `paths` come before this package's in sys.path."""
     return [sys.executable, "-c", child_source(module, [*paths, _ROOT])]
 
 
 class Child:
-    """A child process that answers lines with lines. `captures_stderr` keeps its stderr for
-    `describe_exit`, instead of sharing this process's."""
+    """A child process that answers each line with a line. With `captures_stderr`, its stderr goes
+    to `describe_exit` instead of this process's stderr."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Child:
             self._process.stdin.flush()
 
     def receive(self) -> bytes:
-        """Return its next line; b"" if it ended before the line was whole."""
+        """Return the child's next line; b"" if the child ended before the line was complete."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return line if line.endswith(b"\n") else b""
@@ -89,7 +89,7 @@ class Child:
         return code
 
     def describe_exit(self) -> str:
-        """End it, and return how it ended with its last line of stderr."""
+        """End the child, and return its exit code or signal and its last line of stderr."""
         code = self.close()
         status = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = [text for text in self._stderr_text.splitlines() if text.strip()]
@@ -97,14 +97,14 @@ class Child:
 
 
 def open_child_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """In a child: return the stream of requests and the stream of answers."""
+    """Return, in a child, the stream of requests and the stream of answers."""
     stdout = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print goes to stderr, not among the answers
+    os.dup2(2, 1)  # libraries print to stderr, not among the answers
     return sys.stdin.buffer, stdout
 
 
 def ignore_signals() -> None:
-    """Ignore signals that a cluster or a terminal sends to all processes of a job: they end the
-    parent, and the child ends with it."""
+    """Ignore signals that a cluster or terminal sends to all processes of a job. They end the
+    parent, and then the child."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

@@ -1,5 +1,5 @@
-"""Folders and files that a user names: one message if they cannot be written. A full disk does not
-end a run."""
+"""Folders and files that a user names, with a one-line error if they cannot be written; and log
+streams that survive a full disk."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # errors that end when somebody makes room
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # gone once the user frees space
 
 log = logging.getLogger("dflop_jax")
 
 
 @contextmanager
 def writable_path(path: str | Path, remedy: str) -> Iterator[Path]:
-    """Yield a path whose folder exists, for writing a file or making a folder there; ValueError
-    where it cannot be written, OSError where the disk is full."""
+    """Make the parents of a path and yield it, for writing a file or making a folder; ValueError if
+    it cannot be written, OSError if the disk is full."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def make_folder(folder: str | Path, remedy: str) -> Path:
 
 
 def missing_folders(folder: str | Path) -> list[Path]:
-    """Return the folder and its parents that do not exist, the innermost first."""
+    """Return those of the folder and its parents that do not exist, the innermost first."""
     path = Path(folder)
     return [p for p in (path, *path.parents) if not p.exists()]
 
@@ -72,7 +72,7 @@ def tolerate_full_disk(file: Path) -> Iterator[None]:
 
 
 class _LossyFile(io.FileIO):
-    """A file that drops what does not fit on a full disk."""
+    """A file that drops output while the disk is full."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -84,15 +84,15 @@ class _LossyFile(io.FileIO):
 
 
 def is_standard_stream(stream: TextIO, descriptor: int) -> bool:
-    """Whether a stream writes to the process's descriptor 1 or 2, and is not captured."""
+    """Return whether a stream writes to this file descriptor, and is not captured."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor
-    except OSError:  # it has none
+    except OSError:  # no descriptor
         return False
 
 
 def lossy_stream(template: TextIO, descriptor: int) -> TextIO:
-    """Return a text stream to a descriptor that drops lines while the disk is full."""
+    """Return a text stream to a file descriptor, which drops lines while the disk is full."""
     assert isinstance(template, io.TextIOWrapper)
     template.flush()
     return io.TextIOWrapper(
@@ -105,7 +105,7 @@ def lossy_stream(template: TextIO, descriptor: int) -> TextIO:
 
 
 def tolerate_lost_log_lines() -> None:
-    """Let standard output and error drop lines while the disk that they go to is full."""
+    """Make standard output and error drop lines while their disk is full."""
     if is_standard_stream(sys.stdout, 1):
         sys.stdout = lossy_stream(sys.stdout, 1)
     if is_standard_stream(sys.stderr, 2):

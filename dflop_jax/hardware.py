@@ -1,8 +1,8 @@
-"""Accelerators and the links between them: facts of data sheets, stated once.
+"""Accelerators and the links between them: figures from data sheets.
 
-Peaks are dense (without structured sparsity), bandwidths are of one direction and one device, and a
-gigabyte is 10^9 bytes, as in the data sheets; what programs reach of them is the cost model's
-business (`dflop_jax.profile`). A cluster that differs is `dataclasses.replace(find_hardware(...))`.
+FLOP/s are dense (without structured sparsity), bandwidths are of one direction and one device, and
+a gigabyte is 10^9 bytes, as in the data sheets. The cost model (`dflop_jax.profile`) estimates the
+share that programs reach. For another cluster use `dataclasses.replace(find_hardware(...))`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import replace
 from dflop_jax.records import Hardware
 
 GB, GIB = 1e9, 2**30  # bytes
-# Seconds that a process's dispatching thread works for a task on its devices before any plan's own
-# programs were timed: Python, arguments and transfers, not launches of kernels. 0.9 to 1.1 ms were
-# measured for each task of a step on two processes (x86 at 2 to 3 GHz, jax 0.10).
+# Estimated host seconds per task in a process's dispatching thread, until a plan's programs are
+# timed: Python, arguments and transfers, without kernel launches. Measured: 0.9 to 1.1 ms for each
+# task of a step on two processes (x86 at 2 to 3 GHz, jax 0.10).
 TASK_HOST_S = 1e-3
 
 
@@ -28,7 +28,7 @@ _A100 = Hardware(
     name="a100-40",
     chip="sm_80",
     bfloat16_flops=312e12,
-    float32_flops=312e12 / 2,  # TF32, as of all with NVLink
+    float32_flops=312e12 / 2,  # TF32, as for all GPUs with NVLink here
     memory_bytes=40 * GB,
     memory_bandwidth=1555 * GB,
     devices_per_node=8,
@@ -91,9 +91,9 @@ _TABLE = (
         link_latency_s=_PCIE_S,
         network_bandwidth=12.5 * GB,
         source="NVIDIA L40S data sheet: no NVLink, PCIe 4.0 x16: 64 GB/s both ways; the network is "
-        "an assumption: 100 Gb/s a device",
+        "an assumption: 100 Gb/s per device",
     ),
-    # A device is one core, as the pretended CPU devices of tests and demos are.
+    # A device is one core, like the emulated CPU devices of tests and demos.
     Hardware(
         name="cpu",
         chip="cpu",
@@ -113,7 +113,7 @@ _TABLE = (
 HARDWARE: Mapping[str, Hardware] = {h.name: h for h in _TABLE}
 
 
-# What jax calls a chip whose products are as fast as those of a row of the table.
+# jax's `device_kind` -> the row of the table with the same FLOP/s.
 _ROW_OF_CHIP: Mapping[str, str] = {
     "NVIDIA A100-SXM4-40GB": "a100-40",
     "NVIDIA A100-SXM4-80GB": "a100-80",
@@ -127,19 +127,19 @@ _ROW_OF_CHIP: Mapping[str, str] = {
 
 
 def chip_peak_flops(kind: str, dtype: str) -> float | None:
-    """Dense FLOP/s of matrix products of a dtype on the chip that jax calls `kind`; None for one
-    that is not in the table."""
+    """Return the dense FLOP/s of a chip, by jax's `device_kind`, for matrix products of a dtype;
+    None for a chip that is not in the table."""
     row = _ROW_OF_CHIP.get(kind)
     return HARDWARE[row].peak_flops(dtype) if row else None
 
 
 def hardware_of_kind(kind: str) -> Hardware:
-    """The row of the chip that jax calls `kind`; of any other that of a core of this host."""
+    """Return the table's row of a chip, by jax's `device_kind`; the "cpu" row for unknown chips."""
     return HARDWARE[_ROW_OF_CHIP.get(kind, "cpu")]
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of the table called `name`, whatever its case; ValueError lists the known ones."""
+    """Return the table's row `name` in any case; ValueError lists the known names."""
     hardware = HARDWARE.get(name.strip().lower())
     if hardware is None:
         raise ValueError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}")

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: what is saved, when it is copied, and how it comes back.
+"""Checkpoints of a run: saved arrays, asynchronous saving, and restoring.
 
-Arrays are named by module and parameter, with the layers of a module stacked, so another plan, or
-another number of processes, reads its own slices of a checkpoint. Parameters are saved as the
-optimizer has them, in float32; those that do not train as they are.
+Arrays are named by module and parameter, with a module's layers stacked, so another plan or another
+number of processes can read its own slices of a checkpoint. Trained parameters are saved as the
+optimizer's float32 masters, frozen parameters in their own dtype.
 
-Saving does not stop training. The arrays of the step are copied to the host while the next step
-runs forward and backward; only its update, which donates them, waits for the copy. Writing goes on
-in the background, and the checkpoint exists once process 0 has committed it.
+Saving does not stop training. The arrays of the step are copied to the host during the forward and
+backward of the next step; only its update, which donates the arrays, waits for the copy. A
+background thread writes the files, and the checkpoint exists once process 0 has committed it.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ RunStateFuture = Future[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StateArray:
-    """A leaf of a segment's "params" or "opt_state", and the array of a checkpoint that has it."""
+    """A leaf of a segment's "params" or "opt_state", and the checkpoint's array that holds it."""
 
     name: str
     segment: str
     kind: str
-    leaf: int  # its number in the tree
+    leaf: int  # index in the flattened tree
     struct: jax.ShapeDtypeStruct
-    cut: ZeroSpec  # how data ranks share it
-    rows: tuple[int, ...]  # of the array, which this leaf has
-    n_rows: int | None  # of the array; None: the leaf is all of it
-    saves: bool  # of the segments that hold the same array, one does
+    cut: ZeroSpec  # how the data ranks shard the leaf
+    rows: tuple[int, ...]  # rows of the array that this leaf holds
+    n_rows: int | None  # rows of the array; None: the leaf is the whole array
+    saves: bool  # False if another segment saves the same array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class StateArray:
         return shape if self.n_rows is None else (self.n_rows, *shape[1:])
 
     def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
-        """The boxes of the array that a shard has, and where they lie in it."""
+        """Yield the array's boxes that a shard holds, each with its position in the shard."""
         spans = self._spans(index)
         if self.n_rows is None:
             return self.cut.boxes(spans)
@@ -76,7 +76,7 @@ class StateArray:
 
 
 def state_arrays(ex: Executor) -> list[StateArray]:
-    """Every leaf of the parameters and the optimizer state, of all processes, in a fixed order."""
+    """Return all processes' leaves of parameters and optimizer state, in a fixed order."""
     arrays: list[StateArray] = []
     for name, segment in ex.programs.segments.items():
         arrays += parameter_arrays(name, segment)
@@ -93,7 +93,7 @@ def state_arrays(ex: Executor) -> list[StateArray]:
 
 
 def parameter_arrays(name: str, segment: Segment) -> list[StateArray]:
-    """Every leaf of a segment's `initial_structs`, in their order."""
+    """Return every leaf of a segment's `initial_structs`, in order."""
     structs = initial_structs(segment)
     return _arrays(
         name, segment, "params", structs, part_of_leaves(structs), initial_zero_specs(segment)
@@ -120,7 +120,7 @@ def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
 
 
 def read_array(reader: CheckpointReader, a: StateArray) -> jax.Array:
-    """An array of a checkpoint, each process its own slices."""
+    """Read an array from a checkpoint. Each process reads only the slices of its devices."""
 
     def load(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
@@ -148,8 +148,8 @@ def _split_shard(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> I
 
 
 class Checkpointer:
-    """Saves an executor's state in the background, all processes together, and restores it;
-    `waiting` is entered where training waits for a save."""
+    """Saves and restores an executor's state. All processes save together, in the background;
+    `waiting` is entered while training waits for a save."""
 
     def __init__(
         self,
@@ -169,14 +169,14 @@ class Checkpointer:
         self._arrays = {tree: [*of_tree] for tree, of_tree in by_tree}
         self._waiting = waiting
         self._copied = copied = threading.Event()
-        self._waits_s = waits_s = list[float]()  # of updates for the copy
+        self._waits_s = waits_s = list[float]()  # seconds that updates waited for the copy
         self._thread: threading.Thread | None = None
-        self._start_s = 0.0  # what beginning to save has taken
+        self._start_s = 0.0  # seconds spent in starting saves
         self._error: BaseException | None = None
         self.error_text = ""  # why the last save failed, on process 0
         copied.set()
 
-        # It refers to no saver, whose state would stay with the executor.
+        # Does not refer to `self`, so the executor does not keep the checkpointer's state alive.
         def wait_copied() -> None:
             if not copied.is_set():
                 start = time.perf_counter()
@@ -195,8 +195,8 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, run_state: RunStateFuture) -> None:
-        """Begin to save the state after `step` steps, which is committed once `run_state` is there.
-        A checkpoint that cannot be written is reported and left out; training goes on."""
+        """Start saving the state after `step` steps, and commit it when `run_state` is available.
+        If a checkpoint cannot be written, that is logged, and training continues."""
         start = time.perf_counter()
         self.wait()
         self.error_text = ""
@@ -216,12 +216,12 @@ class Checkpointer:
         self.check()
 
     def check(self) -> None:
-        """Raise what ended a save, unless that is reported and left out."""
+        """Raise the error that ended a save, unless it was only logged."""
         if self._error is not None:
             raise self._error
 
     def _local_shards(self) -> Iterator[tuple[StateArray, Any]]:
-        """What this process saves: of each leaf its shards, one of each set of replicas."""
+        """Yield the shards that this process saves: one of each set of replicas of a leaf."""
         for (segment, kind), arrays in self._arrays.items():
             leaves = jax.tree.leaves(_saved_tree(self._ex, segment, kind))
             for a in arrays:
@@ -244,13 +244,13 @@ class Checkpointer:
             if self.error_text:
                 log.warning("no checkpoint after step %d: %s", step, self.error_text)
         except RunFailed:
-            pass  # the main thread meets it too
+            pass  # the main thread raises it, too
         except BaseException as e:
             self._error = e
 
     def _write(self, step: int, boxes: list[ArrayBox], run_state: RunStateFuture) -> str:
-        """Write on all processes and commit on process 0; returns there why the first process that
-        failed did so, "" where none did."""
+        """Write on all processes, and commit on process 0. Return, there, the error message of the
+        first process that failed, or ""."""
         key, peers, error_text = f"checkpoint/{step}", self._peers, ""
         if peers.is_primary:
             try:
@@ -280,12 +280,12 @@ class Checkpointer:
         return error_text
 
     def restore(self, reader: CheckpointReader, *, reset_optimizer: bool = False) -> None:
-        """Put a checkpoint's arrays into the executor, after one of its `init`s; an optimizer
-        that is reset begins anew from the parameters.
+        """Read a checkpoint's arrays into an initialized executor. With `reset_optimizer`, the
+        optimizer state starts anew from the parameters.
 
         Raises:
-          ValueError: it is of another model or optimizer.
-          CorruptCheckpoint: on every process, when a file that any of them needs is damaged.
+          ValueError: the checkpoint is from another model or optimizer.
+          CorruptCheckpoint: on every process, if a file that one of them needs is damaged.
         """
         self._check(reader, "params/" if reset_optimizer else "")
         error_text = ""
@@ -302,7 +302,7 @@ class Checkpointer:
         error_texts = self._peers.all_gather(f"restored/{reader.step}", error_text, str)
         if worst := next(filter(None, error_texts), ""):
             raise CorruptCheckpoint(worst)
-        # Only now that all have read theirs: the pieces of several processes may be gathered.
+        # After all processes have read their arrays, since these calls may run collectives.
         for segment in self._ex.trainable:
             update = self._ex.programs.updates[segment]
             params = state.params[segment]
@@ -314,14 +314,14 @@ class Checkpointer:
         self._ex.share_tied()
 
     def _structs(self, segment: str, kind: str) -> Any:
-        """The tree of what `_saved_tree` gives."""
+        """Return the tree of shapes and dtypes of `_saved_tree`."""
         programs = self._ex.programs
         if kind == "params":
             return initial_structs(programs.segments[segment])
         return programs.updates[segment].state_structs
 
     def _check(self, reader: CheckpointReader, prefix: str) -> None:
-        """ValueError where stored arrays whose names begin with `prefix` are of another model."""
+        """Raise ValueError if the stored arrays whose names begin with `prefix` do not match."""
         checkpoint_name = f"checkpoint of step {reader.step}"
         needed_specs = {n: s for n, s in self._specs.items() if n.startswith(prefix)}
         stored_names = {n for n in reader.specs if n.startswith(prefix)}
@@ -329,18 +329,18 @@ class Checkpointer:
             is_stored = name in stored_names
             difference = f"has {name}, this run has not" if is_stored else f"has no {name}"
             raise ValueError(
-                f"{checkpoint_name} {difference}: it is of another model, optimizer or choice of "
-                "frozen parts; use the same, --reset-optimizer, or start a new run"
+                f"{checkpoint_name} {difference}: it is from another model, optimizer or set of "
+                "frozen parts; use the same, or --reset-optimizer, or start a new run"
             )
         for name, spec in needed_specs.items():
             stored = reader.specs[name]
             dtypes = stored.numpy_dtype, spec.numpy_dtype
-            # What did not train may have been held in another precision.
+            # Frozen parameters may have been stored in another precision.
             floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
             rounded = name.startswith("params/") and floats
             if stored.shape != spec.shape or not (rounded or dtypes[0] == dtypes[1]):
                 raise ValueError(
                     f"{checkpoint_name} has {name} as {stored.dtype}{list(stored.shape)}, this run "
-                    f"needs {spec.dtype}{list(spec.shape)}; it is of another model: use the same, "
-                    "or start a new run"
+                    f"needs {spec.dtype}{list(spec.shape)}; it is from another model: use the "
+                    "same, or start a new run"
                 )

@@ -1,8 +1,8 @@
-"""What a checkpoint is made of: arrays, boxes of them, files, the manifest, and its errors.
+"""The format of a checkpoint: arrays, boxes (slices of arrays), files, manifest, and errors.
 
-Each process holds some boxes of global arrays, and lays them end to end into one file, behind a
-header that makes it a safetensors file for other programs. Where every box lies is in the manifest,
-with a checksum of every block of every file.
+Each process holds some boxes of global arrays and writes them one after the other into one file,
+after a header that makes it a safetensors file for other programs. The manifest has the file and
+offset of every box, and a checksum of every block of every file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-VERSION = 3  # of the manifest; one more makes every older checkpoint unreadable
+VERSION = 3  # of the manifest; a program reads checkpoints of its own version only
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
-BLOCK_BYTES = 1 << 20  # of a file, under one checksum: the least that is read and verified
+BLOCK_BYTES = 1 << 20  # bytes of a file per checksum: the smallest unit that is verified
 Index = tuple[int, ...]
-# As safetensors calls the types that it has had since its version 0.3.
+# Names of dtypes in safetensors since its version 0.3.
 SAFETENSORS = {"bool": "BOOL", "bfloat16": "BF16"}
 SAFETENSORS |= {
     f"{kind}int{n}": f"{kind.upper() or 'I'}{n}" for kind in ("", "u") for n in (8, 16, 32, 64)
@@ -34,15 +34,15 @@ SAFETENSORS |= {f"float{n}": f"F{n}" for n in (16, 32, 64)}
 
 
 class StorageError(OSError):
-    """A checkpoint cannot be written, listed or removed; names the folder and the cause."""
+    """A checkpoint cannot be written, listed or removed; the message has the folder and cause."""
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint is missing, damaged or incomplete; names the file."""
+    """A checkpoint is missing, damaged or incomplete; the message has the file."""
 
 
 class OtherVersion(ValueError):
-    """A checkpoint is whole, and of a version that this program does not read."""
+    """A checkpoint is intact, but has a format version that this program does not read."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def translate_storage_errors(action: str, folder: object) -> Iterator[None]:
 
 @contextmanager
 def translate_lost_file(path: Path) -> Iterator[None]:
-    """An OSError inside that means `path` is lost or damaged becomes CorruptCheckpoint."""
+    """Raise CorruptCheckpoint for an OSError that says that `path` is missing or damaged."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -85,7 +85,7 @@ class ArraySpec:
 
 @dataclass(frozen=True, eq=False)
 class ArrayBox:
-    """A box of an array, with its first element at `start`, as one process holds it."""
+    """A box of an array in a process's memory, with its first element at `start`."""
 
     name: str
     start: Index
@@ -94,7 +94,7 @@ class ArrayBox:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Where a box lies, in C order, in the file of the process that wrote it."""
+    """The position of a box, in C order, in the file of the process that wrote it."""
 
     name: str
     start: Index
@@ -103,10 +103,10 @@ class StoredBox:
 
 
 def safetensors_header(specs: Mapping[str, ArraySpec], boxes: Iterable[StoredBox]) -> bytes:
-    """What makes a safetensors file of boxes that follow it, of which the first has offset 0.
+    """Return the safetensors header of a file whose boxes follow it, the first at offset 0.
 
-    A box that is not all of its array has a name such as `name[0:4,128:256]`. Types that
-    safetensors lacks are there as bytes; the last dim is then those of an element.
+    A box that is only a part of its array has a name such as `name[0:4,128:256]`. Dtypes that
+    safetensors lacks are stored as bytes (U8), with a last dim for the bytes of an element.
     """
     entries: dict[str, Any] = {}
     for p in boxes:
@@ -128,13 +128,13 @@ def safetensors_header(specs: Mapping[str, ArraySpec], boxes: Iterable[StoredBox
 class WrittenFile:
     process: int
     n_bytes: int  # 0: there is no file
-    crc32s: tuple[int, ...]  # of its blocks, the last of which may be shorter
+    crc32s: tuple[int, ...]  # of its blocks; the last block may be shorter
     boxes: tuple[StoredBox, ...]
 
 
 def check_covered(spec: ArraySpec, boxes: Sequence[StoredBox]) -> None:
-    """ValueError unless the boxes have every element of an array once: counts those that cover each
-    cell of the grid of all their edges."""
+    """Raise ValueError unless the boxes cover every element of an array exactly once."""
+    # Cut the array at the edges of all boxes, and count the boxes that cover each cell.
     edges_by_dim = []
     for d, n in enumerate(spec.shape):
         inner = (edge for p in boxes for edge in (p.start[d], p.start[d] + p.shape[d]))
@@ -147,14 +147,14 @@ def check_covered(spec: ArraySpec, boxes: Sequence[StoredBox]) -> None:
     if (count != 1).any():
         volume = reduce(np.multiply.outer, map(np.diff, edges_by_dim), np.ones((), np.int64))
         raise ValueError(
-            f"array {spec.name}: of its {volume.sum()} elements no process wrote "
-            f"{volume[count == 0].sum()}, and several wrote {volume[count > 1].sum()}"
+            f"array {spec.name}: of its {volume.sum()} elements, {volume[count == 0].sum()} were "
+            f"not written, and {volume[count > 1].sum()} were written several times"
         )
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is needed to read a checkpoint."""
+    """The contents of manifest.json, which a reader needs to find and verify every array."""
 
     step: int
     arrays: tuple[ArraySpec, ...]
@@ -164,7 +164,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """JSON bytes, equal for equal manifests; ValueError for a run state that is no JSON."""
+    """Return JSON bytes, equal for equal manifests; ValueError if the run state is not JSON."""
     try:
         # Not msgspec: a generator's state has integers of 128 bits, a metric may be NaN.
         text = json.dumps(msgspec.to_builtins(manifest), separators=(",", ":"))
@@ -174,7 +174,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The reverse of `encode_manifest`; OtherVersion where another version wrote it."""
+    """Return the manifest in JSON bytes; OtherVersion if it has another format version."""
     record = json.loads(data)
     if record["version"] != VERSION:
         raise OtherVersion(f"format version {record['version']}; this program reads {VERSION}")

@@ -1,9 +1,9 @@
-"""Checkpoints on disk: saved by many processes, committed at once, read back in any sharding.
+"""Checkpoints on disk: written by many processes, committed atomically, read in any sharding.
 
 A checkpoint is one folder. Every process writes its own boxes there (`write`), then process 0 adds
-the manifest and last, by one rename, the marker (`commit`), without which the checkpoint does not
-exist. The marker holds the manifest's SHA-256, the manifest a checksum of every block of every
-file, so no flipped bit goes unnoticed. See docs/checkpoints.md.
+the manifest and, by one rename, the marker (`commit`). A folder without a marker is no checkpoint.
+The marker holds the manifest's SHA-256, and the manifest a checksum of every block of every file,
+so every flipped bit is detected. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from dflop_jax.checkpoint.format import (
     translate_storage_errors,
 )
 
-OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
-# Why a checkpoint is set aside.
+OPEN_FILES = 32  # processes' files open at once; the default limit is 1,024 per process
+# Reasons for which a checkpoint is set aside.
 DAMAGED, OTHER_VERSION, PASSED_OVER = "damaged", "other-version", "passed-over"
 _SET_ASIDE_NAME = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION}|{PASSED_OVER})(\.\d+)?"
 
 
 class CheckpointStore:
-    """The checkpoints of one run, of which the newest `keep` stay, the first of every `keep_every`
-    steps (0: none), and that of step `best`, which may change at any time.
+    """The checkpoints of one run. A commit keeps the newest `keep`, the first of every `keep_every`
+    steps (0: none), and that of step `best`, which may change at any time, and removes the others.
 
-    One save: `prepare` on process 0, a barrier, `write` on every process, and on process 0
-    `commit`, or `discard` if any of them failed. All raise StorageError where the disk does.
+    To save, call `prepare` on process 0, a barrier, `write` on every process, and on process 0
+    `commit`, or `discard` if a process failed. Disk errors become StorageError.
     """
 
     def __init__(self, root: Path, *, keep: int = 3, keep_every: int = 0):
@@ -64,19 +64,19 @@ class CheckpointStore:
         return self.root / f"{step:08d}"
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the committed checkpoints, newest first; none if there is no root folder."""
+        """Return the steps of committed checkpoints, newest first; () without a root folder."""
         with translate_storage_errors("list the checkpoints", self.root):
             return tuple(step for step, committed in self._list_folders() if committed)
 
     def describe_missing_step(self, step: int | None, steps: Iterable[int]) -> str:
-        """Describe that there is no checkpoint of a step, or none at all (None)."""
+        """Return the message that a step has no checkpoint, or that there is none at all (None)."""
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         step_list = ", ".join(map(str, steps)) or "none; look at the folder's name"
-        return f"{self.root}: {missing}; those that are there: {step_list}"
+        return f"{self.root}: {missing}; existing steps: {step_list}"
 
     def prepare(self, step: int) -> None:
-        """Make the folder for a save, without what an interrupted one left there; ValueError where
-        this checkpoint exists."""
+        """Make an empty folder for a save, replacing that of an interrupted save; ValueError if the
+        checkpoint exists."""
         with translate_storage_errors(f"save checkpoint {step}", self.root):
             if (self.folder(step) / MARKER).exists():
                 raise ValueError(
@@ -89,15 +89,15 @@ class CheckpointStore:
     def write(
         self, step: int, specs: Mapping[str, ArraySpec], boxes: Iterable[ArrayBox], process: int
     ) -> WrittenFile:
-        """Write and sync the file of a process, unless it holds nothing. `specs` are those of its
-        own arrays at least, by name.
+        """Write and sync the file of a process, unless it has no data. `specs` has at least the
+        process's own arrays, by name.
 
-        The order is that of (name, start), whatever the order given, so the bytes are the same.
+        Boxes are sorted by (name, start), so that equal boxes always make equal files.
         """
         ordered = sorted((p for p in boxes if p.array.size), key=lambda p: (p.name, p.start))
         if not ordered:
             return WrittenFile(process, 0, (), ())
-        # Its length does not depend on where the boxes begin.
+        # The header's length does not depend on the boxes' offsets.
         header = format.safetensors_header(specs, _locate_boxes(ordered, 0))
         stored = tuple(_locate_boxes(ordered, len(header)))
         crc32s: list[int] = []
@@ -117,10 +117,11 @@ class CheckpointStore:
         files: Sequence[WrittenFile],
         run_state: Mapping[str, Any],
     ) -> Path:
-        """Make what the processes wrote a checkpoint, then remove those that are too many.
+        """Commit the files of all processes as a checkpoint, then remove the older checkpoints that
+        are not kept, and return the folder.
 
-        `specs` are those of all arrays by name; `run_state` is JSON. Returns the checkpoint's
-        folder; on failure, unless of the removal alone, there is no such checkpoint.
+        `specs` has all arrays by name; `run_state` is JSON. If the commit fails, there is no such
+        checkpoint; if only the removal fails, there is.
 
         Raises:
           ValueError: the files do not cover every array exactly once.
@@ -155,8 +156,8 @@ class CheckpointStore:
             _remove(self.folder(step))
 
     def open(self, step: int) -> CheckpointReader:
-        """A reader of a committed checkpoint; CorruptCheckpoint where its manifest is not sound,
-        OtherVersion where another version wrote it."""
+        """Return a reader of a committed checkpoint; CorruptCheckpoint if its manifest is damaged,
+        OtherVersion if it has another format version."""
         folder = self.folder(step)
         with translate_storage_errors(f"read checkpoint {step}", self.root):
             marker, data = _read_file(folder / MARKER), _read_file(folder / MANIFEST)
@@ -167,13 +168,13 @@ class CheckpointStore:
         except OtherVersion as e:
             raise OtherVersion(f"{folder / MANIFEST}: {e}") from None
         if manifest.step != step:
-            raise CorruptCheckpoint(f"{folder}: holds step {manifest.step}; rename it back")
+            raise CorruptCheckpoint(f"{folder}: contains step {manifest.step}; rename it back")
         return CheckpointReader(folder, manifest)
 
     def set_aside(self, step: int, reason: str) -> Path:
-        """Rename a checkpoint so that its step may be saved anew; returns its folder, such as
-        `00000120.damaged`. It is not listed, and removed when a checkpoint of this step or a newer
-        one is committed."""
+        """Rename a checkpoint so that its step can be saved again, and return its new folder, such
+        as `00000120.damaged`. Readers ignore it, and the next commit of this step or of a newer one
+        removes it."""
         assert re.fullmatch(_SET_ASIDE_NAME, f"{step:08d}.{reason}"), reason
         with translate_storage_errors(f"set checkpoint {step} aside", self.root):
             folder, n = self.root / f"{step:08d}.{reason}", 1
@@ -185,7 +186,7 @@ class CheckpointStore:
         return folder
 
     def _list_folders(self) -> list[tuple[int, bool]]:
-        """(step, committed) of every checkpoint folder, newest first."""
+        """Return (step, is committed) of every checkpoint folder, newest first."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -210,7 +211,7 @@ class CheckpointStore:
 
 
 def _first_of_each_period(steps: Iterable[int], every: int) -> set[int]:
-    """The first of the steps in every full `every`; those below the first multiple do not count."""
+    """Return the first step of each period of `every` steps, except the period from 0."""
     first: dict[int, int] = {}
     for step in sorted(steps):
         first.setdefault(step // every, step)
@@ -226,8 +227,8 @@ def _locate_boxes(boxes: Iterable[ArrayBox], offset: int) -> Iterator[StoredBox]
 def _split_into_blocks(
     header: bytes, boxes: Sequence[ArrayBox], crc32s: list[int]
 ) -> Iterator[memoryview]:
-    """Header and boxes in C order, no part of more than a block; the CRC-32 of each block is added
-    to `crc32s`."""
+    """Yield the bytes of header and boxes, in C order, in parts of at most a block, and append the
+    CRC-32 of each block to `crc32s`."""
     crc, used = 0, 0
     arrays = (np.ascontiguousarray(p.array).reshape(-1).view(np.uint8).data for p in boxes)
     for remaining in itertools.chain([memoryview(header)], arrays):
@@ -256,8 +257,8 @@ def _check_file_sizes(folder: Path, files: Iterable[WrittenFile]) -> None:
     for file in files:
         path = process_file_path(folder, file.process)
         if file.n_bytes and not (path.exists() and path.stat().st_size == file.n_bytes):
-            reason = f"{path} is not as process {file.process} wrote it; all processes need one"
-            raise OSError(errno.ENOENT, f"{reason} shared folder")
+            reason = f"{path} differs from the file that process {file.process} wrote"
+            raise OSError(errno.ENOENT, f"{reason}; all processes need one shared folder")
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -268,7 +269,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the folder's entries survive a power failure."""
+    """Write the folder's entries to disk, so that they survive a power failure."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -277,7 +278,7 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, marker first: killed in between, it does not exist."""
+    """Remove a checkpoint, its marker first, so that a half-removed one does not count as one."""
     with suppress(FileNotFoundError):
         (folder / MARKER).unlink()
         _sync(folder)
@@ -286,7 +287,7 @@ def _remove(folder: Path) -> None:
 
 
 class CheckpointReader:
-    """A committed checkpoint; threads may share it."""
+    """Reads the arrays of a committed checkpoint; thread-safe."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.step, self.run_state = manifest.step, manifest.run_state
@@ -308,8 +309,8 @@ class CheckpointReader:
         return str(self._folder)
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-        """The box of `shape` elements at `start` of an array, from the stored ones that overlap it;
-        CorruptCheckpoint names a file that is missing, truncated or damaged."""
+        """Return a slice of an array: `shape` elements from index `start`. CorruptCheckpoint if a
+        file that holds a part of it is missing, truncated or damaged."""
         result = np.empty(tuple(shape), self.specs[name].numpy_dtype)
         try:
             with translate_storage_errors(f"read array {name}", self._folder):
@@ -331,8 +332,8 @@ def _slices(first: Sequence[int], low: np.ndarray, high: np.ndarray) -> tuple[sl
 
 
 class _OpenFile:
-    """The file of a process, closed when nobody needs it any more; CorruptCheckpoint where it is
-    missing or not of the bytes that were written."""
+    """The open file of a process, closed with its last reference; CorruptCheckpoint if the file is
+    missing, truncated or damaged."""
 
     def __init__(self, path: Path, written_file: WrittenFile):
         self._path, self._crc32s = path, written_file.crc32s
@@ -342,20 +343,20 @@ class _OpenFile:
             size = os.fstat(self._descriptor).st_size
             if size != written_file.n_bytes:
                 raise CorruptCheckpoint(
-                    f"{path}: has {size} bytes, {written_file.n_bytes} were written"
+                    f"{path}: has {size} bytes, but {written_file.n_bytes} were written"
                 )
             mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         self._bytes = np.frombuffer(mapped, np.uint8)
         self._verified_blocks = set[int]()
-        # What stands before the boxes is for other programs; it is checked once all the same.
+        # The header before the boxes is for other programs, but is verified here, too.
         self._check(0, min(p.offset_bytes for p in written_file.boxes))
 
     def read_box(
         self, box: StoredBox, low: np.ndarray, high: np.ndarray, dtype: np.dtype
     ) -> np.ndarray:
-        """What a stored box holds of its array from `low` up to `high`, checked."""
+        """Return the verified values that a stored box has of its array from `low` to `high`."""
         stored = np.ndarray(box.shape, dtype, self._bytes, box.offset_bytes)
-        index: Any = (*_slices(box.start, low, high), ...)  # an array where it has no dims, too
+        index: Any = (*_slices(box.start, low, high), ...)  # ...: 0 dims also give an array
         values = stored[index]
         first, stop = byte_bounds(values)
         file_start = byte_bounds(self._bytes)[0]
@@ -363,13 +364,13 @@ class _OpenFile:
         return values
 
     def _check(self, first: int, stop: int) -> None:
-        """Compare the blocks of these bytes with their checksums, once, by a call that fails where
-        the disk does: the mapped memory would end the process."""
+        """Verify the checksums of the blocks of these bytes, each once. Uses `os.pread`, since a
+        disk error in mapped memory would end the process."""
         for number in range(first // format.BLOCK_BYTES, -(-stop // format.BLOCK_BYTES)):
             if number in self._verified_blocks:
                 continue
             offset, crc = number * format.BLOCK_BYTES, 0
-            end = offset + format.BLOCK_BYTES  # or that of the file
+            end = offset + format.BLOCK_BYTES  # or the end of the file
             with translate_lost_file(self._path):
                 while data := os.pread(self._descriptor, end - offset, offset):
                     crc, offset = zlib.crc32(data, crc), offset + len(data)

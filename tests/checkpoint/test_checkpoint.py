@@ -103,7 +103,7 @@ def test_frozen_parts_have_no_optimizer_state(runs, tmp_path):
         fill(frozen, 4)
         saver.restore(reader_of(saver, 2))
         assert_same(joined(frozen), want)
-        with pytest.raises(ValueError, match="choice of frozen parts") as error:
+        with pytest.raises(ValueError, match="set of frozen parts") as error:
             runs("tp 2").saver.restore(reader_of(saver, 2))
         assert "opt_state/vision" in str(error.value)
     finally:

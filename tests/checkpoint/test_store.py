@@ -179,7 +179,7 @@ def test_a_checkpoint_is_not_overwritten(store):
 
 def test_a_renamed_checkpoint_is_refused(store):
     save(store, 1, vector()).rename(store.folder(2))
-    with pytest.raises(CorruptCheckpoint, match="00000002: holds step 1"):
+    with pytest.raises(CorruptCheckpoint, match="00000002: contains step 1"):
         store.open(2)
 
 

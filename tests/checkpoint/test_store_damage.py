@@ -234,7 +234,7 @@ def commit_parts(store, case: Case, change) -> None:
     [
         (
             lambda s, p: (s, p[:1]),
-            "array a: of its 8 elements no process wrote 4, and several wrote 0",
+            "array a: of its 8 elements, 4 were not written, and 0 were written several times",
         ),
         (lambda s, p: (s, []), "no process wrote 8"),
         (lambda s, p: (s, [*p, replace(p[0], process=2)]), "several wrote 4"),

@@ -149,5 +149,5 @@ def test_a_mistake_is_said_once_and_changes_nothing(jobs, whole, tmp_path, is_op
         assert contents(cut) == before
     assert code == (TRANSIENT_FAILURE if is_open else BAD_INPUT), output
     assert output.count("dflop train:") == 1
-    says = "another run is writing to it" if is_open else "it is of another model"
+    says = "another run is writing to it" if is_open else "it is from another model"
     assert says in " ".join(output.split())

@@ -105,7 +105,7 @@ def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys, monkeypatch):
 
 def test_a_run_goes_on_from_the_step_that_is_asked_for(whole, caplog):
     folder = copy_of(whole)
-    says = "no checkpoint of step 5; those that are there: 12, 9, 6"
+    says = "no checkpoint of step 5; existing steps: 12, 9, 6"
     assert says in refused(folder, Resume(5))
     result = fit(folder, Resume(6))
     assert (len(result.losses), result.steps_done) == (6, STEPS)

@@ -1,7 +1,7 @@
-"""The configuration of a run: nested frozen dataclasses, dotted overrides, JSON.
+"""The configuration of a run: nested frozen dataclasses, set by dotted overrides.
 
-The annotation of a field has its type (or a `Literal` of names) and bounds. Checks, conversions and
-the command line are derived from the fields.
+A field's annotation has its type (or a `Literal` of names) and bounds. Checks, conversions and
+command-line flags are derived from the fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dflop_jax.config_fields import (
     profiled_steps,
 )
 
-# Every number with a bound is finite, too.
+# Numbers with bounds must also be finite.
 _ABOVE_0 = Meta(gt=0, description="a finite number above 0")
 _FROM_0 = Meta(ge=0, description="a finite number, 0 or above")
 PosInt = Annotated[int, Meta(ge=1, description="at least 1")]
@@ -43,11 +43,11 @@ LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
 def option(default: Any, description: str) -> Any:
-    """A field with its default and its help line."""
+    """Return a dataclass field with a default and a help text."""
     return field(default=default, metadata={"help": description})
 
 
-# Above it, a step without a gradient shrinks a second moment by less than bfloat16 can tell.
+# With a larger beta2 a step decays the second moment by less than the precision of bfloat16.
 BFLOAT16_BETA2 = 0.99
 
 
@@ -57,12 +57,12 @@ class ModelConfig:
     size: str = option("tiny", "size name from the model's table, or a folder with a config.json")
     weights: Names = option(
         (),
-        "to begin with: a folder of published weights, or a run (RUN, RUN@STEP); or MODULE=FOLDER",
+        "initial weights: a folder of published ones, or a run (RUN, RUN@STEP); or MODULE=FOLDER",
     )
     dtype: Dtype = option("float32", "compute dtype: float32 or bfloat16")
     attention_kernel: Literal["auto", "cudnn", "pallas", "xla"] = option(
         "auto",
-        "auto (the fastest with equal bits), cudnn (the fastest), pallas (both GPUs only), xla",
+        "auto (the fastest reproducible one), cudnn (the fastest), pallas (both GPU only), xla",
     )
 
 
@@ -70,24 +70,22 @@ class ModelConfig:
 class DataConfig:
     path: str = option(
         "",
-        "LLaVA-format JSON/JSONL file or folder, .tar shards, Parquet or Arrow files, OWNER/NAME "
-        "in the hub's cache, a .yaml mixture; empty: scenes",
+        "a LLaVA-format JSON or JSONL file or folder, .tar shards, Parquet or Arrow files, a hub "
+        "dataset OWNER/NAME, or a .yaml mixture; empty: the built-in dataset",
     )
     eval_path: str = option(
-        "",
-        "records to evaluate on, as data.path; empty: what training leaves out of it",
+        "", "evaluation data, in a format of data.path; empty: held-out samples of data.path"
     )
     factory: str = option(
-        "", "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
+        "", "import path MODULE:FUNCTION of your own data source: f(config.data, model, split)"
     )
     root: Names = option(
-        (),
-        "folders of the media, searched in turn; nothing outside them is opened; empty: the file's",
+        (), "folders searched for media files, in order; no others are read; empty: the data file's"
     )
-    n_samples: PosInt = option(4096, "size of the embedded dataset")
-    seed: int = option(0, "seed of the embedded dataset and of the epoch order")
+    n_samples: PosInt = option(4096, "size of the built-in dataset")
+    seed: int = option(0, "seed of the built-in dataset and of the epoch order")
     changed: Literal["refuse", "ok"] = option(
-        "refuse", "if a run resumes with other data than its checkpoint's: refuse, or ok (continue)"
+        "refuse", "if a run resumes with data other than its checkpoint's: refuse, or ok (continue)"
     )
     max_tiles: PosInt = option(9, "maximum AnyRes grid tiles of an image, without the base tile")
     max_frames: PosInt = option(32, "maximum frames sampled from a video")
@@ -97,165 +95,164 @@ class DataConfig:
         25_165_824, "maximum pixels of a whole clip at native resolution"
     )
     frames_per_s: PosFloat = option(2.0, "frames sampled per second of a clip at native resolution")
-    max_tokens: PosInt = option(1024, "longest sample in LLM tokens; see data.oversize")
+    max_tokens: PosInt = option(1024, "maximum LLM tokens of a sample; see data.oversize")
     oversize: Literal["drop", "truncate", "error"] = option(
         "truncate",
-        "sample above max_tokens: drop, truncate (its first max_tokens, media whole or not at all) "
-        "or error; one that no compiled shape holds is dropped, or an error",
+        "for a sample above max_tokens: drop, truncate (keep the first max_tokens, without media "
+        "that would be cut) or error; a sample that fits no bucket is dropped, or an error",
     )
-    tokenizer: str = option("", "a tokenizer.json, or a model's folder; empty or bytes: bytes")
-    columns: Names = option((), "names of columns that are not usual: messages=chat,image=pictures")
+    tokenizer: str = option("", "a tokenizer.json or a model's folder; empty or bytes: bytes")
+    columns: Names = option((), "your names of standard columns: messages=chat,image=pictures")
     loss_on_prompts: bool = option(
-        False, "train on all text of a record, not on answers alone; held-out losses stay so"
+        False, "train on all text of a record, not only on answers; evaluations use answers only"
     )
-    blank_images: bool = option(False, "replace every picture by grey (a control experiment)")
-    max_bad_fraction: UFloat = option(0.1, "share of undecodable samples that stops the run")
-    sample_timeout_s: PosFloat = option(60.0, "seconds of decoding after which a sample is bad")
-    sample_memory_bytes: PosFloat = option(4e9, "memory of decoding above which a sample is bad")
-    workers: PosInt = option(2, "samples of files decoded at once, in a process each")
-    prefetch: PosInt = option(2, "batches kept ready ahead of training")
+    blank_images: bool = option(False, "replace every image by a grey one (control experiment)")
+    max_bad_fraction: UFloat = option(0.1, "fraction of undecodable samples that ends the run")
+    sample_timeout_s: PosFloat = option(60.0, "longest decoding time; slower samples are bad")
+    sample_memory_bytes: PosFloat = option(4e9, "maximum decoding memory; a larger sample is bad")
+    workers: PosInt = option(2, "processes that decode samples of files")
+    prefetch: PosInt = option(2, "batches prepared ahead of training")
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     policy: Policy = option(
-        "auto", "dflop, orch, dip, auto (the fastest), or a baseline; see README"
+        "auto", "dflop, orch, dip, auto (the fastest of these), or a baseline; see README"
     )
     devices: UInt = option(0, "devices to use; 0: all")
-    hardware: str = option("", "plan for plan.devices of these: a100-80, h100, ...; empty: here")
-    node: UInt = option(0, "devices that share a node; 0: those of a host, or of its data sheet")
+    hardware: str = option("", "device kind to plan for: a100-80, h100, ...; empty: this host's")
+    node: UInt = option(0, "devices per node; 0: as on this host, or in plan.hardware's data sheet")
     buckets: PosInt = option(4, "maximum compiled shapes (buckets) per module")
     max_model: UInt = option(0, "largest tensor-parallel degree tried; 0: by model size and node")
-    max_stage: UInt = option(0, "largest pipeline degree tried (of dip: ranks); 0: by model size")
+    max_stage: UInt = option(0, "largest pipeline degree tried (dip: ranks); 0: by model size")
     max_microbatches: UInt = option(0, "maximum microbatches of a batch; 0: by batch and memory")
     microbatches_per_stage: UInt = option(
         0,
-        "microbatches of a group for each stage of a loop of stages: more keep it fuller and hold "
-        "more memory; 0: the fastest of 1, 2, 4 and 8",
+        "microbatches of a group per pipeline stage: more shorten the bubble and take more "
+        "memory; 0: the fastest of 1, 2, 4 and 8",
     )
     rounds: UInt = option(
         0,
-        "passes of a microbatch through such a loop, each through other layers (interleaving): "
-        "more keep it fuller and send more; 0: the faster of 1 and 2",
+        "layer chunks per pipeline stage (interleaving): more shorten the bubble and send more; "
+        "0: the faster of 1 and 2",
     )
-    memory_bytes: UFloat = option(0.0, "device memory that plans fill, as 80GB; 0: 95% of jax's")
+    memory_bytes: UFloat = option(0.0, "device memory that plans may use, as 80GB; 0: 95% of jax's")
     zero: Literal["auto", "1", "2", "3"] = option(
         "auto",
-        "what data ranks shard: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "
-        "auto (by module, the cheapest that fits into memory)",
+        "ZeRO stage: data ranks shard 1 optimizer state, 2 also gradients, 3 also parameters; "
+        "auto: per module, the fastest that fits into memory",
     )
     shard_devices: UInt = option(
         0,
-        "neighbouring devices that shard what `zero` names; 0: all devices, or those of a node "
-        "where that is faster",
+        "neighbouring devices that shard the state of plan.zero together; 0: all devices, or "
+        "those of a node if that is faster",
     )
     effort: Effort = option("full", "quick, or full: evaluate more placements and bucket sizes")
-    sampled_batches: PosInt = option(4, "global batches simulated for each candidate")
-    drift: Fraction = option(1 / 3, "share of drifted batches, of other media, in judging plans")
+    sampled_batches: PosInt = option(4, "global batches simulated per candidate")
+    drift: Fraction = option(1 / 3, "fraction of simulated batches with another mix of media")
     finalists: UInt = option(
         3,
-        "plans whose programs are timed before one is chosen, and batches scheduled by these times "
-        "(1: time the best plan; 0: choose and schedule by the profile)",
+        "best plans whose programs are timed, to choose one and to schedule batches (1: time only "
+        "the best plan; 0: choose and schedule by the profile)",
     )
     profile_samples: PosInt = option(2000, "samples whose shapes are read for the data profile")
     redecide_every: UInt = option(
         0,
-        "steps between checks whether recent samples need another plan, to which the run changes "
-        "if that saves more time than it costs; 0: never",
+        "steps between checks whether another plan suits recent samples; the run changes to it if "
+        "that saves more time than it costs; 0: never",
     )
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    work: UInt = option(0, "units of work of one batch's solve; 0: as much as a step hides")
+    work: UInt = option(0, "work limit for scheduling a batch (row pairs priced); 0: by step time")
     ahead: PosInt = option(4, "global batches scheduled ahead")
     correct: bool = option(
         True,
-        "correct predicted times by measured ones while that shortens steps; a resumed run as well",
+        "correct predicted times by measured ones while that shortens steps, also in resumed runs",
     )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     steps: PosInt = option(100, "optimizer steps")
-    epochs: UFloat = option(0.0, "epochs, in place of train.steps; 0: train.steps")
-    max_hours: UFloat = option(0.0, "hours from start at which the run saves and ends; 0: none")
+    epochs: UFloat = option(0.0, "epochs to train, instead of train.steps; 0: use train.steps")
+    max_hours: UFloat = option(0.0, "hours after which the run saves and ends; 0: no limit")
     global_batch: PosInt = option(64, "samples per optimizer step, at most all of the data")
     learning_rate: PosFloat = option(1e-3, "peak learning rate")
     schedule: LrSchedule = option(
         "cosine",
-        "rate after warm-up: constant, linear, cosine, or wsd (constant, last steps linear)",
+        "learning rate after warm-up: constant, linear, cosine, or wsd (constant, then linear)",
     )
     warmup_steps: UInt = option(10, "steps of linear warm-up")
-    warmup_ratio: Fraction = option(0.0, "fraction of all steps, in place of warmup_steps; 0: off")
-    decay_steps: UInt = option(0, "last steps, over which schedule wsd decays; 0: a tenth of all")
-    final_lr_fraction: Fraction = option(0.1, "learning rate at the end of a decay over its peak")
+    warmup_ratio: Fraction = option(0.0, "warm-up as fraction of all steps; 0: use warmup_steps")
+    decay_steps: UInt = option(0, "last steps, in which schedule wsd decays; 0: a tenth of all")
+    final_lr_fraction: Fraction = option(0.1, "final learning rate as a fraction of the peak")
     optimizer: Literal["adamw", "lion"] = option("adamw", "adamw or lion")
     weight_decay: UFloat = option(0.01, "weight decay of matrices")
-    weight_decays: Names = option((), "weight decay of parts, as vision=0,llm=0.1")
+    weight_decays: Names = option((), "weight decay per part, as vision=0,llm=0.1")
     clip_norm: UFloat = option(1.0, "global gradient norm is clipped to this; 0: off")
     z_loss: UFloat = option(
         0.0,
-        "weight of the squared log of the sum of exponentials, added to the loss; not in reported "
-        "ones",
+        "weight of the z-loss (squared log-sum-exp of the logits), which reported losses leave out",
     )
     label_smoothing: Decay = option(
         0.0, "fraction of a target that is spread over the vocabulary; not in reported losses"
     )
     loss_spike: UFloat = option(
-        0.0, "skip a step whose gradient norm is above this many times its median (8, say); 0: off"
+        0.0, "skip a step with a gradient norm above this multiple of its median (say 8); 0: off"
     )
     max_bad_steps: PosInt = option(
-        10, "steps in a row without an update (gradients not finite, or spikes) that end the run"
+        10, "consecutive skipped steps (non-finite gradients or spikes) after which the run ends"
     )
-    beta1: Decay = option(0.9, "decay of the first moment of adamw and lion")
-    beta2: Decay = option(0.95, "decay of adamw's second moment, and of lion's average")
-    eps: PosFloat = option(1e-8, "AdamW divides by the root of the second moment and this")
+    beta1: Decay = option(0.9, "decay of the first moment (of AdamW or Lion)")
+    beta2: Decay = option(0.95, "decay of AdamW's second moment, or of Lion's average")
+    eps: PosFloat = option(1e-8, "epsilon of AdamW, added to the root of the second moment")
     moments_dtype: Dtype = option("float32", "dtype of optimizer moments: float32 or bfloat16")
     ema: Decay = option(
-        0.0, "decay of an average of the parameters that evaluations use (such as 0.999); 0: none"
+        0.0, "decay of a moving average of the parameters, for evaluations (such as 0.999); 0: off"
     )
-    learning_rates: Names = option((), "peak rates of parts, as vision=2e-6,connector=1e-5")
+    learning_rates: Names = option((), "peak learning rate per part, as vision=2e-6,connector=1e-5")
     stage: Literal["full", "connector", "llm"] = option(
         "full", "what trains: full, connector (encoders and LLM frozen) or llm (all else frozen)"
     )
     freeze: Names = option((), "parts to freeze: vision, audio, connector, llm")
-    lora_rank: UInt = option(0, "rank of LoRA, which freezes parts without a rate; 0: off")
+    lora_rank: UInt = option(0, "rank of LoRA; parts without a learning rate are frozen; 0: off")
     lora_targets: Names = option(
-        (), "matrices that LoRA adapts, as llm,vision.up,conn*.out (* stands for any); empty: llm"
+        (), "matrices that LoRA adapts, as llm,vision.up,conn*.out (* matches any text); empty: llm"
     )
     lora_ranks: Names = option(
-        (), "ranks of targets, as vision=4,llm.query=32; the last match counts"
+        (), "ranks of single targets, as vision=4,llm.query=32; the last match counts"
     )
-    lora_alpha: PosFloat = option(16.0, "strength of LoRA: it is scaled by lora_alpha / rank")
-    lora_dropout: Decay = option(0.0, "dropout of an adapter's input in training")
-    seed: int = option(0, "seed of the parameters")
+    lora_alpha: PosFloat = option(16.0, "LoRA's output is scaled by lora_alpha / rank")
+    lora_dropout: Decay = option(0.0, "dropout rate of the adapters' inputs in training")
+    seed: int = option(0, "seed of the initial parameters")
     remat: Literal["auto", "none", "dots", "named", "layers", "segment"] = option(
         "auto",
-        "what backward recomputes, for less memory: none, dots (all but products), named (all but "
-        "attention), layers (each from its input), segment (all of it from its input), or auto (by "
-        "module, the cheapest that fits into memory)",
+        "activations that backward recomputes: none, dots (all but matrix products), named (all "
+        "but attention), layers (from each layer's input), segment (from the segment's input), or "
+        "auto (per module, the fastest that fits into memory)",
     )
     peak_flops: UFloat = option(0.0, "peak FLOP/s of a device, for the MFU; 0: by its name")
     profile_steps: str = option(
-        "", "A:B: jax traces steps A to B (from 0, both included) to RUN/xprof; empty: off"
+        "", "A:B: trace steps A to B (from 0, inclusive) with jax.profiler to RUN/xprof; empty: off"
     )
     log_every: UInt = option(
         0,
-        "steps between lines of a log, and those that TensorBoard and W&B get; 0: about 20 lines, "
-        "and every step",
+        "steps between log lines, and between points in TensorBoard and W&B; 0: about 20 lines, "
+        "and a point every step",
     )
     tensorboard: bool = option(False, "also write the metrics to RUN/tensorboard (tensorboardX)")
-    wandb_project: str = option("", "also send the metrics to this project of W&B; empty: off")
-    wandb_entity: str = option("", "user or team of the project; empty: W&B's default")
+    wandb_project: str = option("", "also send the metrics to this W&B project; empty: off")
+    wandb_entity: str = option("", "user or team of the W&B project; empty: W&B's default")
     wandb_name: str = option("", "name of the run in W&B; empty: the run folder's")
     wandb_tags: Names = option((), "tags of the run in W&B, as first,second")
     eval_every: UInt = option(0, "steps between evaluations; 0: only at the end")
-    eval_samples: UInt = option(0, "held-out samples; 0: all of train.eval_fraction, or none")
+    eval_samples: UInt = option(0, "held-out samples evaluated; 0: all of train.eval_fraction")
     eval_fraction: Decay = option(
         0.0,
-        "fraction of data.path that is held out, of which train.eval_samples are evaluated; 0: "
-        "those alone are held out",
+        "fraction of data.path that is held out; train.eval_samples of it are evaluated; 0: hold "
+        "out only those",
     )
 
     @property
@@ -266,12 +263,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: UInt = option(0, "steps between checkpoints, beside `every_s`; 0: none by steps")
-    every_s: UFloat = option(600.0, "seconds between checkpoints; 0: none by time")
-    keep: PosInt = option(3, "newest checkpoints that are kept")
-    keep_every: UInt = option(0, "the first checkpoint of every so many steps stays, too; 0: none")
+    every: UInt = option(0, "steps between checkpoints, in addition to every_s; 0: off")
+    every_s: UFloat = option(600.0, "seconds between checkpoints; 0: off")
+    keep: PosInt = option(3, "number of newest checkpoints that are kept")
+    keep_every: UInt = option(0, "also keep the first checkpoint of every N steps; 0: none")
     keep_best: bool = option(
-        False, "also keep the checkpoint of the lowest held-out loss: each such evaluation saves"
+        False, "also keep the checkpoint with the lowest held-out loss; saves at each new one"
     )
 
     @property
@@ -282,24 +279,24 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    coordinator: str = option("", "HOST:PORT of process 0; empty: as the launcher or cluster says")
-    num_processes: UInt = option(0, "processes of the run; 0: as the launcher says")
-    process_id: int = option(-1, "this process, from 0; -1: as the launcher says")
-    connect_timeout_s: PosFloat = option(120.0, "longest wait for all processes at the start")
-    peer_timeout_s: PosFloat = option(15.0, "silence, from 3 s on, after which a process is lost")
+    coordinator: str = option("", "HOST:PORT of process 0; empty: from the launcher or cluster")
+    num_processes: UInt = option(0, "processes of the run; 0: from the launcher or cluster")
+    process_id: int = option(-1, "this process, from 0; -1: from the launcher or cluster")
+    connect_timeout_s: PosFloat = option(120.0, "longest wait at the start for all processes")
+    peer_timeout_s: PosFloat = option(15.0, "heartbeat timeout of a process; below 3 counts as 3")
     hang_factor: UFloat = option(
         20.0,
-        "factor over the longest measured duration after which a step, save or evaluation counts "
-        "as hung and the run ends (exit code 4); 0: off",
+        "a step, save or evaluation counts as hung, and the run ends (exit code 4), after this "
+        "many times its longest measured duration; 0: off",
     )
     hang_min_s: PosFloat = option(
-        120.0, "shortest such deadline; unmeasured sections have 30 times this"
+        120.0, "minimum of that deadline; unmeasured sections have 30 times this"
     )
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run depends on; an experiment file's `config()` returns one."""
+    """The configuration of a run; an experiment file's `config()` returns one."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -309,7 +306,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     run_dir: str = option(
-        "runs/run", "folder of the run; {time} in it becomes the time of the start"
+        "runs/run", "folder of the run; {time} in it is replaced by the time of the start"
     )
     cache_dir: str = option("runs/cache", "folder of cached profiles and compiled programs")
 
@@ -324,8 +321,8 @@ class Config:
         profiled_steps(self.train.profile_steps)
         if self.train.moments_dtype == "bfloat16" and self.train.beta2 > BFLOAT16_BETA2:
             raise ValueError(
-                f"train.moments_dtype=bfloat16 cannot follow train.beta2={self.train.beta2}, whose "
-                "second moments would stand still; set train.beta2 to "
+                f"train.moments_dtype=bfloat16 is too coarse for train.beta2={self.train.beta2}: "
+                "second moments would not decay; set train.beta2 to "
                 f"{BFLOAT16_BETA2} at most, or the dtype to float32"
             )
         named_columns(self.data.columns)
@@ -335,10 +332,10 @@ def fields() -> tuple[Field, ...]:
     return fields_of(Config)
 
 
-# A field -> the field that says the same in another way: given, it puts that one out of force.
+# A field -> the alternative field for the same setting, which is ignored if the field is given.
 ALTERNATIVES = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ratio"}
-# A field -> the field beside which alone it has an effect, and the values of that which give it one
-# (none: any but 0, false and empty).
+# A field that has an effect only with certain values of another field -> that field and its values
+# ((): every value except 0, false and empty).
 EFFECTIVE_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         [f"train.lora_{name}" for name in ("alpha", "dropout", "ranks", "targets")],
@@ -355,7 +352,7 @@ EFFECTIVE_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_effective(config: Config, requested: Container[str]) -> None:
-    """Raise ValueError where a requested field has no effect, or the warm-up exceeds the run."""
+    """Raise ValueError if a requested field has no effect, or the warm-up exceeds the run."""
     values = {leaf.name: leaf.value(config) for leaf in fields()}
     for name, (other_name, allowed) in EFFECTIVE_WITH.items():
         if name not in requested or not values[name]:
@@ -380,7 +377,7 @@ def check_warmup(train: TrainConfig) -> None:
 
 
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
-    """`config` with dotted fields replaced, each of which must have an effect."""
+    """Return `config` with dotted fields replaced; ValueError if one of them has no effect."""
     changed = overridden(config, values, ALTERNATIVES)
     check_effective(changed, values)
     return changed

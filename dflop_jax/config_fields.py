@@ -1,5 +1,5 @@
-"""Fields of nested frozen dataclasses: by dotted names, checked, and read from text; and settings
-that are several entries in a text."""
+"""Fields of nested frozen dataclasses: dotted names, checks, and parsing of text, also of settings
+with several entries such as vision=2e-6,llm=1e-5."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZE = re.compile(r"(\d*\.?\d+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?", re.ASCII | r
 
 
 class Field(NamedTuple):
-    """One field that holds a value, as its annotation describes it."""
+    """A field with a value (not a nested dataclass), as described by its annotation."""
 
     name: str  # dotted, such as "train.steps"
     kind: Any  # bool, int, float, str, tuple[str, ...] or a Literal of strings
@@ -31,25 +31,25 @@ class Field(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a `Literal`; empty for other kinds."""
+        """Return the values of a `Literal`; () for other kinds."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def value(self, config: Any) -> Any:
-        """The value that `config` has in this field."""
+        """Return the value of this field in `config`."""
         node: Any = config
         for attribute in self.name.split("."):
             node = getattr(node, attribute)
         return node
 
     def check(self, value: Any) -> None:
-        """Raise ValueError for a value that the annotation does not allow."""
+        """Raise ValueError if the annotation does not allow a value."""
         if self.choices and value not in self.choices:
             raise ValueError(f"{self.name}={value!r} is not one of {', '.join(self.choices)}")
         if self.bounds is not None:
             check_bounds(self.name, value, self.bounds)
 
     def parse(self, value: str | Sequence[str]) -> Any:
-        """Return the value of a command line's text; ValueError where it is none of this kind."""
+        """Return the value for a command line's text; ValueError if the text has another type."""
         if self.choices:
             return dtype_name(value) if isinstance(value, str) else value
         is_size, is_tuple = self.name.endswith("_bytes"), get_origin(self.kind) is tuple
@@ -68,7 +68,7 @@ class Field(NamedTuple):
 
 
 def dtype_name(text: str) -> str:
-    """Return numpy's name for bf16, fp16 and fp32; other text unchanged."""
+    """Return numpy's name of bf16, fp16 or fp32; other text unchanged."""
     return _DTYPES.get(text.lower(), text)
 
 
@@ -83,7 +83,7 @@ def size_bytes(text: str) -> float | None:
 
 
 def check_bounds(name: str, number: float, bounds: Meta) -> None:
-    """Raise ValueError for a number that is outside `bounds` or not finite."""
+    """Raise ValueError if a number is outside `bounds` or not finite."""
     limits = {rule: getattr(bounds, rule.__name__) for rule in (op.gt, op.ge, op.lt, op.le)}
     is_within = all(rule(number, x) for rule, x in limits.items() if x is not None)
     if not (is_within and math.isfinite(number)):
@@ -92,7 +92,7 @@ def check_bounds(name: str, number: float, bounds: Meta) -> None:
 
 @cache
 def fields_of(kind: type, prefix: str = "") -> tuple[Field, ...]:
-    """Return every field that holds a value, of `kind` and of the dataclasses in it."""
+    """Return every field with a value of a dataclass, nested ones included."""
     all_fields: list[Field] = []
     hints = get_type_hints(kind, include_extras=True)
     for f in dataclasses.fields(kind):
@@ -109,16 +109,16 @@ def fields_of(kind: type, prefix: str = "") -> tuple[Field, ...]:
 def overridden(
     config: Any, values: Mapping[str, str | Sequence[str]], alternatives: Mapping[str, str]
 ) -> Any:
-    """`config` with dotted fields replaced; strings are converted to the field's type. Of two
-    `alternatives`, which set the same, the first disables the second. ValueError for an unknown
-    name, a value of the wrong type or out of bounds, or two fields that say the same."""
+    """Return `config` with dotted fields replaced and text converted to the fields' types. A field
+    in `alternatives` sets its alternative to 0. ValueError for an unknown name, a value of a wrong
+    type or out of bounds, or a field together with its alternative."""
     for name, alternative in alternatives.items():
         if name in values and alternative in values:
-            raise ValueError(f"{name} and {alternative} say the same in two ways; give one of them")
+            raise ValueError(f"{name} and {alternative} set the same thing; give one of them")
     values = {alternatives[name]: "0" for name in values if name in alternatives} | dict(values)
     kind: type = type(config)
     fields_by_name = {f.name: f for f in fields_of(kind)}
-    changed: dict[str, dict[str, Any]] = {}  # by section; "" holds what is in none
+    changed: dict[str, dict[str, Any]] = {}  # by section; "": fields without one
     for name, text in values.items():
         if name not in fields_by_name:
             nearest = difflib.get_close_matches(name, fields_by_name, 1)
@@ -126,7 +126,7 @@ def overridden(
             raise ValueError(f"unknown override {name}{hint}")
         section, _, field_name = name.rpartition(".")
         changed.setdefault(section, {})[field_name] = fields_by_name[name].parse(text)
-    # All at once, since some values are only allowed together.
+    # Replaced together, since some values are only allowed with others.
     top_level = changed.pop("", {})
     sections = {k: dataclasses.replace(getattr(config, k), **v) for k, v in changed.items()}
     return dataclasses.replace(config, **top_level, **sections)
@@ -144,7 +144,8 @@ _ENTRY_FORMS = {
 def _parse_entries(
     entries: Iterable[str], field: str, form: str, kind: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Entries NAME=VALUE by name; ValueError: one of another form, or a name given twice."""
+    """Return the values of entries NAME=VALUE by name; ValueError for another form or a repeated
+    name."""
     values: dict[str, Any] = {}
     for entry in entries:
         name, _, value = (part.strip() for part in entry.partition("="))
@@ -158,12 +159,12 @@ def _parse_entries(
 
 
 def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
-    """Return the entries of `train.FIELD` by name."""
+    """Return the numbers of `train.FIELD` by name."""
     return _parse_entries(entries, f"train.{field}", _ENTRY_FORMS[field], float)
 
 
 def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Return the entries of `train.lora_ranks`: (pattern, rank)."""
+    """Return the (pattern, rank) pairs of `train.lora_ranks`."""
     ranks = named_numbers(entries, RANKS)
     for pattern, rank in ranks.items():
         if not (rank >= 1 and rank.is_integer()):
@@ -172,12 +173,12 @@ def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
 
 
 def named_columns(entries: Iterable[str]) -> dict[str, str]:
-    """Return the entries of `data.columns`, column by field."""
+    """Parse `data.columns`, entries FIELD=COLUMN, into {field: column}."""
     return _parse_entries(entries, "data.columns", "FIELD=COLUMN, such as messages=chat", str)
 
 
 def profiled_steps(text: str) -> range:
-    """Return the steps that `train.profile_steps` names; none for an empty text."""
+    """Return the steps of `train.profile_steps`; an empty range for ""."""
     if not text:
         return range(0)
     first, _, last = (part.strip() for part in text.partition(":"))

@@ -1,36 +1,35 @@
-"""What the engine needs to know of a model: the only thing a model author has to provide.
+"""The model protocol: the functions and facts that a model author provides to the engine.
 
 A model is a graph: modules, and edges that place outputs of one module into another. A module is a
-sequence of layers between two ends (entry and exit). Its functions are pure, single-device code
-on one data rank's arrays; the engine adds sharding, pipelining and gradients from outside and knows
-no modality. `models/` satisfies these protocols without importing this package, and any object
-that does will train: Linen, NNX (split/merge) or plain functions.
+sequence of layers between an entry and an exit. Its functions are pure, single-device code on one
+data rank's arrays; the engine adds sharding, pipelining and gradients, and knows no modality.
+`models/` satisfies these protocols without importing this package. Any object that satisfies them
+can be trained: Linen, NNX (split/merge) or plain functions.
 
 Parameters of a module are one pytree `{"entry": ..., "layers": ..., "exit": ...}`; "layers" has a
-leading dim of `n_layers`. A *part* is one of those three names; the name of a tap (see `taps`), if
-it has parameters of its own; or the adapters of another part, small parameters beside its own
-(LoRA), which a module may list in `freeze_groups` and `inputs`: "adapter" those of "layers",
-PART_adapter those of any other. They are stacked where that part is, and its function finds them in
-its parameters under the key "adapter". The entry of a tied module has none.
+leading dim of `n_layers`. A *part* is one of those three names; the name of a tap (see `taps`) with
+parameters of its own; or the adapters (LoRA) of another part, which a module may list in
+`freeze_groups` and `inputs`: "adapter" for "layers", PART_adapter for any other part. Adapters are
+stacked if their part is; its function finds them in its parameters under the key "adapter". The
+entry of a tied module has no adapters.
 
-Where layers differ, `layer_kinds` names the kind of each, and in the place of "layers" the module
-has a part of every kind's name: the parameters of that kind's layers, stacked in their order.
-Layers are of one kind if they share the shapes of their parameters, what they compute and so what
-they cost.
+If layers differ, `layer_kinds` has the kind of each. Instead of "layers" the module then has a part
+named after each kind, with the parameters of that kind's layers stacked in their order. Layers of
+one kind have equal parameter shapes, computation and cost.
 
-Fields (`inputs`) are the arrays of one microbatch on one data rank: [rows, tokens, ...] where every
-token has a value, or [rows, ...] where every piece has one (a tile's pixels) and a row is a piece.
+Fields (`inputs`) are the arrays of one microbatch on one data rank: [rows, tokens, ...] with a
+value for every token, or [rows, ...] with a value for every piece (a tile's pixels), one per row.
 The packer copies them from samples, except for
-- segment_ids int32 [rows, tokens]: from 1 in each row, one for each piece, 0 is padding;
-- positions int32 [rows, tokens] or, alike in further dims, [rows, tokens, ...], unless the samples
-  have it: counts from 0 in each piece;
-- seeds uint32 [rows, tokens], or [rows] where a row is a piece: for what layers draw, a number of
-  each token, or piece, that follows from data.seed, the step, the sample's place in the batch, the
-  piece and the token's position in it, and from no plan and no packing. It is 0 in padding, and
-  everywhere in evaluation, where nothing is drawn.
-A field that edges are named after is filled by the engine with outputs of other modules, zeros
-where none stands. A module with a loss reads float32 "weights" [rows, tokens], the weight of every
-token's loss; their sum over the global batch is the loss's denominator.
+- segment_ids int32 [rows, tokens]: the number of the piece in its row, from 1; 0 in padding;
+- positions int32 [rows, tokens] or [rows, tokens, ...], equal in further dims: counts from 0 in
+  each piece, unless the samples have this field;
+- seeds uint32 [rows, tokens], or [rows] if a row is a piece: seeds for random numbers in layers,
+  such as dropout. A seed depends on data.seed, the step, the sample's place in the batch, the piece
+  and the token's position in it, but not on the plan or the packing. It is 0 in padding and in
+  evaluation, which draws no random numbers.
+If edges have the name of a field, the engine fills it with outputs of other modules, and zeros
+elsewhere. A module with a loss reads float32 "weights" [rows, tokens], the weight of every token's
+loss; the loss is divided by their sum over the global batch.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from dflop_jax.records import LAYERS, PAIR, TOKEN, Edge, token_pairs
 Array = jax.Array
 Params = Any
 ADAPTER = "adapter"
-# What `layer` names with `jax.ad_checkpoint.checkpoint_name`: values that are small and expensive,
-# such as attention's output. The recompute policy "named" saves them and little else.
+# Names that `layer` gives by `jax.ad_checkpoint.checkpoint_name` to small, expensive values, such
+# as attention's output. The recompute policy "named" saves them and little else.
 SAVED_NAMES = ("attention",)
 Batch = Mapping[str, Array]
 
@@ -67,7 +66,7 @@ class Module(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
-        """Field names that each part reads."""
+        """Names of the fields that each part reads."""
 
     @property
     def freeze_groups(self) -> Mapping[str, str]:
@@ -77,10 +76,10 @@ class Module(Protocol):
         """Shape and dtype of a field on one data rank."""
 
     def init(self, part: str, key: Array) -> Params:
-        """Float32 parameters of a part; of one that is stacked those of a single layer."""
+        """Float32 parameters of a part; for a stacked part, those of a single layer."""
 
     def logical_axes(self, part: str) -> Params:
-        """The same tree as `init`, a tuple of logical axis names (or None) per array."""
+        """The tree of `init` with a tuple of logical axis names (or None) for each array."""
 
     def entry(self, params: Params, batch: Batch) -> Array:
         """Fields -> hidden states [rows, tokens, width], or a tree of [rows, tokens, ...]."""
@@ -88,57 +87,57 @@ class Module(Protocol):
     def layer(self, params: Params, x: Array, batch: Batch) -> Array: ...
 
     def exit(self, params: Params, x: Array, batch: Batch, entry: Params | None) -> Any:
-        """Features [rows, features, width] for the modules that read them, or, of a module with a
+        """Features [rows, features, width] for the modules that read them. For a module with a
         loss, {"loss_sum": scalar, ...}: sums over the microbatch, all differentiable with respect
-        to "loss_sum" only. `entry` are the entry's parameters where the module is tied."""
+        to "loss_sum" only. `entry`: the entry's parameters if the module is tied."""
 
-    # What follows a module may have.
+    # Optional members of a module:
     #
     # layer_kinds: tuple[str, ...]: the kind of each of the `n_layers`, in any order. `layer` then
-    #   also takes `kind`, by name.
-    # taps: Mapping[str, int]: name -> layers that have run where an edge leaves. `tap(name, params,
-    #   x, batch)` gives its outputs [rows, features, width]; `params` are those of the part of that
-    #   name, None if the module's `inputs` has no such part.
-    # inlet(name, x, placed, batch): the hidden states [rows, tokens, width] after the outputs of an
-    #   edge, which stand at their places in `placed`, were read between two layers.
-    # loss_weight: what the module's loss is multiplied by in the sum of all losses.
-    # content(tokens, placed): how much a piece of so many tokens has of each feature of content, by
-    #   name in one order, whole numbers. `placed` has, by the name of an edge, how many of its
-    #   outputs stand together, run by run. Without it the one feature is "pair", pairs of tokens.
-    # attention_flops: Mapping[str, float]: forward FLOPs that one layer's attention needs for a
-    #   unit of each of these features, or of "token": of the products of two activations, for the
-    #   tokens that see each other. With `layer_kinds`, such a mapping by kind. Without it these
-    #   products are counted for all pairs of a piece's tokens.
-    # skips: whether its kernel computes no more than that, but for whole tiles, so that a call
-    #   costs what the content of its pieces does; may be a mapping by kind, too.
-    # numbers_layers: whether `layer` also finds in its batch "layer", int32 [], which of the layers
-    #   of its kind it is.
-    # any_order: whether its programs may add up in any order on a GPU: bits are almost equal.
-    # working_dtype: in which its functions are given their parameters; float32 if it does not say.
-    #   Of those that train the optimizer then keeps float32 masters.
-    # float32_names: names (last keys of paths) of parameters that stay float32 whatever the working
-    #   dtype is, in exports too, and that weight decay leaves out.
-    # on_chip(chip): the module as that chip computes it best.
+    #   also takes the keyword `kind`.
+    # taps: Mapping[str, int]: name -> number of layers before the tap. `tap(name, params, x,
+    #   batch)` returns its outputs [rows, features, width]; `params` are those of the part with
+    #   that name, None if the module's `inputs` has no such part.
+    # inlet(name, x, placed, batch): adds the outputs of an edge, scattered to their token positions
+    #   in `placed`, to the hidden states between two layers; returns [rows, tokens, width].
+    # loss_weight: factor of the module's loss in the sum of all losses.
+    # content(tokens, placed): the amount of each content feature in a piece of `tokens` tokens, as
+    #   integers by name in a fixed order. `placed` has, for the name of an edge, the lengths of the
+    #   runs of its outputs in the piece. Without it the only feature is "pair", pairs of tokens.
+    # attention_flops: Mapping[str, float]: forward FLOPs of one layer's attention per unit of each
+    #   content feature or of "token": those of products of two activations, for tokens that attend
+    #   to each other. With `layer_kinds`, such a mapping by kind. Without it these products are
+    #   counted for all pairs of a piece's tokens.
+    # skips: whether its kernel skips all other pairs (except in partly used tiles), so that the
+    #   time of a call depends on the content of its pieces; may be a mapping by kind, too.
+    # numbers_layers: whether `layer` also reads "layer", int32 [], from its batch: the index of the
+    #   layer among those of its kind.
+    # any_order: whether its programs may sum in any order on a GPU, so that bits can differ.
+    # working_dtype: dtype of the parameters that its functions get; float32 by default. For other
+    #   dtypes the optimizer keeps float32 masters of trained parameters.
+    # float32_names: names (last keys of paths) of parameters that stay float32 with any working
+    #   dtype, also in exports, and that have no weight decay.
+    # on_chip(chip): returns the variant of the module for that chip.
 
 
 def layer_kinds_of(module: Module) -> tuple[str, ...]:
-    """The kind of every layer of a module."""
+    """Return the kind of every layer of a module."""
     return getattr(module, "layer_kinds", None) or (LAYERS,) * module.n_layers
 
 
 def layer_of(module: Module, kind: str) -> Callable[[Params, Array, Batch], Array]:
-    """`layer` of one kind."""
+    """Return the module's `layer` for one kind."""
     of_kinds: Any = module.layer
     return partial(of_kinds, kind=kind) if hasattr(module, "layer_kinds") else of_kinds
 
 
 def adapter_of(part: str) -> str:
-    """The part with the adapters of another, which may be a kind of layers."""
+    """Return the name of the part with another part's adapters."""
     return ADAPTER if part == LAYERS else f"{part}_{ADAPTER}"
 
 
 def with_adapter(part: str, params: Mapping[str, Params]) -> Params:
-    """The parameters that the function of a part gets, its adapter included, or None."""
+    """Return the parameters for the function of a part, with its adapter, or None."""
     adapter = adapter_of(part)
     if adapter not in params:
         return params.get(part)
@@ -146,7 +145,7 @@ def with_adapter(part: str, params: Mapping[str, Params]) -> Params:
 
 
 def stacked_parts(module: Module) -> dict[str, str]:
-    """Parts that are stacked, one row for each layer of a kind, and that kind."""
+    """Return {part: kind} of the stacked parts, which have a row for each layer of the kind."""
     kinds = dict.fromkeys(layer_kinds_of(module))
     adapters = {adapter_of(kind): kind for kind in kinds}
     own_adapters = {part: kind for part, kind in adapters.items() if part in module.freeze_groups}
@@ -154,32 +153,32 @@ def stacked_parts(module: Module) -> dict[str, str]:
 
 
 def n_stacked_layers(module: Module, part: str) -> int:
-    """Layers of a module that have a row in a stacked part."""
+    """Return the number of layers in a stacked part of a module."""
     return layer_kinds_of(module).count(stacked_parts(module)[part])
 
 
 def fold_adapters(module: Module, params: dict[str, Params], *each: Any) -> dict[str, Params]:
-    """Parts of a module with its adapters, if any, folded in; `each` as in its `merged`."""
+    """Return a module's parts with its adapters folded in; `each` as in its `merged`."""
     fold = getattr(module, "merged", None)
     return fold(params, *each) if fold else params
 
 
 def taps_of(module: Module) -> Mapping[str, int]:
-    """Layers that have run where each of a module's taps leaves."""
+    """Return the number of layers before each of a module's taps."""
     return getattr(module, "taps", {})
 
 
 def content_of(
     module: Module, tokens: int, placed: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, int]:
-    """See `content` above; `placed` None: a piece of text."""
+    """Return the module's `content` of a piece; `placed` None: a piece of text."""
     count = getattr(module, "content", None)
     return dict(count(tokens, placed or {})) if count else {PAIR: token_pairs(tokens)}
 
 
 def content_flops_of(module: Module) -> dict[str, float]:
-    """Forward FLOPs that a layer spends on a unit of each feature of content; none where attention
-    is computed for whole rows."""
+    """Return a layer's forward FLOPs per unit of each content feature; {} if attention is computed
+    for whole rows."""
     if not getattr(module, "skips", False):
         return {}
     flops = getattr(module, "attention_flops", None) or {}
@@ -187,7 +186,7 @@ def content_flops_of(module: Module) -> dict[str, float]:
 
 
 def attention_flops_of(module: Module) -> Callable[[int], float] | None:
-    """Forward FLOPs of a layer's attention for a piece of text, by its tokens; None: not known."""
+    """Return a function from a text's tokens to a layer's attention FLOPs (forward), or None."""
     flops: Mapping[str, float] | None = getattr(module, "attention_flops", None)
     if flops is None:
         return None
@@ -200,75 +199,75 @@ def attention_flops_of(module: Module) -> Callable[[int], float] | None:
 
 
 def working_dtype_of(module: Module) -> np.dtype:
-    """See `working_dtype` above."""
+    """Return the module's `working_dtype`."""
     return np.dtype(getattr(module, "working_dtype", np.float32))
 
 
 def float32_names_of(module: Module) -> frozenset[str]:
-    """See `float32_names` above."""
+    """Return the module's `float32_names`."""
     return frozenset(getattr(module, "float32_names", ()))
 
 
 def last_key(path: Any) -> str:
-    """The name of a parameter, given its path in a tree; "" of a tree that is one array."""
+    """Return the name of a parameter from its path in a tree; "" if the tree is one array."""
     return str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1]))) if path else ""
 
 
 def chip_of(device: Any) -> str:
-    """What programs are compiled for: "sm_90", say, for NVIDIA's devices, else the platform."""
+    """Return the compile target of a device: such as "sm_90" for NVIDIA, else the platform."""
     capability = str(getattr(device, "compute_capability", "")).replace(".", "")
     return f"sm_{capability}" if capability.isdigit() else str(device.platform)
 
 
 def on_chip(module: Module, chip: str) -> Module:
-    """The module with what a chip, as `chip_of` names it, runs best."""
+    """Return the module's variant for a chip (see `chip_of`)."""
     choose = getattr(module, "on_chip", None)
     return choose(chip) if choose else module
 
 
 class MultimodalModel(Protocol):
-    """Modules in topological order, how they are joined, and what the data must look like."""
+    """Modules in topological order, the edges between them, and the format of the data."""
 
     @property
     def modules(self) -> Mapping[str, Module]: ...
 
     @property
     def edges(self) -> Sequence[Mapping[str, Any]]:
-        """Which outputs of a module stand at places of a later one: the fields of `records.Edge`.
-        `leaves` of a tap may be left out, `taps` says it."""
+        """The fields of a `records.Edge` for each pair of modules where the later reads outputs of
+        the earlier. `leaves` of a tap may be omitted, since `taps` has it."""
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
-        """Of the modules that take one piece a row: its tokens (patches of a tile). The others
-        read "segment_ids" and pack pieces of any length into a row."""
+        """For modules with one piece per row: its tokens (patches of a tile). Other modules read
+        "segment_ids" and pack pieces of any length into a row."""
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
-        """By module, the form in which it takes media and that form's facts: see
+        """By module, the form in which it reads media and that form's parameters: see
         `dflop_jax.data.MediaSpec`."""
 
     @property
     def vocab_size(self) -> int: ...
 
-    # A model whose data are no records of text and media says with `data_factory` where they come
-    # from, MODULE:FUNCTION as in the configuration's data.factory.
+    # A model whose data are not records of text and media names their source, MODULE:FUNCTION, in
+    # `data_factory`, as the configuration does in data.factory.
     #
-    # A model that can be trained by adapters also has `with_lora(rank, alpha, targets=, ranks=,
-    # dropout=)`, which gives the model whose modules have adapters, in the freeze group "lora", of
-    # the matrices that the patterns `targets` name, of a rank that (pattern, rank) of `ranks` say
-    # of some. An adapted module has `merged(params, each)`: parts of the plain one, its adapters
-    # folded in (`each` as in `models.lora`). A model with `with_objective(z_loss, label_smoothing)`
-    # gives the model whose "loss_sum" is the plain one, with the gradient of the sum of both.
+    # A model that can be trained with adapters also has `with_lora(rank, alpha, targets=, ranks=,
+    # dropout=)`. It returns a model with adapters, in the freeze group "lora", of the matrices that
+    # match the patterns `targets`; (pattern, rank) pairs in `ranks` override `rank`. An adapted
+    # module has `merged(params, each)`, which returns the parts with its adapters folded in (`each`
+    # as in `models.lora`). A model may have `with_objective(z_loss, label_smoothing)`. It returns a
+    # model with the same "loss_sum", whose gradient is that of the loss plus these terms.
 
 
 def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
-    """The model's edges as records; ValueError when one names no module or tap of it."""
+    """Return the model's edges as records; ValueError if one has an unknown module or tap."""
     edges = []
     for facts in model.edges:
         source = model.modules.get(facts["source"])
         tap = facts.get("tap", "")
         if source is None or facts["target"] not in model.modules:
-            raise ValueError(f"edge {dict(facts)} joins modules that the model lacks")
+            raise ValueError(f"edge {dict(facts)} names a module that the model does not have")
         if tap and tap not in taps_of(source):
             raise ValueError(f"edge {dict(facts)}: {facts['source']!r} has no tap {tap!r}")
         leaves = {"leaves": taps_of(source)[tap]} if tap else {}
@@ -276,15 +275,15 @@ def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
-# Logical axis names that tensor parallelism splits over the mesh axis "model".
+# Logical axes that tensor parallelism splits over the mesh axis "model".
 MODEL_SHARDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
-# Those that are whole on every device where the degree does not divide them.
+# Logical axes that are replicated if the degree does not divide them.
 _OR_WHOLE = frozenset({"kv_heads", "vocab"})
 
 
 def split_dim(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> int | None:
-    """The dim of a parameter, whose dims have the logical names `axes`, that tensor parallelism
-    splits over `tp` devices, if any; it may not divide."""
+    """Return the dim of a parameter with logical axes `axes` that tensor parallelism of degree `tp`
+    splits; None if there is none. `tp` may not divide the dim."""
     for i, (size, name) in enumerate(zip(shape, axes, strict=True)):
         if name in MODEL_SHARDED and not (name in _OR_WHOLE and size % tp):
             return i

@@ -236,9 +236,9 @@ def commit_parts(store, case: Case, change) -> None:
             lambda s, p: (s, p[:1]),
             "array a: of its 8 elements, 4 were not written, and 0 were written several times",
         ),
-        (lambda s, p: (s, []), "no process wrote 8"),
-        (lambda s, p: (s, [*p, replace(p[0], process=2)]), "several wrote 4"),
-        (lambda s, p: ({"a": replace(s["a"], shape=(9,))}, p), "no process wrote 1"),
+        (lambda s, p: (s, []), "8 were not written"),
+        (lambda s, p: (s, [*p, replace(p[0], process=2)]), "4 were written several times"),
+        (lambda s, p: ({"a": replace(s["a"], shape=(9,))}, p), "1 were not written"),
     ],
 )
 def test_what_is_not_whole_is_not_committed(store, change, why):

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -183,40 +182,3 @@ def test_a_file_of_all_cases_is_not_compiled_again(tmp_path, monkeypatch, capsys
     monkeypatch.setattr("sys.argv", ["gpu_compile", "--quick", "--json", str(file)])
     assert gpu_compile.main() == 0
     assert capsys.readouterr().out.count("refused: for a reason") == 2
-
-
-# ---- two_process.py
-
-
-def trained(predicted_s=1.0):
-    return {"plan": "vision@0 1x1x1", "predicted_s": predicted_s, "step_s": 1.0,
-            "spread_s": [1.0, 1.0], "scheduled_s": 1.0, "padding": {"llm": 0.1},
-            "efficiency": 0.5, "losses": [1.0]}  # fmt: skip
-
-
-def test_rows_are_trained_shown_and_written(monkeypatch, tmp_path, capsys):
-    """The two processes are made up; they fail in the last row, and what was made is there."""
-    monkeypatch.chdir(tmp_path)
-    two, runs = module("two_process"), module("two_process_runs")
-    names = runs.ROWS[:-1]
-
-    def launch(command, n, **_):
-        assert (n, command[command.index("--worker") + 1]) == (2, "rows.json")
-        # Two stages cannot share the three layers of the usual model's LLM.
-        assert command[command.index("--rows") + 1 :] == [r for r in runs.ROWS if r != runs.LOOP]
-        made = {}
-        for name in names:
-            made[name] = trained(0.5 if name == "dip" else 1.0)
-            two.write_json(Path("rows.json"), two.result(made))
-            figures = json.loads(Path("rows.json").read_text())
-            assert figures["rows"].keys() == made.keys()
-        return SimpleNamespace(exit_code=1)
-
-    monkeypatch.setattr(two, "launch", launch)
-    monkeypatch.setattr(two, "read_runs", lambda folders: folders)
-    monkeypatch.setattr(two, "compare", lambda runs, picture: None)
-    monkeypatch.setattr(sys, "argv", ["two_process", "--json", "rows.json"])
-    assert two.main() == 1
-    figures = json.loads(Path("rows.json").read_text())
-    assert figures["policies"].keys() == {*runs.POLICIES, "auto"}
-    assert "the planner chooses dip" in capsys.readouterr().out

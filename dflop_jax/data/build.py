@@ -1,4 +1,4 @@
-"""From the data configuration to a source."""
+"""Builds a source of samples from the data configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dflop_jax.data.text.tokenize import (
     TokenRun,
 )
 
-# Of what is one file; names on the hub have none.
+# Endings of a dataset in one file; names on the hub have none of them.
 FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".tar", ".yaml", ".yml")
 
 
@@ -52,15 +52,15 @@ def make_source(
     in_processes: bool = True,
     check_media: bool = True,
 ) -> Source:
-    """Return the dataset of `config.path` (see `datasets.readers`; or a YAML mixture), or the
-    embedded scenes where it is empty.
+    """Return the dataset or YAML mixture of `config.path` (see `datasets.readers`), or the embedded
+    scenes if the path is empty.
 
     Args:
-      n_held_out: records that the eval split has and the train split lacks; a float: their
-        fraction. The embedded scenes have as many other scenes in it, or `n_samples` for 0.
-      index_dir: where an index of headers is kept.
+      n_held_out: number of records, or their fraction (a float), that only the eval split has. For
+        the embedded scenes it is the size of the eval split; 0: `n_samples`.
+      index_dir: folder of the index file of headers.
       in_processes: make the index in processes that can be killed (see `process_pool`).
-      check_media: see `IndexRules`; one process of a run does.
+      check_media: see `IndexRules`; set it in one process of a run.
 
     Raises:
       ValueError: data or a tokenizer that cannot be read or that the model cannot take.
@@ -71,7 +71,7 @@ def make_source(
     if config.tokenizer and Path(config.tokenizer).is_dir():
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     if config.loss_on_prompts:
-        raise ValueError("data.loss_on_prompts is of records: give data.path, or leave it out")
+        raise ValueError("data.loss_on_prompts needs records: give data.path, or leave it out")
     tokenizer = open_tokenizer(config.tokenizer, vocab_size)
     assert not isinstance(tokenizer, ChatTokenizer)
     n_all = config.n_samples if isinstance(n_held_out, float) else 1
@@ -84,8 +84,8 @@ def make_source(
 
 @dataclass(frozen=True)
 class RecordDataset:
-    """The dataset of `config.path` as a model takes it; it may be sent to another process as
-    JSON."""
+    """The dataset of `config.path` prepared for a model. It converts to JSON for other
+    processes."""
 
     config: DataConfig
     spec: MediaSpec
@@ -117,8 +117,8 @@ class RecordDataset:
         return tokenize.encode_chatml(turns, self.tokenizer, tag_of(self.spec.kinds))
 
     def local_row_reader(self, *, decoded: bool = False) -> LocalRowReader:
-        """Return a reader of index rows in this process. `decoded`: a record is also unusable when
-        its media cannot be decoded as the model takes them."""
+        """Return a reader of index rows in this process. `decoded`: also decode the media, and call
+        a record unusable if that fails."""
         reads_variable = getattr(self.tokenizer, "reads_variable", lambda _: False)
         preparation = self.preparation if decoded else None
         return LocalRowReader(
@@ -133,7 +133,7 @@ class RecordDataset:
         return ProcessRowReader(factory, self.config.sample_timeout_s, memory_bytes)
 
     def source(self, *, in_processes: bool, check_media: bool) -> MixtureSource:
-        """Return the samples of the split; arguments as for `make_source`."""
+        """Return the source of the split; see `make_source` for the arguments."""
         config = self.config
         extra_kinds = [kind.name for kind in self.spec.kinds if kind not in BUILT_IN]
         data_key = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
@@ -163,12 +163,12 @@ class RecordDataset:
 
 
 def open_source(arguments: Mapping[str, Any]) -> Source:
-    """Return the source that `make_source` made in another process."""
+    """Return the same source as `make_source` in the parent process."""
     return msgspec.convert(arguments, RecordDataset).source(in_processes=True, check_media=False)
 
 
 def open_row_reader(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
-    """Return what answers requests for index rows of a dataset, in another process."""
+    """Return a function that answers requests for index rows, for use in a child process."""
     dataset = msgspec.convert(arguments["dataset"], RecordDataset)
     return dataset.local_row_reader(decoded=arguments["decoded"]).answer
 
@@ -179,9 +179,9 @@ def open_tokenizer(
     kinds: Kinds = BUILT_IN,
     resolved: FolderTokenizer | None = None,
 ) -> AnyTokenizer:
-    """Return the tokenizer of a model's folder with its chat template, of a tokenizer.json, or of
-    bytes (an empty path or "bytes"). ValueError: it cannot be read, or does not fit an embedding of
-    `vocab_size` rows."""
+    """Return the tokenizer with chat template of a model's folder, the tokenizer of a
+    tokenizer.json, or the byte tokenizer (an empty path or "bytes"). ValueError: it cannot be read
+    or has more than `vocab_size` ids."""
     if path and Path(path).is_dir():
         return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds, resolved=resolved)
     tokenizer: Tokenizer = (
@@ -190,7 +190,7 @@ def open_tokenizer(
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"{path or 'the byte tokenizer'} has {tokenizer.vocab_size} ids, the model's "
-            f"vocabulary {vocab_size}; take a model with a larger vocabulary"
+            f"vocabulary {vocab_size}; choose a model with a larger vocabulary"
         )
     return tokenizer
 
@@ -210,8 +210,7 @@ def check_paths(config: DataConfig) -> None:
 
 
 def hub_datasets(config: DataConfig) -> list[tuple[str, HfUri]]:
-    """Return (path, uri) of the hub's datasets that are named; local-looking paths are mistyped
-    ones."""
+    """Return (path, uri) of each dataset on the hub. A missing path that looks local is not one."""
     if config.factory or not config.path:
         return []
     paths = [entry.path for entry in _load_mixture(config)]
@@ -226,10 +225,10 @@ def hub_datasets(config: DataConfig) -> list[tuple[str, HfUri]]:
 
 
 def _load_mixture(config: DataConfig) -> Mixture:
-    """Return the mixture of `config.path`: of a YAML file, or one dataset alone."""
+    """Return the mixture of `config.path`: a YAML file, or a single dataset."""
     for root in config.root:
         if not Path(root).is_dir():
-            raise ValueError(f"data.root={root}: no such folder; give the one that media lie below")
+            raise ValueError(f"data.root={root}: no such folder; give the folder of the media")
     columns = named_columns(config.columns)
     if config.path.endswith((".yaml", ".yml")):
         if columns:

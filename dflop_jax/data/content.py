@@ -1,6 +1,6 @@
 """Feature shapes of modules, and the content of pieces: costs that do not follow from token counts.
-A module that has `content` counts its own pieces, from their tokens and the features that its edges
-bring. The features of each medium are counted apart."""
+A module with a `content` method computes the content of a piece from its tokens and the features
+that each incoming edge gives it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
 
     from dflop_jax.contract import Module, MultimodalModel
 
-# Tokens of the row that shows how many outputs a module gives for a token, where pieces have any
-# length: divisible by squares of blocks of up to 7 a side.
+# Row length in tokens that shows how many features a module gives per token, if its pieces have any
+# length. It is divisible by the size of every block of 1 x 1 to 7 x 7 tokens.
 _ROW_TOKENS = 420**2
 
 
 def content_counter(model: MultimodalModel) -> Callable[[Load], Load]:
-    """Return a function that adds content to a load, for the modules of a model that define it."""
+    """Return a function that adds the content of all modules that define it to a load."""
     from dflop_jax.contract import content_of, edges_of
 
     modules, piece_tokens = model.modules, model.piece_tokens
@@ -46,7 +46,7 @@ def content_counter(model: MultimodalModel) -> Callable[[Load], Load]:
                 tokens = piece_tokens.get(edge.source, _ROW_TOKENS)
                 outputs = _outputs_per_run(modules[edge.source], edge, tokens, load)
                 outputs_by_edge.setdefault(edge.name, []).extend(outputs)
-            message = f"{name!r}: outputs of which piece?"
+            message = f"{name!r}: edges cannot feed one of several pieces"
             assert len(lengths) == 1 or not any(outputs_by_edge.values()), message
             content[name] = tuple(
                 tuple(content_of(module, n, outputs_by_edge).values()) for n in lengths
@@ -57,7 +57,7 @@ def content_counter(model: MultimodalModel) -> Callable[[Load], Load]:
 
 
 def _outputs_per_run(source: Module, edge: Edge, tokens: int, load: Load) -> list[int]:
-    """Return the outputs of an edge's source in each run of adjacent pieces."""
+    """Return how many features an edge takes from each run of adjacent pieces."""
     lengths = load.lengths(edge.source)
     if not lengths:
         return []
@@ -68,13 +68,13 @@ def _outputs_per_run(source: Module, edge: Edge, tokens: int, load: Load) -> lis
 
 
 def features_per_row(module: Module, edge: Edge, shape: Shape) -> int:
-    """Return the features that an edge takes from each row of a module at a shape."""
+    """Return how many features an edge takes from each row of a module's bucket."""
     return int(features_struct(module, edge, shape).shape[1])
 
 
 @lru_cache(maxsize=256)
 def features_struct(module: Module, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
-    """Return what an edge takes from a module at a shape, [rows, features, width]."""
+    """Return the array that an edge takes from a module's bucket, [rows, features, width]."""
     import jax
 
     def parameters(part: str) -> Any:

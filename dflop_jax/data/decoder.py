@@ -1,5 +1,5 @@
-"""Decoding of samples, in threads here or in processes (see `process_pool`), and what happens to
-samples that cannot be decoded."""
+"""Decoding of samples in threads (for processes see `process_pool`), and replacement of samples
+that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("dflop_jax.data")
 class BadSample:
     """A sample that cannot be decoded."""
 
-    reason: str  # in one line that names it
+    reason: str  # one line that names the sample
     files: Mapping[str, str] = field(default_factory=dict)  # as in an `IndexRow`
 
 
@@ -25,7 +25,7 @@ DecodeResult = Sample | BadSample
 
 
 def try_sample(source: Source, index: int) -> DecodeResult:
-    """Return the sample, or the reason why it cannot be decoded."""
+    """Return the decoded sample, or a `BadSample` if that fails."""
     try:
         return source.sample(index)
     except ValueError as e:
@@ -33,16 +33,16 @@ def try_sample(source: Source, index: int) -> DecodeResult:
 
 
 def check_load(source: Source, index: int, decoded: DecodeResult) -> DecodeResult:
-    """Return the decoded sample, or a `BadSample` where it differs from its load."""
+    """Return the decoded sample, or a `BadSample` if its load is not the expected one."""
     expected_load = source.load(index)
     if isinstance(decoded, BadSample) or decoded.load == expected_load:
         return decoded
     label = source.label(index)
-    return BadSample(f"{label}: decoded to {decoded.load}, its header promised {expected_load}")
+    return BadSample(f"{label}: decoded to {decoded.load}, but its header gives {expected_load}")
 
 
 def decode(source: Source, index: int) -> DecodeResult:
-    """Decode a sample and check it against its load; return it or the reason why there is none."""
+    """Return the decoded sample, or a `BadSample` if decoding fails or its load differs."""
     return check_load(source, index, try_sample(source, index))
 
 
@@ -54,11 +54,11 @@ class ThreadDecoder:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
     def submit(self, index: int) -> Future[DecodeResult]:
-        """Start to decode a sample; the future raises errors of the program itself."""
+        """Start to decode a sample; the future raises only errors of the program itself."""
         return self._pool.submit(self._decode, index)
 
     def close(self) -> None:
-        """Cancel what has not started and wait for the rest."""
+        """Cancel samples that have not started and wait for the others."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _decode(self, index: int) -> DecodeResult:
@@ -66,15 +66,15 @@ class ThreadDecoder:
 
 
 class Replacements:
-    """Counts, logs and replaces the samples of a source that cannot be decoded: by the next sample
-    that is no larger, piece by piece, and can be decoded, else by an empty one; the same in every
-    process."""
+    """Counts, logs and replaces samples that cannot be decoded. The replacement is the next sample
+    that can be decoded and whose pieces are no larger, else an empty sample. It is the same in
+    every process."""
 
     def __init__(self, source: Source, max_bad_fraction: float, global_batch: int) -> None:
         self._source, self._max_bad_fraction = source, max_bad_fraction
         self._global_batch = global_batch
-        self._tried: set[int] = set()  # in vain, by this process
-        # Of all processes: the step for whose batch each bad sample was tried.
+        self._tried: set[int] = set()  # bad samples that this process tried
+        # The step whose batch each bad sample of any process was decoded for.
         self._step_of_bad: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -82,11 +82,11 @@ class Replacements:
         return len(self._step_of_bad)
 
     def __contains__(self, index: int) -> bool:
-        """Return whether this process has found the sample bad."""
+        """Return whether this process failed to decode the sample."""
         return index % len(self._source) in self._tried
 
     def bad_samples(self, steps: range) -> list[int]:
-        """Return the samples found bad for the batches of some steps."""
+        """Return the bad samples in the batches of some steps."""
         return [index for index, step in [*self._step_of_bad.items()] if step in steps]
 
     def add_bad(self, step: int, indices: Iterable[int]) -> None:
@@ -101,9 +101,9 @@ class Replacements:
         decoded: DecodeResult | None,
         decode_again: Callable[[int], DecodeResult],
     ) -> Sample:
-        """Return a sample of a step's batch, or its replacement, which `decode_again` decodes;
-        `decoded` is None where it is known to be bad. ValueError: bad samples exceed the share
-        `max_bad_fraction` of those drawn so far."""
+        """Return a sample of a step's batch, or a replacement that `decode_again` decodes. Pass
+        None as `decoded` if the sample is known to be bad. ValueError: bad samples exceed the share
+        `max_bad_fraction` of the samples drawn so far."""
         if decoded is not None and (sample := self._count_bad(step, index, decoded)) is not None:
             return sample
         n, limit = len(self._source), self._source.load(index)
@@ -115,7 +115,7 @@ class Replacements:
         return EMPTY
 
     def _count_bad(self, step: int, index: int, decoded: DecodeResult) -> Sample | None:
-        """Return the sample, None if it is bad; that is logged the first time."""
+        """Return the sample, or None if it is bad. A bad sample is logged once."""
         if isinstance(decoded, Sample):
             return decoded
         source_index = index % len(self._source)  # the same in every epoch
@@ -124,7 +124,7 @@ class Replacements:
         self._tried.add(source_index)
         self._step_of_bad.setdefault(source_index, step)
         logger.warning("replaced a sample that cannot be decoded: %s", decoded.reason)
-        # A share of a few samples says nothing.
+        # The share of bad samples among a few means nothing.
         n_drawn = min(len(self._source), max(MAX_CANDIDATES, (step + 1) * self._global_batch))
         if (n_bad := len(self)) > self._max_bad_fraction * n_drawn:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""The pieces of a group whose samples are here, which tokens of a sample go where, and where the
-features that stand at these tokens lie in the groups that feed it.
+"""Locates the tokens of a group's decoded pieces, and the features of the feeding groups that those
+tokens read.
 
-A piece stands where the loads of the batch put it, so that every process, which decodes a part of
-the samples only, finds it at the same place; one of a replaced sample may be smaller.
+The loads of the batch determine each position, so every process computes the same positions,
+although it decodes only a part of the samples. Pieces of a replacement may be smaller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Samples = Mapping[int, Sample] | Sequence[Sample]
 
 @dataclass(frozen=True, eq=False)
 class PieceNumbers:
-    """A module's P pieces in a global batch of N samples."""
+    """Numbering of a module's P pieces in a global batch of N samples."""
 
     first: np.ndarray  # number of every sample's first piece, and one past the last, int64 [N + 1]
     length: np.ndarray  # tokens of every piece by its number, int64 [P]
@@ -53,7 +53,7 @@ class DecodedPiece(NamedTuple):
     row: tuple[int, int]  # microbatch, row over all ranks
     columns: slice  # of that row, where its tokens go
     segment: int
-    rank: int
+    rank: int  # data rank of its module
 
     @property
     def length(self) -> int:
@@ -68,8 +68,8 @@ def decoded_pieces(
     *,
     one_per_row: bool,
 ) -> list[DecodedPiece]:
-    """Return the pieces on the given ranks whose samples are here, without those that a smaller
-    replacement lacks; `one_per_row`: the module takes one piece a row."""
+    """Return the pieces on the given ranks whose samples this process has, without pieces that a
+    smaller replacement lacks. `one_per_row`: the module takes one piece per row."""
     if not ranks:
         return []
     packed, module = group.pieces, group.module
@@ -77,14 +77,14 @@ def decoded_pieces(
     offset = packed.row_offsets(length)
     row_tokens = int((offset + length).max(initial=0))
     assert row_tokens <= group.shape.tokens, f"{row_tokens} tokens in rows of {group.shape.name}"
-    assert not one_per_row or packed.segment.max(initial=1) == 1, f"{module!r} takes one a row"
+    assert not one_per_row or packed.segment.max(initial=1) == 1, f"{module!r} takes one per row"
     sample = numbers.sample_of(packed.piece_id)
     local = np.flatnonzero(np.isin(packed.rank, list(ranks)))
     row = packed.rank * group.shape.rows + packed.row
     number = packed.piece_id - numbers.first[sample]
     columns = (sample, number, length, packed.microbatch, row, offset, packed.segment, packed.rank)
     rows = zip(*(column[local].tolist() for column in columns))
-    starts: dict[int, list[int]] = {}  # by sample, where each of its pieces begins, and all end
+    starts: dict[int, list[int]] = {}  # by sample: first token of each piece, and the end
     decoded = []
     for index, piece_index, max_length, microbatch, row_of_all, first_column, *segment_rank in rows:
         if isinstance(samples, Mapping) and index not in samples:
@@ -149,7 +149,7 @@ def build_gathers(
 
 
 class _FeatureLocations(NamedTuple):
-    """Where the features of the samples of some pieces stand, int64. The first two are
+    """Locations of the features that some pieces' samples have, int64. The first two fields are
     [features + 1] over all samples in order, with -1 at the end."""
 
     group: np.ndarray  # feeding group of each feature
@@ -166,10 +166,10 @@ def _locate_features(
     *,
     one_per_row: bool,
 ) -> _FeatureLocations:
-    """Locate the features of a source module that the samples of some pieces read; `per_row`: the
-    features of a row of each feeding group, by its number."""
-    # Of each of the source's pieces: the group that it is in (-1: none of these), its microbatch,
-    # its first feature in that, and the features and tokens of a row there.
+    """Return the locations of the features of a source module that the samples of some pieces read.
+    `per_row`: features per row of each feeding group, by its number."""
+    # For each of the source's pieces: its group (-1: not a feeding group), its microbatch, the
+    # index of its first feature in the microbatch, and the features and tokens per row there.
     feeder, microbatch, base, row_features, row_tokens = np.full((5, len(numbers.length)), -1)
     for group, n in per_row.items():
         packed, shape = schedule.groups[group].pieces, schedule.groups[group].shape
@@ -209,7 +209,7 @@ def _write_gathers(
     pair: tuple[str, str],
     features: _FeatureLocations,
 ) -> None:
-    """Write which features of a source module the tokens of some pieces of a group read."""
+    """Write the features of a source module that the pieces' tokens read into `gathers`."""
     sample_gathers = [p.sample.gathers[pair] for p in pieces]
     index = [j.index[p.tokens] for j, p in zip(sample_gathers, pieces, strict=True)]
     n_tokens = np.array([len(rows) for rows in index])
@@ -228,13 +228,13 @@ def _write_gathers(
             weights = [
                 j.weight[p.tokens] for j, p in zip(sample_gathers, pieces) if j.weight is not None
             ]
-            assert len(weights) == len(sample_gathers), f"places of {pair} have no weights"
+            assert len(weights) == len(sample_gathers), f"gathers of {pair} have no weights"
             target_weight[token] = np.where(is_from_feeder, np.concatenate(weights), 0)
 
 
 def count_features(
     length: np.ndarray, per_row: int | np.ndarray, tokens: int | np.ndarray
 ) -> np.ndarray:
-    """Return the features that so many tokens of a row give, rounded up: every piece ends with a
-    whole feature, only the end of a row may have too few tokens for one."""
+    """Return the number of features of `length` tokens, rounded up: each piece ends with a whole
+    feature, and only the end of a row may have too few tokens for one."""
     return -(-length * per_row // tokens)

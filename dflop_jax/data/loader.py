@@ -1,6 +1,6 @@
-"""Batches in a fixed shuffled order, decoded and prepared ahead.
+"""Loads batches in a fixed shuffled order, decoded and prepared in the background.
 
-A step's samples follow from (seed, step) alone (see `shuffle`), so a run resumes at any step.
+A step's samples depend only on (seed, step), see `shuffle`, so a run can resume at any step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import MultimodalModel
 
 T = TypeVar("T")
-DATA_FIELDS = ("n", "digest")  # of what a checkpoint's order follows from
-FindOversize = Callable[[Sequence[Load]], Sequence[int]]  # indices of loads that no bucket holds
-# (place in the batch, index, its decoding) of each.
+DATA_FIELDS = ("n", "digest")  # keys of the loader's saved state that identify the data
+FindOversize = Callable[[Sequence[Load]], Sequence[int]]  # indices of loads that fit no bucket
+# (position in the batch, index, its decoding; None: it is known to be bad) of each sample.
 PendingSamples = list[tuple[int, int, Future[DecodeResult] | None]]
 logger = logging.getLogger("dflop_jax.data")
 
 
 class OversizeFilter:
-    """Replaces samples that no compiled bucket holds by the next that fits, or refuses them."""
+    """Replaces a sample that fits no compiled bucket by the next that fits, or raises an error."""
 
     def __init__(
         self, source: Source, find_oversize: FindOversize, *, refuse: bool = False
@@ -43,7 +43,7 @@ class OversizeFilter:
         self._replacement_of: dict[int, int] = {}
 
     def replace_oversize(self, indices: Sequence[int]) -> list[int]:
-        """Return the samples, oversize ones replaced; ValueError if they are refused."""
+        """Return the indices with oversize samples replaced. ValueError: they are refused."""
         unchecked = [i for i in dict.fromkeys(indices) if i not in self._replacement_of]
         for k in self._find_oversize(get_loads(self._source, unchecked)):
             self._replacement_of[unchecked[k]] = self._find_replacement(unchecked[k])
@@ -51,25 +51,25 @@ class OversizeFilter:
 
     def _find_replacement(self, index: int) -> int:
         n, label = len(self._source), self._source.label(index)
-        message = f"{label} is larger than any compiled shape holds"
+        message = f"{label} is larger than every compiled bucket"
         if self._refuse:
             raise ValueError(f"{message}; lower data.max_tokens or set data.oversize to drop")
         for candidate in ((index + k) % n for k in range(1, n)):
             if not self._find_oversize([self._source.load(candidate)]):
                 replacement = self._source.label(candidate)
-                logger.warning("left out: %s; %s takes its place", message, replacement)
+                logger.warning("left out: %s; replaced by %s", message, replacement)
                 return candidate
-        raise ValueError(f"{message}, and so are all others; plan for this data")
+        raise ValueError(f"{message}, and so are all others; make a plan for this data")
 
 
 class Loader:
-    """Batches of `global_batch` samples of a source; batches may span epochs.
+    """Loads batches of `global_batch` samples from a source; batches may span epochs.
 
     Args:
-      workers: how many samples are decoded at once; one more thread runs `prepare` of `batches`.
+      workers: samples that are decoded at once; one more thread runs `prepare` of `batches`.
       prefetch: batches that are prepared ahead of the consumer.
-      max_bad_fraction: share of undecodable samples, of the distinct ones seen, that is an error.
-      decoder: makes what decodes the source's samples, `workers` at once.
+      max_bad_fraction: upper limit of the share of distinct samples that cannot be decoded.
+      decoder: returns a decoder, given the source and `workers`.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Loader:
         self._make_decoder = partial(decoder, source, workers)
         self.replaced = Replacements(source, max_bad_fraction, global_batch)
         self._oversize_filter = oversize_filter
-        self.add_content: Callable[[Load], Load] = lambda load: load  # gives loads their content
-        self.indices = lru_cache(self._indices)  # a step is asked for several times
+        self.add_content: Callable[[Load], Load] = lambda load: load  # adds content to a load
+        self.indices = lru_cache(self._indices)  # called several times per step
 
     def _indices(self, step: int) -> list[int]:
         """Return the source indices of a step's batch, plus epoch x length if the source varies."""
@@ -106,7 +106,7 @@ class Loader:
         return [i + k * n for i, k in zip(indices, (positions // n).tolist())]
 
     def loads(self, step: int) -> list[Load]:
-        """Return the loads of the batch of a step; nothing is decoded."""
+        """Return the loads of a step's batch without decoding it."""
         return [self.add_content(load) for load in get_loads(self.source, self.indices(step))]
 
     def batches(
@@ -116,13 +116,13 @@ class Loader:
         select: Callable[[int], Iterable[int]] | None = None,
         indices_of: Callable[[int], Sequence[int]] | None = None,
     ) -> Generator[T, None, None]:
-        """Yield `prepare(step, samples)` of each of the steps, in order; samples are by their place
-        in the batch.
+        """Yield `prepare(step, samples)` for each step in order; the keys of `samples` are
+        positions in the batch.
 
         `select`, decoding and `prepare` run in the background, `prefetch` batches ahead, each in
         the order of the steps. Their errors are raised here. Closing the generator ends them.
-        `select` says which places of a step's batch are wanted (None: all), `indices_of` what the
-        source indices of a step's batch are (None: `indices`).
+        `select` returns the positions to decode of a step's batch (None: all), `indices_of` the
+        source indices of the batch (None: `indices`).
         """
         selector = ThreadPoolExecutor(1, thread_name_prefix="dflop-select")
         decoder = self._make_decoder()
@@ -155,22 +155,22 @@ class Loader:
             while batches:
                 yield batches.popleft().result()
         finally:
-            # in this order: each may be waiting for what the one before it cancels
+            # in this order: each may wait for tasks that the one before it cancels
             selector.shutdown(wait=True, cancel_futures=True)
             decoder.close()
             preparer.shutdown(wait=True, cancel_futures=True)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint saves so that a run resumes at `step`."""
+        """Return the state that a checkpoint saves to resume at `step`."""
         order = {"seed": self.seed, "global_batch": self.global_batch, "n": len(self.source)}
         data = {"digest": getattr(self.source, "digest", ""), "name": self.source.name}
         return {"step": step, **order, **data, "bad": self.replaced.bad_samples(range(step))}
 
     def restore(self, state: dict[str, Any], changed: str = "refuse") -> int:
-        """Return the step at which to resume; ValueError: the order differs, or the data (unless
-        ok)."""
+        """Return the step to resume at. ValueError: the order of samples has changed, or the data
+        has and `changed` is not "ok"."""
         current = self.state(0)
-        saved = {**current, **state}  # older ones have no digest
+        saved = {**current, **state}  # older checkpoints have no digest
         fields = ("seed", "global_batch", *DATA_FIELDS)
         changed_fields = [name for name in fields if saved[name] != current[name]]
         for name in changed_fields:
@@ -178,8 +178,8 @@ class Loader:
                 continue
             remedy = "use the same data and settings"
             if name in DATA_FIELDS:
-                remedy = f"use {saved['name']} as it was, --data.changed ok for {current['name']} "
-                remedy += "as it is"
+                remedy = f"restore the data of {saved['name']}, accept that of {current['name']} "
+                remedy += "by --data.changed ok"
             raise ValueError(
                 f"checkpoint was made with data {name}={saved[name]}, this run has "
                 f"{current[name]}; {remedy}, or start a new run"
@@ -194,7 +194,7 @@ def make_loader(
     find_oversize: FindOversize | None = None,
     model: MultimodalModel | None = None,
 ) -> Loader:
-    """Return the run's batches of a source, with the content of `model` in their loads."""
+    """Return the run's loader of a source; its loads have the content that `model` defines."""
     data = config.data
     limits: Any = {
         "timeout_s": data.sample_timeout_s,

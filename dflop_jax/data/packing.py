@@ -1,8 +1,8 @@
-"""One group of microbatches as host arrays: pieces of samples in the rows that a schedule says.
+"""Packs pieces of samples into the host arrays of microbatch groups, as a schedule assigns them.
 
 Shape legend: M microbatches, D data ranks of R rows of L tokens each (rank r owns the rows r*R up
-to (r+1)*R), K features that one place is a weighted sum of. What to fill is read off the model's
-field specs, what reads what off the plan's edges; no module is known by name.
+to (r+1)*R), K features in the weighted sum of one token. The model's field specs determine the
+fields, the plan's edges the gathers; no module is known by name.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ SEGMENTS, POSITIONS, WEIGHTS, SEEDS = "segment_ids", "positions", "weights", "se
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """The data ranks, by module, whose arrays this process fills, and those that it counts. A rank
-    on devices of several processes is filled by each and counted by one."""
+    """Data ranks, by module, whose arrays this process fills, and ranks that it counts. If a rank
+    has devices of several processes, each process fills it and one counts it."""
 
     filled: Mapping[str, Collection[int]]
     counted: Mapping[str, Collection[int]]
 
     @classmethod
     def single_process(cls, layout: Layout) -> LocalRanks:
-        """Return every rank of a plan, as one process alone has them."""
+        """Return all ranks of a plan, for a run of one process."""
         every = {module: range(layout.data_ranks(module)) for module in layout.modules}
         return cls(every, every)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedGroup:
-    """Arrays of one group; in a run of several processes with the rows of this one filled.
+    """Arrays of one group; a process fills only the rows of its ranks.
 
-    fields: by name [M, D*R, ...], all that the module reads but what edges bring. Segment ids count
-      from 1 in each row, 0 is padding; positions count from 0 in each piece, unless samples say.
-    gathers: by the number of each group that feeds it, (index int32 [M, D*R, L, K],) into that
-      group's features of the same microbatch, flattened over its ranks and rows, -1 for none; with
-      weights float32 of the same shape where K > 1.
-    read_counts: by the same, how many features each rank of this group reads from each of that
-      group's, int64 [ranks of the source, D].
-    lengths, content: tokens of each of its pieces that count, and what it asks beside.
-    loss_weights: the field "weights" of the rows that count, zeros without one.
+    fields: by name [M, D*R, ...], all inputs of the module that no edge brings. Segment ids count
+      from 1 in each row, 0 is padding; positions count from 0 in each piece, unless samples have
+      them.
+    gathers: by the number of each feeding group, (index int32 [M, D*R, L, K],) into that group's
+      features of the same microbatch, flattened over its ranks and rows, -1 for none; if K > 1 also
+      weights float32 of the same shape.
+    read_counts: by the number of each feeding group, features that each rank of this group reads
+      from each rank of that group, int64 [ranks of the source, D].
+    lengths, content: tokens and content of each piece on the counted ranks.
+    loss_weights: the field "weights" on the counted ranks; zeros if the module has none.
     """
 
     fields: dict[str, np.ndarray]
@@ -72,7 +73,7 @@ class PackedGroup:
 def local_samples(
     layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: LocalRanks
 ) -> list[int]:
-    """Return the sorted batch indices of samples with a piece in a row that the ranks fill."""
+    """Return the sorted batch indices of samples with a piece on the filled ranks."""
     needed: set[int] = set()
     for module in layout.modules:
         numbers = PieceNumbers.from_loads(loads, module)
@@ -93,13 +94,13 @@ def pack_groups(
     ranks: LocalRanks | None = None,
     draws: str = "",
 ) -> list[PackedGroup]:
-    """Fill all groups of a schedule.
+    """Return the packed arrays of all groups of a schedule.
 
     Args:
-      samples: by their place in the global batch, those that the ranks hold a part of (see
-        `local_samples`); one that was replaced may be smaller than its load, not larger.
-      loads: of the whole global batch.
-      draws: names the draws of this step, of which the field "seeds" is made; "": nothing is drawn.
+      samples: by index in the global batch, at least those of `local_samples`; a replacement may be
+        smaller than the load, not larger.
+      loads: loads of the whole global batch.
+      draws: name of this step's random draws, which gives the field "seeds"; "": zeros.
     """
     numbers = {module: PieceNumbers.from_loads(loads, module) for module in layout.modules}
     local_ranks = ranks or LocalRanks.single_process(layout)
@@ -125,7 +126,7 @@ def _pack_group(
     pieces = gathers.decoded_pieces(
         packed, numbers[module], samples, ranks.filled[module], one_per_row=one_per_row
     )
-    # Of the model, not the plan, which may leave out modules that the data does not use.
+    # The model's edges, since the plan may leave out modules that the data does not use.
     from_edges = tuple(dict.fromkeys(e["name"] for e in model.edges if e["target"] == module))
     layouts = _fields_to_fill(model.modules[module], from_edges, packed.shape.tokens)
     n_rows = layout.data_ranks(module) * rows
@@ -156,8 +157,8 @@ def _pack_group(
 
 
 class _FieldLayout(NamedTuple):
-    per_token: bool  # whether it has a value for every token
-    dims: tuple[int, ...]  # after the rows
+    per_token: bool  # the field has a value for every token
+    dims: tuple[int, ...]  # dimensions after the rows
     dtype: Any
 
 
@@ -165,7 +166,7 @@ class _FieldLayout(NamedTuple):
 def _fields_to_fill(
     module: Module, from_edges: tuple[str, ...], tokens: int
 ) -> dict[str, _FieldLayout]:
-    """Return the layout of every field that the module reads and no edge brings."""
+    """Return the layout of each field that the module reads and no edge brings."""
     names = {name for fields in module.inputs.values() for name in fields} - {*from_edges}
     layouts = {}
     for name in sorted(names):
@@ -181,7 +182,7 @@ def _fill_piece(
     module: str,
     draws: str,
 ) -> None:
-    """Write a piece into its row of every field."""
+    """Write a piece into its row of each field."""
     sample_fields = piece.sample.fields.get(module, {})
     if missing := layouts.keys() - sample_fields.keys() - {SEGMENTS, POSITIONS, SEEDS}:
         raise ValueError(f"a sample has no {', '.join(sorted(missing))} for module {module!r}")
@@ -207,7 +208,7 @@ def _fill_piece(
 
 
 def derive_seeds(name: str, n: int) -> np.ndarray:
-    """Return n numbers uint32 above 0 that follow from a name: the first outputs of SplitMix64."""
+    """Return n uint32 numbers above 0, the first outputs of SplitMix64 seeded by a name's hash."""
     start = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), "<u8")
     z = mix_bits(start + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (z >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

@@ -1,9 +1,9 @@
 """Decoding in processes that can be killed: a deadline and a memory limit for every sample.
 
-A server process opens the source once and forks decoders of it. A decoder shares the source's
-memory, starts in milliseconds and may be killed at any time. A sample that its process does not
-survive is bad; a fresh process tries it once more, since others may kill a process, too. Server and
-decoders never import JAX, have one thread and no locks to inherit, and end with their parent.
+A server process opens the source once and forks decoders. A decoder shares the source's memory,
+starts in milliseconds and may be killed at any time. If a decoder dies, a fresh one tries the
+sample once more, since the cause may be another one; a sample that kills both is bad. The server
+and the decoders never import JAX, have one thread and no locks, and end with their parent.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from dflop_jax.data.datasets.record_table import IndexRow
 from dflop_jax.data.decoder import BadSample, DecodeResult, ThreadDecoder, check_load, try_sample
 from dflop_jax.data.sample import Sample, Source, SourceFactory
 
-# One thread each: there are as many processes as the user wants, and threads do not survive a fork.
-# Arrow's own allocators reserve 1 GiB at once, which would count as what a sample takes.
+# One thread per process: the user sets the number of processes, and threads do not survive a fork.
+# Arrow's own allocators reserve 1 GiB at once, which would count as memory of the sample.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                "TOKENIZERS_PARALLELISM": "false",
                "ARROW_DEFAULT_MEMORY_POOL": "system"}  # fmt: skip
-MAX_TRIES = 2  # of a sample whose process dies
+MAX_TRIES = 2  # for a sample whose process dies
 PDEATHSIG = 1  # of prctl(2)
-RETIRE_DIVISOR = 4  # a decoder retires when it keeps its limit of memory over this number
+RETIRE_DIVISOR = 4  # a decoder retires if it keeps more than its memory limit divided by this
 logger = logging.getLogger("dflop_jax.data")
 
 
 @dataclass(frozen=True)
 class DecoderReply:
-    """What a decoder answers: a sample, or rows of an index; or the reason why there are none."""
+    """Answer of a decoder: a sample or rows of an index, or the reason for having none."""
 
     sample: Sample | None = None
     rows: tuple[IndexRow | BadSample, ...] = ()
     reason: str = ""
-    fault: str = ""  # a traceback, of an error of the program itself
+    fault: str = ""  # traceback of an error of the program itself
     warnings: tuple[str, ...] = ()
     retires: bool = False  # the process has grown and ends after this reply
 
@@ -68,21 +68,21 @@ class DecoderReply:
 def make_decoder(
     source: Source, workers: int, timeout_s: float, memory_bytes: int
 ) -> ThreadDecoder:
-    """Return a decoder of a source: processes where it has a `factory`, else threads."""
+    """Return a decoder with processes if the source has a `factory`, else with threads."""
     if getattr(source, "factory", None) is None or not hasattr(os, "fork"):
         return ThreadDecoder(source, workers)
     return ProcessDecoder(source, workers, timeout_s, memory_bytes)
 
 
 class ProcessDecoder(ThreadDecoder):
-    """Decodes in `workers` processes, each asked by a thread; for the limits see `DecoderPool`."""
+    """Decodes in `workers` processes with a thread for each; for the limits see `DecoderPool`."""
 
     def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
         super().__init__(source, workers)
         self._pool_of_processes = DecoderPool(source.factory, timeout_s, memory_bytes)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End the processes, also while they decode."""
+        """End the processes, even while they decode."""
         self._pool_of_processes.close()
         super().close()
 
@@ -99,19 +99,19 @@ class DecoderProcess(NamedTuple):
 
 
 class DecoderPool:
-    """Processes that answer requests: as many as are asked at once, each within its limits. The
-    server that forks them is started anew when it dies.
+    """Processes that answer requests, one for each pending request. The server that forks them is
+    started again if it dies.
 
     Args:
-      factory: opens what they serve: a source, whose samples are asked for by number, or a
-        function that gives a request its `DecoderReply`.
-      timeout_s: seconds that an answer may take.
-      memory_bytes: what an answer may allocate, beyond what the source takes.
+      factory: opens a source, whose samples are requested by number, or returns a function from a
+        request to its `DecoderReply`.
+      timeout_s: maximum seconds per answer.
+      memory_bytes: maximum bytes that an answer may allocate in addition to the source.
     """
 
     def __init__(self, factory: SourceFactory, timeout_s: float, memory_bytes: int) -> None:
         self._factory, self._timeout_s, self._memory_bytes = factory, timeout_s, memory_bytes
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # for the server and its control connection
         self._server: subprocess.Popen[bytes] | None = None
         self._control: Connection
         self._idle: list[DecoderProcess] = []
@@ -120,11 +120,11 @@ class DecoderPool:
     def answer(
         self, request: bytes, label: str, *, tries: int = MAX_TRIES
     ) -> DecoderReply | BadSample:
-        """Return the answer to a request, or why there is none.
+        """Return the answer to a request, or a `BadSample` with the reason for having none.
 
         Args:
-          label: how messages call the request.
-          tries: fresh processes that may die of it.
+          label: name of the request in messages.
+          tries: number of processes that may die before the request is given up.
 
         Raises:
           RuntimeError: an error of the program itself, or the pool is closed meanwhile.
@@ -141,7 +141,7 @@ class DecoderPool:
                 reason = f"not decoded within data.sample_timeout_s={self._timeout_s:g}"
                 if not isinstance(e, TimeoutError):
                     limit = f"data.sample_memory_bytes={self._memory_bytes:g}"
-                    reason = f"decoding it ended the process ({exit_text}), within {limit}"
+                    reason = f"its decoding process died ({exit_text}) under {limit}"
                 return BadSample(f"{label}: {reason}")
             if reply.retires:
                 self._end(process)
@@ -158,14 +158,14 @@ class DecoderPool:
         """End the processes at once; pending requests raise RuntimeError."""
         self._closed = True
         if (server := self._server) is not None:
-            server.kill()  # its decoders die with it, and who waits for it lets go of the lock
+            server.kill()  # its decoders die with it, and threads that wait release the lock
         with self._lock:
             self._end_server()
             self._idle.clear()
 
     def _process(self, *, new: bool) -> DecoderProcess:
-        """Return a process that nobody asks at present; an old one may have died meanwhile."""
-        with suppress(IndexError):  # others take from the list, too
+        """Return an idle process, which may have died meanwhile, or a new one."""
+        with suppress(IndexError):  # other threads take from the list, too
             if not new:
                 return self._idle.pop()
         with self._lock:
@@ -177,10 +177,10 @@ class DecoderPool:
                     send_handle(self._control, theirs.fileno(), server.pid)
                     return DecoderProcess(self._control.recv(), ours)
                 self._end_server()
-        raise RuntimeError("the process that starts decoders dies; see its messages above")
+        raise RuntimeError("the process that starts decoders keeps dying; see its messages above")
 
     def _end(self, process: DecoderProcess) -> str:
-        """End a decoder and return how it ended."""
+        """End a decoder and return its signal or exit code as text."""
         process.channel.close()
         with self._lock, suppress(OSError, EOFError):
             if self._server is not None:
@@ -219,7 +219,7 @@ class DecoderPool:
 
 
 def send_reply(channel: Connection, reply: DecoderReply) -> None:
-    """Send a reply; its arrays are in an unnamed file, which the receiver maps."""
+    """Send a reply. Its arrays are sent in an unnamed file that the receiver maps."""
     with (
         open(os.memfd_create("dflop-sample"), "r+b", buffering=0)
         if hasattr(os, "memfd_create")
@@ -240,7 +240,7 @@ def send_reply(channel: Connection, reply: DecoderReply) -> None:
 
 
 def receive_reply(channel: Connection, timeout_s: float) -> DecoderReply:
-    """Return the next reply; TimeoutError, or EOFError or OSError where the sender ends before."""
+    """Return the next reply. TimeoutError: it is late; EOFError, OSError: the sender has died."""
     if not channel.poll(timeout_s):
         raise TimeoutError
     data = channel.recv_bytes()
@@ -261,12 +261,12 @@ def receive_reply(channel: Connection, timeout_s: float) -> DecoderReply:
 
 
 def main() -> None:
-    """Run the server: fork a decoder, whose channel follows (order 0), or end that of a process
-    id."""
+    """Run the server. For each 0 received, fork a decoder on the connection that follows; for a
+    process id, end that decoder."""
     ignore_signals()
     control = Connection(int(sys.argv[1]))
     factory, memory_bytes = control.recv()
-    logging.getLogger().addHandler(logging.NullHandler())  # the parent has opened it, and said so
+    logging.getLogger().addHandler(logging.NullHandler())  # the parent has logged what opening logs
     try:
         module, _, function = factory.function.partition(":")
         source = getattr(importlib.import_module(module), function)(factory.arguments)
@@ -283,14 +283,14 @@ def main() -> None:
     answer = source if callable(source) else decode_sample
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()
-    gc.freeze()  # or the first collection of a decoder would copy all of it
+    gc.freeze()  # else the first collection of a decoder would copy all objects
     control.send("")
     fork = multiprocessing.get_context("fork")
     decoders: dict[int, ForkProcess] = {}
     try:
         while True:
             if pid := control.recv():
-                decoder = decoders.pop(pid, None)  # None: one of a process like this that has died
+                decoder = decoders.pop(pid, None)  # None: an earlier server's decoder
                 control.send(_end_decoder(decoder) if decoder else "with its parent")
                 continue
             with Connection(recv_handle(control)) as channel:
@@ -307,8 +307,8 @@ def main() -> None:
 
 
 def _end_decoder(process: ForkProcess) -> str:
-    """End a decoder and say how it ended."""
-    process.kill()  # no effect on one that has ended
+    """End a decoder and return its signal or exit code as text."""
+    process.kill()  # no effect if it has ended
     process.join()
     code = process.exitcode or 0
     return f"signal {-code}" if code < 0 else f"exit {code}"
@@ -320,12 +320,12 @@ def _serve(
     control: Connection,
     memory_bytes: int,
 ) -> None:
-    """Answer what is asked for, until the parent closes the channel."""
+    """Answer requests until the parent closes the channel."""
     control.close()
-    with suppress(AttributeError, OSError):  # Linux alone
+    with suppress(AttributeError, OSError):  # only Linux has it
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # it has ended before it was asked
+    if parent is None or os.getppid() != parent.pid:  # it ended before prctl
         os._exit(1)
     start_bytes = _data_bytes()
     if start_bytes:
@@ -349,7 +349,7 @@ def _serve(
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process; 0 where nothing says."""
+    """Return the bytes of this process that RLIMIT_DATA limits; 0 if they are unknown."""
     with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[5]) * resource.getpagesize()
     return 0

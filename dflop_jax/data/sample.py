@@ -1,4 +1,4 @@
-"""One decoded training example, and what a data source offers to the rest of the program."""
+"""Decoded training samples, and the interface of data sources."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import numpy as np
 
 from dflop_jax.records import Load
 
-STREAMS = {"train": 0, "eval": 1}  # what draws of a split begin with
-MAX_CANDIDATES = 64  # samples looked at for one that can stand in the place of another
+STREAMS = {"train": 0, "eval": 1}  # part of a split's random seed
+MAX_CANDIDATES = 64  # upper limit of samples tried as the replacement of one
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureGather:
-    """Which features of a source module each token of a target module reads, for one sample."""
+    """Features of a source module that each token of a target module reads, for one sample."""
 
-    # int32 [target tokens, K], numbers of features of the sample's pieces in the source; -1: none
+    # int32 [target tokens, K], indices of the sample's features in the source module; -1: none
     index: np.ndarray
-    # float32 of the same shape, where a token is a weighted sum; None: a plain copy, K = 1
+    # float32 of the same shape: a token is a weighted sum of K features; None: a copy of one
     weight: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.index.ndim != 2 or (self.weight is None and self.index.shape[1] != 1):
-            raise ValueError(f"places of shape {self.index.shape} need weights, or K = 1")
+            raise ValueError(f"gather indices of shape {self.index.shape} need weights, or K = 1")
         if self.weight is not None and self.weight.shape != self.index.shape:
-            raise ValueError(f"weights {self.weight.shape} of places {self.index.shape}")
+            raise ValueError(f"weights {self.weight.shape} for indices {self.index.shape}")
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A decoded sample: plain arrays by module and name, and how modules are joined.
+    """A decoded sample: arrays by module and field name, and gathers between modules.
 
-    `fields[module][name]` concatenates all pieces of the sample in the module: dim 0 counts tokens
-    if every token has a value, else pieces. `gathers` are by (source module, target module).
+    `fields[module][name]` concatenates the sample's pieces in the module. Its first dimension is
+    tokens or pieces. The keys of `gathers` are (source module, target module).
     """
 
     fields: Mapping[str, Mapping[str, np.ndarray]]
@@ -54,16 +54,16 @@ class Sample:
         for (source, target), gather in self.gathers.items():
             if len(gather.index) != self.load.tokens(target):
                 raise ValueError(
-                    f"places of {source!r} in {target!r}: {len(gather.index)} for "
+                    f"gather from {source!r} to {target!r}: {len(gather.index)} rows for "
                     f"{self.load.tokens(target)} tokens"
                 )
 
 
-EMPTY = Sample({}, {}, Load({}))  # stands for a sample that nothing can replace
+EMPTY = Sample({}, {}, Load({}))  # replaces a bad sample if no other sample can
 
 
 def fits_in(load: Load, limit: Load) -> bool:
-    """Return whether no module has more or longer pieces in a load than in `limit`."""
+    """Return whether each module has at most the pieces of `limit` in a load, and none longer."""
     return all(
         len(lengths) <= len(limit.lengths(module))
         and all(n <= max_n for n, max_n in zip(lengths, limit.lengths(module)))
@@ -73,8 +73,8 @@ def fits_in(load: Load, limit: Load) -> bool:
 
 @dataclass(frozen=True)
 class SourceFactory:
-    """How another process opens the same source: MODULE:FUNCTION is called with `arguments`, which
-    are JSON. The function must not import JAX."""
+    """A function MODULE:NAME that opens the same source in another process, and its `arguments` as
+    JSON types. The function must not import JAX."""
 
     function: str
     arguments: Mapping[str, Any]
@@ -84,13 +84,13 @@ class Source(Protocol):
     """A dataset with random access. `sample(i).load == load(i)` for every i.
 
     Optional attributes and methods:
-      factory: a `SourceFactory`; samples are then decoded in child processes, else in threads. Set
-        it where files of other people are read.
-      varies: True where `sample(i + k n)` of n samples is sample i in epoch k, of the same load.
-      dataset_of(index): the name of the dataset of a mixture that a sample is from.
-      digest: of the records; a resumed run refuses other data by it.
-      largest_samples(): indices of samples of which one asks for as much of every module as any.
-      loads(indices): many loads at once, for less work than one by one.
+      factory: a `SourceFactory`. Samples are then decoded in child processes instead of threads;
+        set it if the source reads untrusted files.
+      varies: True if `sample(i + k * n)` with n samples is sample i in epoch k, of the same load.
+      dataset_of(index): returns the name of the sample's dataset in a mixture.
+      digest: a hash of the records; a run resumes only if it is unchanged.
+      largest_samples(): returns indices; each sample needs at most as much as one of these.
+      loads(indices): returns many loads faster than `load` one by one.
     """
 
     @property
@@ -99,15 +99,15 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Load:
-        """Return the tokens that the sample needs of every module; nothing is decoded."""
+        """Return the sample's tokens in each module without decoding it."""
         ...
 
     def sample(self, index: int) -> Sample:
-        """Return the decoded sample; ValueError, which names it: it cannot be decoded."""
+        """Return the decoded sample. ValueError names a sample that cannot be decoded."""
         ...
 
     def label(self, index: int) -> str:
-        """Return the name of the sample in logs and errors."""
+        """Return the sample's name for logs and errors."""
         ...
 
 

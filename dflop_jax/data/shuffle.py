@@ -1,9 +1,9 @@
-"""The order of samples: every index once an epoch, shuffled anew each epoch, with random access.
+"""Shuffled sample order with random access: each epoch is a new permutation of all indices.
 
-An epoch is a keyed permutation: a Feistel cipher with the round function of Simon
-(https://eprint.iacr.org/2013/404), applied again where it leaves the range ("cycle walking", Black
-and Rogaway 2002). Keys, rounds and seeds are those of Grain's `range(n).seed(seed).shuffle()
-.repeat()`: the order is its own. Only for n = 4^k + 1 > 65536 Grain's repeats an index.
+The permutation is a Feistel cipher with the round function of Simon
+(https://eprint.iacr.org/2013/404), applied again while its output is outside the range ("cycle
+walking", Black and Rogaway 2002). The order equals that of Grain's `range(n).seed(seed).shuffle()
+.repeat()`, except for n = 4^k + 1 > 65536, where Grain repeats an index.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from functools import lru_cache
 
 import numpy as np
 
-ROUNDS = 4  # of the Feistel cipher, the least whose order looks random
-MIN_BITS = 16  # of the numbers that are permuted; those of no sample are passed over
-MASK_32_BITS = 0xFFFFFFFF  # a mask of 32 bits
+ROUNDS = 4  # of the Feistel cipher; with fewer the order does not look random
+MIN_BITS = 16  # of the numbers that are permuted; numbers without a sample are skipped
+MASK_32_BITS = 0xFFFFFFFF
 
 Cipher = Callable[[np.ndarray], np.ndarray]
 
 
 def mix_bits(z: np.ndarray) -> np.ndarray:
-    """Return other numbers uint64, one to one: the last steps of SplitMix64 (OOPSLA 2014)."""
+    """Return uint64 numbers mixed one to one by the last steps of SplitMix64 (OOPSLA 2014)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def shuffled_indices(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Return the index of 0..n-1 that stands at each place of an endless run of epochs, int64."""
+    """Return the sample index, int64 in 0..n-1, at each position of an endless epoch sequence."""
     epochs, position_in_epoch = np.divmod(np.asarray(positions, np.int64), n)
     indices = np.zeros_like(position_in_epoch)
     first_seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])  # of epoch 0
@@ -47,17 +47,17 @@ def _permute(values: np.ndarray, n: int, seed: int) -> np.ndarray:
     values = encrypt(values)
     if bits == MIN_BITS:
         return _first_value_below(n, seed)[values]
-    while (outside := values >= n).any():  # a quarter of all blocks at least lies inside
+    while (outside := values >= n).any():  # at least a quarter of all numbers is below n
         values[outside] = encrypt(values[outside])
     return values
 
 
 @lru_cache(maxsize=4)
 def _first_value_below(n: int, seed: int) -> np.ndarray:
-    """Return for every block of MIN_BITS the first value below n on its way, itself included."""
+    """Return the first value below n that repeated encryption of each MIN_BITS number reaches."""
     blocks = np.arange(1 << MIN_BITS)
     following = np.where(blocks < n, blocks, _cipher(MIN_BITS, _round_keys(seed))(blocks))
-    for _ in range(MIN_BITS):  # doubles the steps taken: no way is longer than all blocks
+    for _ in range(MIN_BITS):  # doubles the steps; 2**MIN_BITS are enough
         following = following[following]
     return following
 
@@ -80,7 +80,7 @@ def _cipher(bits: int, keys: tuple[int, ...]) -> Cipher:
 
 
 def _round_keys(seed: int) -> tuple[int, ...]:
-    """Return ROUNDS keys of 32 bits: those of C++'s `std::seed_seq` of one number ([rand.util])."""
+    """Return ROUNDS keys of 32 bits, as C++'s `std::seed_seq` of one number ([rand.util]) does."""
     keys = [0x8B8B8B8B] * ROUNDS
     for k in range(2 * ROUNDS):
         previous, current, following, next_but_one = ((k + i) % ROUNDS for i in range(-1, 3))

@@ -76,7 +76,7 @@ def test_deep_json_and_large_files(tmp_path):
     for read in (lambda p: list(open_reader(p).locate()), read_json):
         with pytest.raises(ValueError, match=r"a\.json: not (JSON|a JSON object)"):
             read(tmp_path / "a.json")
-    with pytest.raises(ValueError, match="larger than 10 bytes"):
+    with pytest.raises(ValueError, match="larger than the limit of 10 bytes"):
         read_bounded(tmp_path / "a.json", 10)
     with pytest.raises(ValueError, match="more than"):
         Blob(tmp_path / "a.json", 0, MAX_RECORD_BYTES + 1, "a").read()

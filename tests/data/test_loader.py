@@ -186,7 +186,7 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
             assert [x.tokens("b") for x in roomy.loads(step)] == tokens
     lines = sorted(r.getMessage() for r in caplog.records)
     assert lines == [
-        f"left out: number {k} is larger than any compiled shape holds; number 3 takes its place"
+        f"left out: number {k} is larger than every compiled bucket; replaced by number 3"
         for k in (1, 2)
     ]
     n = len(asked)
@@ -194,7 +194,7 @@ def test_what_the_run_has_no_room_for_gives_way_to_the_next_that_it_has(caplog):
     assert len(asked) == n
     with pytest.raises(ValueError, match=r"number [12] is larger than .*; lower data\.max_tokens"):
         loader(beyond, 6, refuse=True).indices(0)
-    with pytest.raises(ValueError, match="and so are all others; plan for this data"):
+    with pytest.raises(ValueError, match="and so are all others; make a plan for this data"):
         loader(lambda loads: list(range(len(loads))), 1).indices(0)
 
 

@@ -66,10 +66,10 @@ def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
         decoded = [f.result() for f in begun]
     reasons = {i: d.reason for i, d in enumerate(decoded) if isinstance(d, BadSample)}
     assert reasons.keys() == {1, 3, 5, 6}
-    assert "number 1: decoding it ended the process (signal 11)" in reasons[1]
+    assert "number 1: its decoding process died (signal 11)" in reasons[1]
     assert reasons[3] == "number 3 eats memory"
     assert reasons[5] == "number 5 is bad"
-    assert "its header promised" in reasons[6]
+    assert "but its header gives" in reasons[6]
     assert (tmp_path / "died").exists()
     good = set(range(13)) - reasons.keys() - {11}
     assert all(same(decoded[i], source.sample(i)) for i in good - {8, 9, 10})
@@ -204,7 +204,7 @@ def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
     assert [reason.split("]")[0] for reason in reasons] == [f"dataset.json[{k}" for k in hurt]
     assert made.bad == tuple(reasons[:3])
     why = dict(zip(hurt, reasons, strict=True))
-    assert "decoding it ended the process (signal 11)" in why[2]
+    assert "its decoding process died (signal 11)" in why[2]
     assert "not decoded within data.sample_timeout_s=6" in why[5]
     assert "number 9 eats memory" in why[9]
     said = [r.getMessage() for r in caplog.records]

@@ -29,7 +29,7 @@ WRONG = {
     "train --model qwen --data gone.json": "no such file or folder; check --data: records in",
     f"train --model bare {ASK[13:]}": "give --data.tokenizer FOLDER",
     f"train {ASK} --data.tokenizer gone": "leave data.tokenizer empty for byte-level",
-    f"train {ASK} --data.root gone": "no such folder; give the one that media lie below",
+    f"train {ASK} --data.root gone": "no such folder; give the folder of the media",
     f"train --model empty {ASK[13:]}": "name a folder of transformers",
     f"train --model cut {ASK[13:]}": "download",
     "init": "give one first",

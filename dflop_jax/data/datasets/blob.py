@@ -1,4 +1,4 @@
-"""Bytes of a medium (a file, a member of a tar shard, or in memory), and folders of media."""
+"""Bytes of a medium in a file, in a member of a tar shard or in memory; and folders of media."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflop_jax.data.bounds import MAX_RECORD_BYTES
 
 @dataclass(frozen=True)
 class Blob:
-    """`size_bytes` bytes of `path` from `offset` on; `name` is the member's own name."""
+    """A tar member: `size_bytes` bytes of `path` from `offset` on; `name` is the member's name."""
 
     path: Path
     offset: int
@@ -24,7 +24,7 @@ class Blob:
         return f"{self.path}:{self.name}"
 
     def read(self) -> bytes:
-        """Return all bytes; ValueError: too many for a record, OSError: the file ends before."""
+        """Return all bytes. ValueError: too many for a record; OSError: the file ends inside."""
         if not 0 <= self.size_bytes <= MAX_RECORD_BYTES:
             raise ValueError(f"{self.size_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}")
         with self.path.open("rb") as file:
@@ -37,7 +37,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Embedded:
-    """A medium whose bytes stand in its record; `name` is how messages call it."""
+    """A medium whose bytes are in its record; messages use `name`."""
 
     data: bytes = field(repr=False)
     name: str
@@ -50,7 +50,7 @@ MediaFile = Path | Blob | Embedded
 
 
 def open_media(source: MediaFile) -> BinaryIO:
-    """Return a seekable binary file of a medium; a member of a tar shard is not read as a whole."""
+    """Return a medium as a seekable binary file; members of a tar shard are read on demand."""
     if isinstance(source, Path):
         return source.open("rb")
     if isinstance(source, Embedded):
@@ -60,7 +60,7 @@ def open_media(source: MediaFile) -> BinaryIO:
 
 
 class _Section(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A section of a file, readable as a file."""
 
     def __init__(self, blob: Blob) -> None:
         self._blob, self._position = blob, 0
@@ -92,19 +92,19 @@ class _Section(io.RawIOBase):
 
 
 class MissingFile(Exception):
-    """There is a file at none of these paths."""
+    """No file exists at any of the paths in `args`."""
 
 
 class MediaRoots:
     """Folders that are searched in order. A file outside all of them is refused, whether its path
-    is absolute, climbs, or leads through a link."""
+    is absolute, contains "..", or follows a link."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         self._roots = [Path(r) for r in folders]
         self._real_roots = [r.resolve() for r in self._roots]
 
     def resolve(self, name: str) -> Path:
-        """Return the file of a name. ValueError: outside, or missing (by a `MissingFile`)."""
+        """Return a file's path. ValueError: outside all folders, or missing (from `MissingFile`)."""
         inside = [
             path
             for path in (root / name for root in self._roots)
@@ -112,9 +112,7 @@ class MediaRoots:
         ]
         if not inside:
             roots = ", ".join(map(str, self._roots))
-            raise ValueError(
-                f"{name} leads out of {roots}; to allow it, add its folder to data.root"
-            )
+            raise ValueError(f"{name} is outside {roots}; to allow it, add its folder to data.root")
         for candidate in inside:
             if candidate.is_file():
                 return candidate

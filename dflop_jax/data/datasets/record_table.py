@@ -1,8 +1,8 @@
-"""What is known of a dataset before anything is decoded, as arrays, and the one file that keeps it.
+"""Tables of a dataset's records and media headers, and the index file that stores them.
 
-A table holds, for each usable record, where it stands, how many text tokens it has, and the header
-of each of its media. What these cost depends on the model and is computed from the table (see
-`counts`), so one index file serves every model that shares a tokenizer.
+A table holds each usable record's location, number of text tokens, and the header of each of its
+media. The tokens of media depend on the model and are computed from the table (see `counts`), so
+one index file serves every model that shares a tokenizer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 from dflop_jax.data.bounds import errors_as, parse_json
 from dflop_jax.data.media.kind import BUILT_IN, Kind, Kinds
 
-VERSION = 13  # of an index file; one more makes every index anew
-# What a table says of a record itself, and how many media it has.
+VERSION = 13  # of index files; increase it to rebuild every index
+# Columns of a record and its number of media.
 RECORD_COLUMNS = np.dtype(
     [("number", np.int64), ("file", np.int32), ("offset", np.int64), ("size_bytes", np.int64),
      ("split_hash", np.uint64), ("content_hash", np.uint64), ("text_tokens", np.int32),
@@ -32,15 +32,15 @@ RECORD_COLUMNS = np.dtype(
 
 
 class IndexRow(NamedTuple):
-    record: dict[str, int]  # its columns
-    media: tuple[dict[str, int], ...]  # columns of each of its media
-    files: Mapping[str, str]  # the `file_state` of its media files by path
-    unread: tuple[str, ...] = ()  # its keys that are not read
+    record: dict[str, int]  # the record's columns
+    media: tuple[dict[str, int], ...]  # columns of each medium
+    files: Mapping[str, str]  # the `file_state` of media files by path
+    unread: tuple[str, ...] = ()  # keys that are not read
 
 
 @lru_cache
 def media_columns(kinds: Kinds) -> np.dtype:
-    """Return the columns of media: what any kind's header says, its kind and place in the text."""
+    """Return the columns of media: the kind, position in the text, and every kind's header."""
     columns: dict[str, type] = {"kind": np.int8, "tokens_before": np.int32}
     for kind in kinds:
         columns.update(kind.columns)
@@ -49,12 +49,12 @@ def media_columns(kinds: Kinds) -> np.dtype:
 
 @dataclass(frozen=True, eq=False)
 class RecordTable:
-    """The usable records of one dataset: n records with m media.
+    """The n usable records of one dataset, with m media in total.
 
-    records [n], of `RECORD_COLUMNS`: number, file, offset, size_bytes (see `RecordLocation`);
-      split_hash: follows from its id, decides whether it is held out; content_hash; text_tokens
-      and needed_tokens (see `tokenize.count_text_tokens`); n_media.
-    media [m], of `media_columns` of `kinds`: those of record 0 first; 0 where one does not apply.
+    records [n], dtype `RECORD_COLUMNS`: number, file, offset, size_bytes (see `RecordLocation`);
+      split_hash, a hash of the id that decides whether the record is held out; content_hash;
+      text_tokens and needed_tokens (see `tokenize.count_text_tokens`); n_media.
+    media [m], dtype `media_columns(kinds)`, in the order of records; unused columns are 0.
     """
 
     records: np.ndarray
@@ -66,7 +66,7 @@ class RecordTable:
 
     @cached_property
     def media_start(self) -> np.ndarray:
-        """int64 [n + 1]: the media of record i are media_start[i] up to media_start[i + 1]."""
+        """First medium of each record, int64 [n + 1]; the last entry is the number of media."""
         return np.append(0, np.cumsum(self.records["n_media"], dtype=np.int64))
 
     def rows_of_kind(self, kind: Kind) -> np.ndarray:
@@ -74,7 +74,7 @@ class RecordTable:
         return np.flatnonzero(self.media["kind"] == self.kinds.index(kind))
 
     def headers(self, row: int, stop: int | None = None) -> list[tuple[Kind, dict[str, int]]]:
-        """Return (kind, header) of each medium of a record, or of those before `stop` tokens."""
+        """Return (kind, header) of each medium of a record, or of media before token `stop`."""
         media = self.media[self.media_start[row] : self.media_start[row + 1]]
         return [
             (kind := self.kinds[m["kind"]], {name: int(m[name]) for name in kind.columns})
@@ -108,18 +108,18 @@ def concatenate_tables(tables: Sequence[RecordTable], kinds: Kinds = BUILT_IN) -
 
 @dataclass(frozen=True, eq=False)
 class DatasetIndex:
-    """The table of a dataset and what it was made from."""
+    """The table of a dataset, and the state of the files from which it was made."""
 
-    key: str  # of its files and settings; another key means that the table must be made anew
+    key: str  # the dataset's files and settings; the table is rebuilt if the key changes
     table: RecordTable
     listed: int  # records of the dataset, including unusable ones
-    bad: Sequence[str]  # reasons of the first unusable ones
+    bad: Sequence[str]  # why the first unusable records are unusable
     files: Mapping[str, str] = field(default_factory=dict)  # `file_state` of media files, by path
-    unread: Mapping[str, int] = field(default_factory=dict)  # records by key that is not read
+    unread: Mapping[str, int] = field(default_factory=dict)  # number of records by unread key
 
 
 def format_key_counts(unread: Mapping[str, int]) -> str:
-    """Return keys and their numbers of records as text, the most frequent first."""
+    """Return each key and its number of records as text, the most frequent key first."""
     ordered = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{key} ({n:,} record{'s' * (n != 1)})" for key, n in ordered)
 
@@ -134,7 +134,7 @@ def file_state(file: str | Path) -> str:
 
 
 def save_index(file: Path, datasets: Mapping[str, DatasetIndex], kinds: Kinds = BUILT_IN) -> None:
-    """Write all datasets into one .npz, which is replaced atomically."""
+    """Write the index of all datasets into one .npz, which is replaced atomically."""
     fields_by_name = {name: {**vars(d), "table": None} for name, d in datasets.items()}
     header = json.dumps({"version": _index_version(kinds), "datasets": fields_by_name}).encode()
     arrays = {"meta": np.frombuffer(header, np.uint8)}
@@ -151,8 +151,8 @@ def save_index(file: Path, datasets: Mapping[str, DatasetIndex], kinds: Kinds = 
 
 
 def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, DatasetIndex]:
-    """Return the datasets of an index file; none of another version, of other kinds, or without
-    one."""
+    """Return the datasets of an index file; none if it is missing or has another version or other
+    kinds."""
     if not file.is_file():
         return {}
     with (

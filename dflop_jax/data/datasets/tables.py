@@ -1,5 +1,5 @@
-"""Datasets of rows: Parquet and Arrow files, read by pyarrow. Opening a file reads its metadata
-alone; record batches are decoded where rows are read: in the pool's processes."""
+"""Datasets in Parquet and Arrow files, read by pyarrow. Opening a file reads only its metadata;
+record batches are decoded when rows are read, in the pool's processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, Record
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 
 MAX_OPEN_FILES = 16  # at once, in a process
-# Upper bounds of a batch that is decoded from Parquet, and of a file's batches in memory.
+# Upper limits of a batch decoded from Parquet, and of the cached batches of a file.
 MAX_BATCH_BYTES, MAX_BATCH_ROWS = 4 * MiB, 1024
 MAX_CACHED_BYTES, MAX_CACHED_BATCHES = 64 * MiB, 256
-# Columns' names, rows of each group, and an iterator of record batches of a group's columns.
+# Column names, rows of each group, and a function that yields record batches of a group's columns.
 DecodeGroups = tuple[Sequence[str], Sequence[int], Callable[[int, Sequence[str]], Iterator[Any]]]
 
 
@@ -35,13 +35,13 @@ def import_pyarrow() -> Any:
         raise ValueError(
             f"Parquet and Arrow files need pyarrow: pip install 'dflop_jax[parquet]' ({e})"
         ) from None
-    # The system's allocator gives memory back and reserves none, so that limits hold.
+    # The system's allocator returns memory and reserves none, so memory limits are exact.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     return pyarrow
 
 
 class TableReader(RecordReader):
-    """Each row of the files is a record. Media are in the row ({bytes, path}), or files."""
+    """Reads each row of the files as a record. Media are in the row ({bytes, path}), or files."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class TableReader(RecordReader):
         records: RecordFormat = DEFAULT_FORMAT,
     ) -> None:
         super().__init__(files, roots, records)
-        self._row_format = replace(records, columns={})  # rows as they are read
+        self._row_format = replace(records, columns={})  # rows already have the fields' names
         self._opened = lru_cache(MAX_OPEN_FILES)(lambda k: TableFile(files[k], records))
-        import_pyarrow()  # loaded before processes are forked, which then share it
+        import_pyarrow()  # before processes are forked, which then share it
 
     def locate(self) -> Iterator[RecordLocation]:
         number = -1
@@ -73,8 +73,8 @@ class TableReader(RecordReader):
 
 
 class TableFile:
-    """Rows of a file by their number; `unread` are the columns that no field is read from. A row
-    group of Parquet is decoded from its first row on: random access needs groups of 100 MB or less.
+    """Rows of a file by their number; `unread` are columns that are not read. A row group of
+    Parquet is decoded from its first row on, so random access needs groups of 100 MB or less.
     ValueError: the file cannot be read, claims more rows than it can hold, or has no text."""
 
     def __init__(self, file: Path, records: RecordFormat = DEFAULT_FORMAT) -> None:
@@ -86,8 +86,8 @@ class TableFile:
             self._columns = records.select_columns(names)
             if not any(text in self._columns for text in TEXT_FIELDS):
                 raise ValueError(
-                    f"no column {' or '.join(TEXT_FIELDS)}, there are {', '.join(names)}; say "
-                    f"which it is: --data.columns {TEXT_FIELDS[0]}=NAME, or in a mixture columns: "
+                    f"no column {' or '.join(TEXT_FIELDS)}, there are {', '.join(names)}; name "
+                    f"it: --data.columns {TEXT_FIELDS[0]}=NAME, or in a mixture columns: "
                     f"{{{TEXT_FIELDS[0]}: NAME}}"
                 )
         self.unread = tuple(name for name in names if name not in self._columns.values())
@@ -111,7 +111,7 @@ class TableFile:
         return {field: values[column] for field, column in self._columns.items()}
 
     def _find_batch(self, number: int) -> tuple[int, Any]:
-        """Return the record batch that has a row, after the number of its first row."""
+        """Return (number of the first row, record batch) of the batch that holds a row."""
         cached = self._cached
         for first, batch in reversed(cached):
             if first <= number < first + batch.num_rows:
@@ -121,7 +121,7 @@ class TableFile:
         if group != wanted or number < first:
             first = self._first_rows[wanted]
             batches = self._decode(wanted, [*self._columns.values()])
-        self._pending = -1, 0, iter(())  # what fails is decoded anew
+        self._pending = -1, 0, iter(())  # after an error the group is decoded again
         for batch in batches:
             cached.append((first, batch))
             sizes = [b.get_total_buffer_size() for _, b in cached]
@@ -152,7 +152,7 @@ def _open_parquet(file: Path) -> DecodeGroups:
 
 def _open_arrow(file: Path) -> DecodeGroups:
     ipc, source = import_pyarrow().ipc, import_pyarrow().memory_map(str(file))
-    if source.read(8) != b"ARROW1\0\0":  # of the format with a footer: a stream follows
+    if source.read(8) != b"ARROW1\0\0":  # magic of the file format, before the stream
         source.seek(0)
     first, *batches = ipc.MessageReader.open_stream(source)
     is_plain = first.type == "schema" and all(b.type == "record batch" for b in batches)

@@ -145,7 +145,7 @@ def test_media_are_read_below_the_roots_alone_which_are_looked_through_in_turn(f
     inside, outside = folders
     for name in ("{out}/a.png", "../out/a.png", "link.png", "folder/a.png", "../in/../out/a.png",
                  "/etc/passwd", "../out/none.png"):  # fmt: skip
-        with pytest.raises(ValueError, match=r"\[0\] id=a: .* leads out of .*data\.root"):
+        with pytest.raises(ValueError, match=r"\[0\] id=a: .* is outside .*data\.root"):
             read(inside, name.format(out=outside))
         if name.endswith("a.png"):
             path = read(inside, name.format(out=outside), folders)

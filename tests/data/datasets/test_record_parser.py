@@ -158,7 +158,7 @@ def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
 
 
 def test_make_source(folder):
-    with pytest.raises(ValueError, match=r"data.loss_on_prompts is of records: give data.path"):
+    with pytest.raises(ValueError, match=r"data.loss_on_prompts needs records: give data.path"):
         make_source(DataConfig(loss_on_prompts=True), SPEC)
     assert len(make_source(DataConfig(n_samples=7), SPEC, "eval")) == 7
     assert len(make_source(DataConfig(n_samples=7), SPEC, "eval", n_held_out=9)) == 9

@@ -80,8 +80,8 @@ def test_other_data_of_as_many_samples_are_refused_unless_allowed(then, now):
     assert loader(then, name="moved.json").restore(state) == 3
     with pytest.raises(ValueError, match="start a new run") as error:
         loader(now, name="new.json").restore(state)
-    assert f"digest={then}, this run has {now}; use old.json" in str(error.value)
-    assert "--data.changed ok for new.json as it is" in str(error.value)
+    assert f"digest={then}, this run has {now}; restore the data of old.json" in str(error.value)
+    assert "accept that of new.json by --data.changed ok" in str(error.value)
     for n in (9, 8):
         allowed = loader(now, n)
         assert allowed.restore(state, "ok") == 3

@@ -360,7 +360,7 @@ def test_positions_of_samples_stay_and_a_sample_without_a_field_is_named():
      (lambda: FeatureGather(np.zeros((3, 2), np.int32), np.zeros((3, 1))), "weights"),
      (lambda: Sample({"a": {"x": np.zeros(2)}}, {}, Load({"a": (5,)})), "2 values for 1 pieces"),
      (lambda: Sample({}, {("a", "c"): FeatureGather(np.zeros((3, 1), int))}, Load({"c": (4,)})),
-      "3 for 4 tokens")],
+      "3 rows for 4 tokens")],
 )  # fmt: skip
 def test_wrong_samples_cannot_be_made(make, why):
     with pytest.raises(ValueError, match=why):

@@ -104,7 +104,7 @@ class MediaRoots:
         self._real_roots = [r.resolve() for r in self._roots]
 
     def resolve(self, name: str) -> Path:
-        """Return a file's path. ValueError: outside all folders, or missing (from `MissingFile`)."""
+        """Return the path of a file. ValueError: outside, or missing (from a `MissingFile`)."""
         inside = [
             path
             for path in (root / name for root in self._roots)

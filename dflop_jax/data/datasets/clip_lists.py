@@ -2,9 +2,9 @@
 
 A list of files is JSON: records {"caption": TEXT, "latents": FILE, "split": "train" or "eval"}. A
 file is .npy or .safetensors (with the tensor "latents" or one tensor alone) of shape [channels,
-time, rows, columns]. The embedded clips are two shapes that cross a small picture, and a caption
-that says which and where. Frames become latents by a transform that can be undone: blocks of pixels
-side by side as channels. Pairs of shapes that are held out are never trained on.
+time, rows, columns]. An embedded clip shows two shapes that cross a small picture; its caption
+names the shapes and their directions. An invertible transform turns the pixels of each block into
+the channels of a latent. Held-out pairs of shapes are never trained on.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from dflop_jax.data.sample import STREAMS
 TENSOR = "latents"
 FLOATS = ("float16", "bfloat16", "float32", "F16", "BF16", "F32")
 SIDE_PX = 16  # pixels of a frame's side
-SHAPE_PX = SIDE_PX // 2 - 1  # pixels of a shape's side: two fit, one above the other
+SHAPE_PX = SIDE_PX // 2 - 1  # pixels of a shape's side; two shapes fit above each other
 SCALE = 2.0  # latents have a variance of about one
-FRAMES = (2, 3, 3, 4, 4, 6)  # of a clip, drawn
+FRAMES = (2, 3, 3, 4, 4, 6)  # frame counts of clips, drawn at random
 DIRECTIONS = ("left", "right")
-HELD_OUT_PERIOD = 6  # one pair of so many
+HELD_OUT_PERIOD = 6  # one of 6 pairs is held out
 
 
 class Clip(NamedTuple):
     label: str
     caption: str
-    shape: tuple[int, ...]  # of its latents
-    read: Callable[[], np.ndarray]  # its latents, float32; ValueError if they cannot be read
+    shape: tuple[int, ...]  # shape of the latents
+    read: Callable[[], np.ndarray]  # returns float32 latents; ValueError: they cannot be read
 
 
 def list_files(path: str, roots: Sequence[str], split: str) -> list[Clip]:
-    """Return the clips of one split of a list; ValueError: they cannot be read, or there are
-    none."""
+    """Return the clips of one split of a list. ValueError: they cannot be read, or none exists."""
     file = Path(path)
     resolve = MediaRoots(roots or [file.parent]).resolve
     try:
@@ -62,7 +61,7 @@ def list_files(path: str, roots: Sequence[str], split: str) -> list[Clip]:
 
 
 def _file_clip(label: str, record: Mapping[str, Any], resolve: Callable[[str], Path]) -> Clip:
-    """Return the clip of a record, with the shape from its file's header."""
+    """Return the clip of a record; its shape is read from the file's header."""
     caption, name = record.get("caption"), record.get("latents")
     if not isinstance(caption, str) or not caption.strip():
         raise ValueError(f'{label}: no "caption"; say what the clip shows')
@@ -77,7 +76,7 @@ def _file_clip(label: str, record: Mapping[str, Any], resolve: Callable[[str], P
 
 
 def _read_header(file: Path) -> tuple[str, tuple[int, ...], str]:
-    """Return the tensor's name ("": the file is one array), its shape and its dtype."""
+    """Return the tensor's name ("" in a .npy), its shape and its dtype."""
     if file.suffix == ".npy":
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         return "", tuple(array.shape), str(array.dtype)
@@ -85,7 +84,7 @@ def _read_header(file: Path) -> tuple[str, tuple[int, ...], str]:
         names = list(opened.keys())
         tensor = TENSOR if TENSOR in names else names[0] if len(names) == 1 else ""
         if not tensor:
-            raise ValueError(f"{file} has no tensor {TENSOR!r} and not one alone")
+            raise ValueError(f"{file} needs a tensor {TENSOR!r} or exactly one tensor")
         values = opened.get_slice(tensor)
         return tensor, tuple(values.get_shape()), str(values.get_dtype())
 
@@ -105,7 +104,7 @@ def _read_latents(label: str, file: Path, tensor: str, shape: tuple[int, ...]) -
 
 
 def draw_clips(name: str, n: int, seed: int, split: str, channels: int) -> list[Clip]:
-    """Return `n` moving scenes of (seed, split); `name` is that of the list in labels."""
+    """Return `n` moving scenes of (seed, split); `name` is the list's name in labels."""
     block = block_of(channels)
     n_kinds = len(SHAPES) * len(COLOURS) * len(DIRECTIONS)
     clips = []
@@ -126,7 +125,7 @@ def draw_clips(name: str, n: int, seed: int, split: str, channels: int) -> list[
 
 
 def _decode_shape(number: int) -> tuple[str, str, str]:
-    """Return colour, kind and direction of a shape by its number."""
+    """Return colour, kind and direction of the shape with this number."""
     rest, direction = divmod(number, len(DIRECTIONS))
     colour, kind = divmod(rest, len(SHAPES))
     return tuple(COLOURS)[colour], SHAPES[kind], DIRECTIONS[direction]
@@ -145,7 +144,7 @@ def _render(shapes: Sequence[tuple[str, str, str]], n_frames: int, block: int) -
 
 
 def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
-    """Pixels uint8 [time, height, width, 3] as latents float32 [channels, time, rows, columns]."""
+    """Return float32 latents [channels, time, rows, columns] of pixels uint8 [time, y, x, 3]."""
     n, height, width, _ = frames.shape
     values = SCALE * (frames.astype(np.float32) / np.float32(127.5) - 1.0)
     split = values.reshape(n, height // block, block, width // block, block, 3)
@@ -154,7 +153,7 @@ def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
 
 
 def frames_of(latents: np.ndarray, block: int) -> np.ndarray:
-    """Return the inverse of `latents_of`, to the nearest pixel value."""
+    """Return the frames of latents (the inverse of `latents_of`), rounded to pixel values."""
     _, n, rows, columns = latents.shape
     split = latents.reshape(block, block, 3, n, rows, columns).transpose(3, 4, 0, 5, 1, 2)
     values = split.reshape(n, rows * block, columns * block, 3)
@@ -162,11 +161,11 @@ def frames_of(latents: np.ndarray, block: int) -> np.ndarray:
 
 
 def block_of(channels: int) -> int:
-    """Return the side of a block whose pixels are so many channels; ValueError if none has."""
+    """Return the side of a pixel block with `channels` values. ValueError: no block has as many."""
     side = round((channels / 3) ** 0.5)
     if 3 * side**2 != channels or SIDE_PX % max(side, 1):
         raise ValueError(
-            f"the embedded clips have 3 k k channels, k a divisor of {SIDE_PX}, not {channels}; "
-            "choose a model with 48, or give data.path, a list of latents"
+            f"the embedded clips have 3 * k**2 channels, k a divisor of {SIDE_PX}, not {channels}; "
+            "choose a model with 48, or give a list of latents as data.path"
         )
     return side

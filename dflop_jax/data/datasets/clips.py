@@ -1,7 +1,7 @@
-"""Clips and their captions as samples of a model that learns the flow from noise to latents.
+"""Clips and their captions as samples for a flow-matching model of latents.
 
-A sample's time and noise are drawn from (seed, split, number of the clip, epoch) and nothing else:
-the same in every run, on every process, under every schedule, and after a restart.
+A sample's time and noise are drawn from (seed, split, number of the clip, epoch) alone, so they are
+the same in every run, process and schedule, and after a restart.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dflop_jax.data.text.chat import AnyTokenizer
 from dflop_jax.records import Load
 
 GENERATOR = "generator"
-MAX_TIME = 1000.0  # what a generator reads for pure noise
+MAX_TIME = 1000.0  # the generator's time input for pure noise
 Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class ClipFormat:
-    """What a generator asks of clips: `preprocessing["generator"]` of its model."""
+    """Clip format of a generator: `preprocessing["generator"]` of its model."""
 
     channels: int  # of latents [channels, time, rows, columns]
-    patch: Grid  # latents along time, rows and columns that one token holds
-    shift: float  # how far times are moved to noise
-    time_tokens: int  # tokens that a clip's time takes, whose roles are 1 and on
-    text: int  # role of tokens of text
-    clip: int  # role of tokens of patches
+    patch: Grid  # size of a token's patch along time, rows and columns
+    shift: float  # shift of the noise schedule; above 1: more noise
+    time_tokens: int  # number of time tokens per clip; their roles are 1, 2, ...
+    text: int  # role of text tokens
+    clip: int  # role of patch tokens
 
     def grid(self, shape: tuple[int, ...]) -> Grid:
-        """Return the patches along time, rows and columns; ValueError: another shape is needed."""
+        """Return the number of patches along time, rows and columns. ValueError: wrong shape."""
         fits = len(shape) == 4 and shape[0] == self.channels and min(shape) >= 1
         if not fits or any(n % p for n, p in zip(shape[1:], self.patch)):
             p = self.patch
@@ -51,29 +51,29 @@ class ClipFormat:
         return t, h, w
 
     def patches(self, latents: np.ndarray) -> np.ndarray:
-        """Patches [n, values] by time, row, column; values by time, row, column, channel."""
+        """Return patches [n, values] by time, row, column; values by time, row, column, channel."""
         t, h, w = self.grid(latents.shape)
         a, b, c = self.patch
         split = latents.reshape(self.channels, t, a, h, b, w, c)
         return split.transpose(1, 3, 5, 2, 4, 6, 0).reshape(t * h * w, -1)
 
     def latents(self, patches: np.ndarray, grid: Grid) -> np.ndarray:
-        """The inverse of `patches`."""
+        """Return the latents of patches (the inverse of `patches`)."""
         t, h, w = grid
         a, b, c = self.patch
         split = patches.reshape(t, h, w, a, b, c, self.channels).transpose(6, 0, 3, 1, 4, 2, 5)
         return split.reshape(self.channels, t * a, h * b, w * c)
 
     def noise_level(self, fraction: float) -> float:
-        """How noisy a clip is at a share of the way to noise, both from 0 to 1."""
+        """Return the shifted noise level, 0 to 1, at a fraction, 0 to 1, of the way to noise."""
         return self.shift * fraction / (1.0 + (self.shift - 1.0) * fraction)
 
     def tokens(self, n_text: int, grid: Grid) -> int:
-        """Tokens of a clip for the generator."""
+        """Return the number of the generator's tokens for a clip."""
         return self.time_tokens + n_text + int(np.prod(grid))
 
     def fields(self, n_text: int, grid: Grid) -> dict[str, np.ndarray]:
-        """What the generator reads of a clip that its values have no part in: role [tokens],
+        """Return the generator's fields that do not depend on a clip's values: role [tokens],
         positions [tokens, 3], weights [tokens]."""
         n = int(np.prod(grid))
         roles = [np.arange(1, self.time_tokens + 1), np.full(n_text, self.text)]
@@ -87,7 +87,7 @@ class ClipFormat:
 
 
 def clip_format_of(model: Any) -> ClipFormat:
-    """What a model asks of clips; ValueError if it takes none."""
+    """Return the clip format of a model. ValueError: the model has no generator."""
     if GENERATOR not in model.preprocessing:
         raise ValueError(
             f"a {type(model).__name__} generates no clips; choose model.factory=models.wan:build"
@@ -98,7 +98,8 @@ def clip_format_of(model: Any) -> ClipFormat:
 def caption_ids(
     caption: str, tokenizer: AnyTokenizer, limits: DataConfig, label: str
 ) -> np.ndarray:
-    """Return the tokens of a caption and its end, int32, cut to `limits.max_tokens` or refused."""
+    """Return the caption's token ids with an end token, int32, cut to `limits.max_tokens`.
+    ValueError: no caption, or it is too long and `limits.oversize` is "error"."""
     if not caption.strip():
         raise ValueError(f"{label}: no caption; say what the clip shows")
     end = [tokenizer.im_end_id] if tokenizer.im_end_id >= 0 else []
@@ -119,7 +120,7 @@ def clip_sample(
     noise: np.ndarray,
     noise_level: float,
 ) -> Sample:
-    """A caption and a clip at `s` between clean (0) and noise (1), both patches [n, values]."""
+    """Return the sample of a caption and a clip; `clean` and `noise` are patches [n, values]."""
     n_text, tokens = len(ids), clip_format.tokens(len(ids), grid)
     values = ((tokens - len(clean), 0), (0, 0))
     fields = clip_format.fields(n_text, grid) | {
@@ -137,9 +138,9 @@ def clip_sample(
 
 
 class ClipSource:
-    """Clips as samples. `sample(i + k n)`, n clips, is clip i with the time and noise of its epoch
-    k; its load is the same in all. ValueError: a clip without caption, or with latents that the
-    model cannot take."""
+    """A source of clips. With n clips, `sample(i + k * n)` is clip i with the time and noise of
+    epoch k; its load is the same in all epochs. ValueError: a clip has no caption, or latents that
+    the model cannot take."""
 
     varies = True  # see `dflop_jax.data.loader`
 
@@ -188,9 +189,9 @@ class ClipSource:
 def make_clip_source(
     config: DataConfig, model: Any, split: str, *, shuffled: bool = False
 ) -> ClipSource:
-    """Return the clips that `config.path` lists, or `config.n_samples` moving scenes if it is
-    empty; `shuffled` gives each the caption of another. ValueError: a list, file or caption that
-    cannot be read or that the model cannot take."""
+    """Return the source of the clips listed in `config.path`, or of `config.n_samples` moving
+    scenes if it is empty. `shuffled` gives each clip another's caption. ValueError: a list, file or
+    caption cannot be read, or the model cannot take it."""
     clip_format = clip_format_of(model)
     tokenizer = open_tokenizer(config.tokenizer, model.vocab_size)
     n, seed = config.n_samples, config.seed
@@ -209,5 +210,5 @@ def make_clip_source(
 
 
 def make_shuffled(config: DataConfig, model: Any, split: str) -> ClipSource:
-    """Return clips with captions of others, a control experiment by `data.factory`."""
+    """Return the source with shuffled captions, a control experiment, for `data.factory`."""
     return make_clip_source(config, model, split, shuffled=True)

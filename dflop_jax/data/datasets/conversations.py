@@ -20,10 +20,10 @@ from dflop_jax.data.text.tokenize import ROLES, TemplateFields
 
 CONVERSATION_FIELDS = ("conversations", "messages")
 SYSTEM_FIELD = "system"  # of a record whose conversation has no system turn
-OPTIONS_FIELD = "chat_template_kwargs"  # further variables of the template
+OPTIONS_FIELD = "chat_template_kwargs"  # other variables of the template
 VARIABLE_FIELDS = ("tools", "documents", "enable_thinking")
 TEMPLATE_FIELDS = (SYSTEM_FIELD, OPTIONS_FIELD, *VARIABLE_FIELDS)
-# The roles that may speak before a role; "" at the beginning.
+# The roles that may precede a role; "": the beginning.
 PREVIOUS_ROLES = {"human": ("", "gpt"), "gpt": ("human", "tool"), "tool": ("gpt", "tool")}
 SPEAKERS = {name: role for role, name in ROLES.items()} | {role: role for role in ROLES}
 # Fields of a message or turn that are not passed on to the template.
@@ -31,13 +31,13 @@ MESSAGE_FIELDS = {"role", "content", tokenize.WEIGHT_FIELD, *tokenize.LOSS_SWITC
 TURN_FIELDS = MESSAGE_FIELDS | {"from", "value"}
 QUESTION, ANSWERS, CHOICES = "question", "answers", "choices"
 TEXT_FIELDS = (*CONVERSATION_FIELDS, QUESTION)
-# Fields of questions, and the names that public sets give them.
+# Fields of questions, and their names in public datasets.
 SPELLINGS = {
     QUESTION: (QUESTION, "query", "prompt"),
     ANSWERS: (ANSWERS, "answer", "label", "completion", "response"),
     CHOICES: (CHOICES, "options"),
 }
-MAX_NUMBERED_MEDIA = 9  # media that stand in columns of their own, image_1 and on
+MAX_NUMBERED_MEDIA = 9  # media in numbered columns: image_1, image_2, ...
 LETTERS = string.ascii_uppercase
 BY_LETTER = "Answer with the letter of the right choice."
 _NUMBERED_TAG = re.compile(r"<(\w+)[ _](\d+)>")
@@ -45,26 +45,26 @@ Turns = tuple[tuple[str, str], ...]
 
 
 class Tag(NamedTuple):
-    """What spells the place of a medium of a kind in a text."""
+    """A tag in a text that marks the position of a medium of a kind."""
 
     kind: str
-    may_be_text: bool  # in an answer or a typed part of text, where no medium may belong to it
-    medium: Any = None  # that its part names (a path, bytes, or {"bytes", "path"})
-    keys: Mapping[str, Any] = MappingProxyType({})  # the other fields of its part
+    may_be_text: bool  # it is in an answer or a text part, and may mark no medium
+    medium: Any = None  # the medium of its part (a path, bytes, or {"bytes", "path"})
+    keys: Mapping[str, Any] = MappingProxyType({})  # other fields of its part
 
 
 class Conversation(NamedTuple):
     turns: Turns
-    tags: Sequence[Tag]  # in the turns, in order
-    weights: tuple[float, ...] = ()  # of the answers' losses, () where all are 1
+    tags: Sequence[Tag]  # in the order of the turns
+    weights: tuple[float, ...] = ()  # loss weight of each answer; () if all are 1
     template_fields: TemplateFields = tokenize.NO_FIELDS
-    unread: frozenset[str] = frozenset()  # keys of typed parts of text that are not read
+    unread: frozenset[str] = frozenset()  # keys of text parts that are not read
 
 
 def parse_conversation(
     fields: Mapping[str, Any], kinds: Kinds, question: Turns = ()
 ) -> Conversation:
-    """Return the conversation of a record, or of its `question`, given as turns."""
+    """Return the conversation of a record, or of `question`, the turns of its question."""
     turns, unread = question, frozenset[str]()
     raw: Any = [{}] * len(question)
     tags: list[Tag] | None = None
@@ -85,7 +85,7 @@ def parse_conversation(
     if tags is None:
         tags = [Tag(k, role == "gpt") for role, text in turns for k in tag_of(kinds).findall(text)]
     if any(tokenize.BREAK in text for _, text in turns):
-        raise ValueError("text holds U+FDD2, which is no character")
+        raise ValueError("text contains U+FDD2, which is not a character")
     if system := fields.get(SYSTEM_FIELD):
         if not isinstance(system, str):
             raise ValueError(f"its {SYSTEM_FIELD} is {system!r:.50}, not text")
@@ -107,10 +107,10 @@ def parse_conversation(
 
 
 def _parse_messages(raw: Sequence[Any], kinds: Kinds) -> tuple[Turns, list[Tag], frozenset[str]]:
-    """Return turns, tags and unread keys of messages; ValueError: one of another form.
+    """Return the turns, tags and unread keys of messages. ValueError: a malformed message.
 
     A part is {"type": "text", "text": ...} or {"type": KIND} with the medium under its kind, "path"
-    or "url"; without a medium it stands for the next one of the record's own field.
+    or "url"; a part without a medium takes the next one of the record's media field.
     """
     turns: list[tuple[str, str]] = []
     tags: list[Tag] = []
@@ -123,7 +123,7 @@ def _parse_messages(raw: Sequence[Any], kinds: Kinds) -> tuple[Turns, list[Tag],
             raise ValueError(f"message {k} is from {role!r:.50}, not user, assistant or system")
         content = message.get("content")
         if not content and message.get("tool_calls"):
-            content = ""  # an answer may be calls alone
+            content = ""  # an answer may have only tool calls
         elif not content or not isinstance(content, str | list):
             raise ValueError(f"message {k} (of {role}) has no content")
         message_text, n_before = "", len(tags)
@@ -145,7 +145,7 @@ def _parse_messages(raw: Sequence[Any], kinds: Kinds) -> tuple[Turns, list[Tag],
 def _parse_part(
     content_part: Any, kinds: tuple[str, ...], message: int
 ) -> tuple[str, Any, dict[str, Any]]:
-    """Return (text or tag, own medium or None, extra keys) of a part of a message."""
+    """Return (text or tag, medium or None, other keys) of a part of a message."""
     if isinstance(content_part, str):
         return content_part, None, {}
     kind = content_part.get("type") if isinstance(content_part, dict) else None
@@ -162,12 +162,12 @@ def _parse_part(
 
 
 def drop_keys(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """Return the values under other keys; None values of tables are missing ones."""
+    """Return a copy without `keys` and without None values (missing ones, in tables)."""
     return {key: v for key, v in values.items() if key not in keys and v is not None}
 
 
 def _medium_source(value: Any) -> Any:
-    """Return the path or bytes that a part names; None where its fields are empty, as in tables."""
+    """Return a part's path or bytes; None if its fields are empty, as in tables."""
     if isinstance(value, Mapping) and value.get("url"):
         value = value["url"]
     if isinstance(value, Mapping):
@@ -175,7 +175,7 @@ def _medium_source(value: Any) -> Any:
     if not isinstance(value, str):
         return value or None
     if value.startswith(("http://", "https://")):
-        raise ValueError(f"{value:.80} is not here; fetch it and name the file")
+        raise ValueError(f"{value:.80} is a web address; download it and name the file")
     if value.startswith("data:"):
         try:
             return base64.b64decode(value.partition(",")[2], validate=True)
@@ -189,7 +189,7 @@ def _parse_llava_turns(raw: Sequence[Any]) -> Turns:
     for turn in raw:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ValueError("a turn is not {from, value} of text")
-        if turn.get("from") not in list(ROLES):  # which may be asked for what has no hash
+        if turn.get("from") not in list(ROLES):  # a list, as the value may be unhashable
             raise ValueError(f"a turn is from {turn.get('from')!r:.50}, not human, gpt or system")
         turns.append((turn["from"], turn["value"]))
     return tuple(turns)
@@ -206,32 +206,32 @@ def _check_roles(roles: Sequence[str]) -> None:
 
 
 def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that a record gives its template."""
+    """Return the variables that a record passes to its chat template."""
     variables = {name: _parse_json_column(fields.get(name)) for name in VARIABLE_FIELDS}
     variables = drop_keys(variables)
     options = _parse_json_column(fields.get(OPTIONS_FIELD))
     options = {} if options is None else options
     if not isinstance(options, dict) or options.keys() & {*variables, "messages"}:
-        raise ValueError(f"its {OPTIONS_FIELD} are no object, or repeat a field of the record")
+        raise ValueError(f"its {OPTIONS_FIELD} is not an object, or repeats a field of the record")
     return variables | drop_keys(options)
 
 
 def _parse_json_column(value: Any) -> Any:
-    """Return a field's value, parsed where it is a column of JSON."""
+    """Return a field's value, parsed as JSON if it is text."""
     return (parse_json(value.encode()) if value else None) if isinstance(value, str) else value
 
 
 def parse_question(
     fields: Mapping[str, Any], media: Mapping[str, list[Any]]
 ) -> tuple[Turns, dict[str, list[Any]]]:
-    """Return the question of a record and its first answer as turns, and the media in the order of
-    their tags by kind. Media that the text has no tags for come first; of a question with choices
-    the answer is a letter. ValueError: no text, or unusable answers or choices."""
+    """Return the question of a record and its first answer as turns, and the media by kind in the
+    order of their tags. Media without a tag come first. If there are choices, the answer is a
+    letter. ValueError: no text, or unusable answers or choices."""
     text = fields.get(QUESTION)
-    if isinstance(text, Mapping):  # by language, as DocVQA's set of questions has it
+    if isinstance(text, Mapping):  # by language, as in DocVQA
         text = text.get("en")
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("its question is no text")
+        raise ValueError("its question is not text")
     choices = _parse_choices(fields.get(CHOICES))
     answer = _parse_answer(fields.get(ANSWERS), choices)
     if choices:
@@ -242,7 +242,7 @@ def parse_question(
 
 
 def _place_tags(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[str, list[Any]]]:
-    """Return the text with numbered tags as plain ones, and the media in the order of all tags."""
+    """Return the text with plain instead of numbered tags, and the media in the order of tags."""
     numbers: dict[str, list[int]] = {kind: [] for kind in media}
 
     def replace_tag(tag: re.Match[str]) -> str:
@@ -250,7 +250,7 @@ def _place_tags(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[st
         if kind not in media:
             return tag[0]
         if not 1 <= number <= len(media[kind]):
-            raise ValueError(f"its question names {tag[0]}, and there are {len(media[kind])}")
+            raise ValueError(f"its question names {tag[0]}, but there are {len(media[kind])}")
         numbers[kind].append(number)
         return f"<{kind}>"
 
@@ -268,29 +268,29 @@ def _place_tags(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[st
 def _parse_choices(raw: Any) -> tuple[str, ...]:
     if raw in (None, "", []):
         return ()
-    if isinstance(raw, str):  # MMMU writes a list of Python
+    if isinstance(raw, str):  # MMMU writes a Python list
         try:
             raw = ast.literal_eval(raw)
         except (ValueError, SyntaxError):
-            raise ValueError("its choices are no list") from None
+            raise ValueError("its choices are not a list") from None
     if not isinstance(raw, list | tuple) or len(raw) > len(LETTERS):
-        raise ValueError(f"its choices are no list of at most {len(LETTERS)}")
+        raise ValueError(f"its choices are not a list of at most {len(LETTERS)}")
     return tuple(str(choice) for choice in raw)
 
 
 def _parse_answer(raw: Any, choices: Sequence[str]) -> str:
-    """Return the first answer that has text, else ""; of a question with choices a letter."""
+    """Return the first answer with text, or "" if none has; a letter if there are choices."""
     for value in raw if isinstance(raw, list) else [] if raw is None else [raw]:
         value = value.get("answer") if isinstance(value, Mapping) else value
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError(f"an answer is {value!r:.50}, no text")
+            raise ValueError(f"an answer is {value!r:.50}, not text")
         if str(value).strip():
             return _choice_letter(value, choices) if choices else str(value)
     return ""
 
 
 def _choice_letter(value: str | float, choices: Sequence[str]) -> str:
-    """Return the letter of a choice that is given by its number from 0, its letter or its text."""
+    """Return the letter of a choice, given its number from 0, its letter or its text."""
     letters = LETTERS[: len(choices)]
     if isinstance(value, int) and 0 <= value < len(choices):
         return letters[value]

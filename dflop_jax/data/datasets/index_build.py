@@ -1,6 +1,6 @@
-"""Making the index of a dataset anew: records parsed and tokenized, and headers of media read.
+"""Builds the index of a dataset: parses and tokenizes records, and reads the headers of media.
 
-Headers are other people's: `ProcessRowReader` has them read in processes that can be killed (see
+Headers are untrusted, so `ProcessRowReader` reads them in processes that can be killed (see
 `process_pool`), each record within a deadline and a memory limit.
 """
 
@@ -37,13 +37,13 @@ from dflop_jax.data.process_pool import MAX_TRIES, DecoderPool, DecoderReply
 from dflop_jax.data.sample import SourceFactory
 from dflop_jax.data.text.tokenize import TemplateFields, TokenRun, count_text_tokens
 
-CHUNK_RECORDS = 64  # records with one worker; as many chunks are under way with all workers
+CHUNK_RECORDS = 64  # records per task; the pool gets as many tasks at a time
 REMEDIES = {
-    "missing file": "missing files are looked for in the folder of the JSON file, or in those of "
-    "--data.root; name theirs if it is another",
-    f"no {', '.join(TEXT_FIELDS)}": "fields of other names are said by --data.columns, such as "
+    "missing file": "media files are searched in the folder of the JSON file, or in the folders of "
+    "--data.root; set it to their folder",
+    f"no {', '.join(TEXT_FIELDS)}": "name the columns of fields by --data.columns, such as "
     "messages=chat,image=pictures",
-    "no column": "--data.columns FIELD=COLUMN names a column that is not there; mend it",
+    "no column": "--data.columns FIELD=COLUMN names a column that does not exist; correct it",
 }
 _FILE = re.compile(r"(?:\w+://|\.{0,2}/)?[^\s:'\"(]*/[^\s:'\"(]+")
 _DETAIL, _NUMBER = re.compile(r"\s*\(.*$"), re.compile(r"\d+")
@@ -52,11 +52,12 @@ EncodeTurns = Callable[[Sequence[tuple[str, str]], TemplateFields], tuple[TokenR
 
 
 class LocalRowReader:
-    """Reads what an index holds of records of some datasets, in this process.
+    """Reads index rows of records in this process.
 
     Args:
-      preparation: of media by the model; media are decoded as a check. None: headers are read.
-      reads_variable: whether the chat template asks for a field of this name.
+      preparation: the model's preparation, to check that media can be decoded; None: only headers
+        are read.
+      reads_variable: returns whether the chat template reads a field of this name.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class LocalRowReader:
         self._readers, self._encode_turns = readers, encode_turns
         self._kinds, self._preparation = kinds, preparation
         self._reads_variable = reads_variable
-        # Of files, each read once: several records may show one picture.
+        # Each file is read once, since several records may show one picture.
         self._state, self._header = cache(file_state), cache(partial(read_header, kinds=kinds))
 
     def read_rows(
         self, dataset: str, locations: Sequence[RecordLocation]
     ) -> list[IndexRow | BadSample]:
-        """Return the row of each record, or why it is unusable; thread-safe."""
+        """Return the row of each record, or a `BadSample` with the reason; thread-safe."""
         return [self._row(self._readers[dataset], location) for location in locations]
 
     def answer(self, request: bytes) -> DecoderReply:
@@ -84,7 +85,7 @@ class LocalRowReader:
         dataset, locations = msgspec.json.decode(request, type=tuple[str, list[RecordLocation]])
         return DecoderReply(rows=tuple(self.read_rows(dataset, locations)))
 
-    def close(self) -> None:  # no process to end
+    def close(self) -> None:  # it has no process to end
         pass
 
     def _row(self, reader: RecordReader, location: RecordLocation) -> IndexRow | BadSample:
@@ -94,7 +95,7 @@ class LocalRowReader:
             missing = e.__cause__.args if isinstance(e.__cause__, MissingFile) else ()
             reason = str(e) or f"{location.label}: {one_line(e)}"
             return BadSample(reason, dict.fromkeys(missing, ""))
-        # Before the headers are read: a file that changes meanwhile is then read anew.
+        # Taken before the headers are read, so a file that changes meanwhile is read again.
         files = {str(m): self._state(m) for _, m in record.media if isinstance(m, Path)}
         try:
             token_runs = self._encode_turns(record.turns, record.fields)
@@ -112,17 +113,17 @@ class LocalRowReader:
             table = record_table.build_table([columns], [media], self._kinds)
             try:
                 _, is_usable = sample_counts(table, self._preparation)
-                if is_usable.all():  # what the model takes none of is good
+                if is_usable.all():  # a record that the model cannot take is not bad
                     decode_media(record, table, 0, self._preparation)
-            except Exception as e:  # other people's files may fail in any way
+            except Exception as e:  # untrusted files may fail in any way
                 return BadSample(f"{record.name}: {one_line(e)}", files)
         unread = {*record.unread, *(n for n in record.fields.names if not self._reads_variable(n))}
         return IndexRow(columns, media, files, tuple(sorted(unread)))
 
 
 class ProcessRowReader:
-    """Reads rows in child processes, one for each pending request; a record that kills its process
-    is unusable. `factory` makes `LocalRowReader.answer`; the limits are those of a record."""
+    """Reads index rows in child processes, one for each pending request. A record that kills its
+    process is unusable. `factory` returns `LocalRowReader.answer`; the limits apply per record."""
 
     def __init__(self, factory: SourceFactory, timeout_s: float, memory_bytes: int) -> None:
         self._pool = DecoderPool(factory, timeout_s, memory_bytes)
@@ -141,7 +142,7 @@ class ProcessRowReader:
             return [*answer.rows]
         if n == 1:
             return [answer]
-        # One of them hurts: each alone.
+        # One of them fails: read each alone.
         return [row for location in locations for row in self.read_rows(dataset, [location])]
 
 
@@ -151,7 +152,7 @@ RowReader = LocalRowReader | ProcessRowReader
 def _record_columns(
     location: RecordLocation, record: Record, headers: Sequence[Mapping[str, int]]
 ) -> dict[str, int]:
-    """Return the columns of a record but those of its text."""
+    """Return a record's columns, without those that count its text."""
     location_columns = {
         name: getattr(location, name) for name in ("number", "file", "offset", "size_bytes")
     }
@@ -167,32 +168,31 @@ def _record_columns(
 
 
 def read_header(kind: str, source: MediaFile, kinds: Kinds = BUILT_IN) -> dict[str, int]:
-    """Return the columns of a medium; ValueError if it cannot be read."""
+    """Return the columns of a medium. ValueError: it cannot be read."""
     number = [k.name for k in kinds].index(kind)
     return {"kind": number, **kinds[number].header(source)}
 
 
 @dataclass(frozen=True)
 class IndexRules:
-    """How an index is made, and kept in `file`."""
+    """Settings for building an index in `file`."""
 
     file: Path
-    settings: str  # the tokenizer's name or digest; another one makes every table anew
-    row_reader: Callable[[], RowReader]  # makes what reads records, if there are some to read
-    max_bad_fraction: float = 0.1  # of a dataset's records that may be unusable
+    settings: str  # the tokenizer's name or digest; every table is rebuilt if it changes
+    row_reader: Callable[[], RowReader]  # returns a reader; called only if records must be read
+    max_bad_fraction: float = 0.1  # maximum share of a dataset's records that may be unusable
     workers: int = 2  # threads that read records
-    check_media: bool = True  # look whether files of media changed since they were indexed, too
+    check_media: bool = True  # also rebuild if media files changed since they were indexed
 
 
 def update_index(
     rules: IndexRules, readers: Mapping[str, RecordReader], kinds: Kinds = BUILT_IN
 ) -> dict[str, DatasetIndex]:
-    """Return the index of all `readers`; what is damaged or not up to date is rebuilt and
-    written."""
+    """Return the index of all `readers`; rebuild and write tables that are damaged or outdated."""
     try:
         stored = record_table.load_index(rules.file, kinds)
     except ValueError as e:
-        logger.warning("%s; it is made anew", e)
+        logger.warning("%s; it is rebuilt", e)
         stored = {}
     keys = {}
     for name, reader in readers.items():
@@ -222,8 +222,8 @@ def _build_index(
     *,
     number: int,
 ) -> DatasetIndex:
-    """Make the index of a dataset. Unusable records are left out; some of each reason are logged,
-    all are written to the `number`-th file beside the index."""
+    """Return the index of a dataset without unusable records. Examples of each reason are logged;
+    all unusable records are written to the `number`-th file beside the index."""
     tables: list[RecordTable] = []
     bad: list[tuple[str, str]] = []  # (label, reason)
     unread: Counter[str] = Counter()
@@ -253,15 +253,15 @@ def _build_index(
         file = rules.file.with_suffix(f".{number}.unusable.txt")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(f"{reason}\n" for _, reason in bad), encoding="utf-8")
-        logger.warning("%s lists all that are left out. %s", file, find_remedies(reasons))
+        logger.warning("%s lists all unusable records. %s", file, find_remedies(reasons))
     first_reasons = tuple(reason for _, reason in bad[:MAX_EXAMPLES])
     table = record_table.concatenate_tables(tables, kinds)
     return DatasetIndex(key, table, n_listed, first_reasons, files, unread)
 
 
 def _has_changed(index: DatasetIndex, reader: RecordReader) -> bool:
-    """Return whether media files of a dataset changed since its index was made; log the first."""
-    with ThreadPoolExecutor() as pool:  # a network's files answer late
+    """Return whether media files of a dataset changed since it was indexed; log the first one."""
+    with ThreadPoolExecutor() as pool:  # network file systems are slow
         states = chain.from_iterable(
             pool.map(lambda chunk: [*map(file_state, chunk)], _chunks(iter(index.files)))
         )
@@ -278,7 +278,7 @@ def _chunks(items: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def check_usable(index: DatasetIndex, name: str, max_bad_fraction: float) -> None:
-    """Raise ValueError when too many records of a dataset are unusable, or none is left."""
+    """Raise ValueError if too many records of a dataset are unusable, or all are."""
     bad = index.listed - len(index.table)
     if bad > max_bad_fraction * index.listed or not len(index.table):
         raise ValueError(
@@ -289,7 +289,7 @@ def check_usable(index: DatasetIndex, name: str, max_bad_fraction: float) -> Non
 
 
 def normalize_reason(reason: str, label: str) -> str:
-    """Return a reason without its record's label and id, files, numbers and details."""
+    """Return a reason without the record's label and id, file names, numbers and details."""
     text = reason.removeprefix(label)
     if text.startswith(" id="):
         text = text.partition(": ")[2] or text
@@ -299,7 +299,7 @@ def normalize_reason(reason: str, label: str) -> str:
 
 
 def group_by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return messages of (label, message) by their normalized reason, the most frequent first."""
+    """Group the messages of (label, message) by normalized reason, the most frequent first."""
     messages_by_reason = defaultdict(list)
     for label, reason in bad:
         messages_by_reason[normalize_reason(reason, label)].append(reason)
@@ -307,7 +307,7 @@ def group_by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def find_remedies(messages: Collection[str]) -> str:
-    """Return what to do about missing files or columns, "" where none are missing."""
+    """Return how to fix missing files or columns, "" if the messages report none."""
     return "; ".join(
         remedy for sign, remedy in REMEDIES.items() if any(sign in reason for reason in messages)
     )

@@ -7,10 +7,10 @@
         weight: 2                # how often an epoch shows each of them
         columns: {messages: chat, image: pictures}   # where fields have other names
 
-LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are read as well.
+LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are also read.
 
-Which records of a dataset are held out is drawn by the seed and a number that each record's id
-gives (`split_hash`), so that order and neighbours do not count and no process has to ask another.
+The seed and a hash of a record's id (`split_hash`) decide whether it is held out, so the order of
+records does not matter and processes need not communicate.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class MixtureEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One dataset of a mixture."""
 
     path: str
-    weight: float = 1.0  # how often an epoch shows each of its records
+    weight: float = 1.0  # how often an epoch contains each record
     subset: str = "all"
-    root: tuple[str, ...] = ()  # folders of its media, empty: the file's own
-    columns: Mapping[str, str] = {}  # of fields that have other names
+    root: tuple[str, ...] = ()  # folders of its media; empty: the folder of the file
+    columns: Mapping[str, str] = {}  # columns of fields that have other names
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -50,7 +50,7 @@ class MixtureEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> str:
-        """Of its dataset in an index."""
+        """Key of its dataset in an index."""
         columns = map("=".join, sorted(self.columns.items()))
         return "|".join([self.path, ",".join(self.root), *columns])
 
@@ -59,7 +59,7 @@ Mixture = tuple[MixtureEntry, ...]  # datasets that are trained on together
 
 
 def load_mixture(file: str | Path) -> Mixture:
-    """Return the mixture of a .yaml or .yml file; relative paths in it start at its folder."""
+    """Return the mixture of a .yaml or .yml file; its paths are relative to its folder."""
     file = Path(file)
     with errors_as(f"{file}: not a readable mixture"):
         raw = msgspec.yaml.decode(read_bounded(file, MAX_YAML_BYTES))
@@ -76,7 +76,7 @@ def load_mixture(file: str | Path) -> Mixture:
 
 
 def subset_size(rule: str, n: int) -> int:
-    """Return how many of `n` records a subset rule takes. ValueError for an unknown rule."""
+    """Return the number of records that a rule selects from `n`. ValueError: an unknown rule."""
     if rule == "all":
         return n
     match = RULE.fullmatch(rule)
@@ -88,12 +88,12 @@ def subset_size(rule: str, n: int) -> int:
             raise ValueError(f"subset {rule!r} takes more than 100%")
         return ceil(amount * n / 100)
     if not amount.is_integer():
-        raise ValueError(f"subset {rule!r}: {match[2]} is no whole number; add % for a share")
+        raise ValueError(f"subset {rule!r}: {match[2]} is not a whole number; add % for a share")
     return int(min(amount, n))
 
 
 def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
-    """Return the records 0..n-1 that the entry's rule takes, int64, ascending."""
+    """Return the indices in 0..n-1 that the entry's rule selects, int64, ascending."""
     size = subset_size(entry.subset, n)
     if entry.subset.startswith("end"):
         return np.arange(n - size, n)
@@ -103,7 +103,7 @@ def select_subset(entry: MixtureEntry, n: int, seed: int) -> np.ndarray:
 
 
 def repeat_by_weight(entry: MixtureEntry, rows: np.ndarray, seed: int) -> np.ndarray:
-    """Return the rows, each as often as an epoch shows it: whole repeats, then a random part."""
+    """Return the rows of an epoch: each repeated by the weight's whole part, then a random part."""
     if entry.weight * max(len(rows), 1) > MAX_ROWS:
         raise ValueError(f"{entry.path}: more than {MAX_ROWS:,} samples an epoch; lower its weight")
     n_repeats = int(entry.weight)
@@ -113,7 +113,7 @@ def repeat_by_weight(entry: MixtureEntry, rows: np.ndarray, seed: int) -> np.nda
 
 
 def _generator(seed: int, use: str, entry: MixtureEntry) -> np.random.Generator:
-    """Return a generator whose draws do not depend on the parts beside the entry."""
+    """Return a random generator that does not depend on the mixture's other parts."""
     text = f"{use}:{entry.path}:{','.join(entry.root)}:{entry.subset}"
     return np.random.default_rng([seed, int(short_digest(text.encode()), 16)])
 
@@ -138,7 +138,7 @@ def _parse_entry(raw: Any, folder: Path) -> MixtureEntry:
 
 
 def display_names(entries: Sequence[MixtureEntry]) -> list[str]:
-    """Return names of entries for people: files with as many folders as tell them apart."""
+    """Return a unique name of each entry: its file name, with parent folders where needed."""
     paths = [PurePath(entry.path).parts for entry in entries]
     names = []
     for path in paths:
@@ -160,8 +160,12 @@ def select_rows(
     split: str,
     n_held_out: int | float,
 ) -> list[np.ndarray]:
-    """Return the rows that an epoch of a split shows of each entry, int64 ascending by repeat,
-    given those of its dataset that the model can take and the uint64 hash of every row."""
+    """Return the rows of each entry in an epoch of a split, int64, ascending per repeat.
+
+    Args:
+      usable_rows: rows of each entry's dataset that the model can take.
+      split_hashes: uint64 hash of every row.
+    """
     rows = [
         usable[select_subset(entry, len(usable), seed)]
         for entry, usable in zip(mixture, usable_rows, strict=True)
@@ -177,15 +181,15 @@ def select_rows(
 def select_held_out(
     split_hashes: Sequence[np.ndarray], n: int | float, seed: int
 ) -> list[np.ndarray]:
-    """Return which records of each part are held out, bool [records], given their hashes uint64.
+    """Return a mask of held-out records for each part, bool [records], given their uint64 hashes.
 
-    Of a float `n` those whose id draws a number in the lowest share `n` of all: whether a record is
-    does not depend on any other, so that data may grow. Else `n` of all, each part in its share, at
-    least one of each part that has two where `n` suffices. Records of one id are held out together
-    and all count, so that no part trains on what another holds out; there may be more than `n`.
+    A float `n` holds out records whose hash is in the lowest fraction `n`, independent of other
+    records, so data may be added later. A whole `n` holds out `n` records, split over the parts by
+    size, with at least one from each part of two or more if `n` suffices. Records of one id are
+    held out together, so that no part trains on another's held-out record; this may exceed `n`.
 
     Raises:
-      ValueError: nothing would be left to train on; of a share, no record is held out, either.
+      ValueError: no record would be left to train on, or a float `n` holds out none.
     """
     sizes = [len(hashes) for hashes in split_hashes]
     if isinstance(n, float):
@@ -194,7 +198,7 @@ def select_held_out(
     else:
         held_out_hashes = np.zeros(0, np.uint64)
         n_wanted = split_proportionally(sizes, min(n, sum(sizes)), min_records=2)
-        for k in np.argsort(sizes, kind="stable"):  # ids of small parts count in others, too
+        for k in np.argsort(sizes, kind="stable"):  # ids of small parts also count in larger ones
             n_missing = n_wanted[k] - np.isin(split_hashes[k], held_out_hashes).sum()
             hashes, counts = np.unique(split_hashes[k], return_counts=True)
             order = np.argsort(_scramble(hashes, seed), kind="stable")
@@ -218,12 +222,12 @@ def select_held_out(
 
 
 def _scramble(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """Return other numbers below 2**64 for each seed, one to one."""
+    """Return the hashes mixed one to one by the seed."""
     return mix_bits(hashes ^ np.random.SeedSequence([seed, 2]).generate_state(1, np.uint64))
 
 
 def split_proportionally(sizes: Sequence[int], n: int, min_records: int = 1) -> list[int]:
-    """Return `n` split in proportion to sizes; sizes of `min_records` get 1 where `n` suffices."""
+    """Split `n` in proportion to sizes; a size of at least `min_records` gets 1 if `n` suffices."""
     ends = np.cumsum(sizes) * n / max(1, sum(sizes))
     counts = np.diff(np.round(ends), prepend=0).astype(int).tolist()
     for k, size in enumerate(sizes):

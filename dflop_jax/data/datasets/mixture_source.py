@@ -1,4 +1,4 @@
-"""A mixture as a source of samples: what fits the limits, cut where it does not."""
+"""A mixture as a source of samples, which cuts or drops samples that exceed the limits."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from dflop_jax.data.sample import Sample, SourceFactory
 from dflop_jax.data.text.tokenize import TokenRun, truncate_runs, weight_runs
 from dflop_jax.records import Load
 
-MAX_LARGEST_SAMPLES = 64  # samples named as the most demanding
+MAX_LARGEST_SAMPLES = 64  # upper limit of `largest_samples`
 logger = logging.getLogger("dflop_jax.data")
 
 
 def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, RecordReader]:
-    """Return the readers of a mixture's datasets by their keys in its index."""
+    """Return the readers of a mixture's datasets by their keys in the index."""
     return {e.key: open_reader(e.path, e.root, e.columns, kinds) for e in mixture}
 
 
 class MixtureSource:
-    """The samples that one epoch of a mixture shows and that fit `config.max_tokens`.
+    """The samples of one epoch of a mixture that fit into `config.max_tokens`.
 
-    Subset rules count the usable records of a dataset, so a broken record shifts no other one. A
-    sample above the limit is cut (see `counts.fit_samples`), left out, or an error.
+    Subset rules count only the usable records of a dataset. A sample above the limit is cut (see
+    `counts.fit_samples`), left out, or an error.
 
     Attributes:
-      counts: records that are "usable", "unusable" and "left out" because the model cannot take
-        their media, and samples that are "oversize".
-      digest: the same for epochs of the same records in the same order, in any folder.
+      counts: numbers of records that are "usable", "unusable" and "left out" because the model
+        cannot take their media, and of "oversize" samples.
+      digest: hash of the epoch's records and their order, independent of folders.
 
     Args:
       placeholder: token id at the positions of media.
-      split: "train", or "eval" for the `n_held_out` records (a float: such a fraction, see
-        `select_held_out`) that "train" leaves out; weights do not count in "eval".
+      split: "train", or "eval" for the `n_held_out` records (a float: their fraction, see
+        `select_held_out`) that "train" leaves out; "eval" ignores weights.
 
     Raises:
       ValueError: a dataset cannot be read, has too many unusable records, or leaves no sample.
@@ -92,14 +92,14 @@ class MixtureSource:
         self._entry_of_sample = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
         self._rows = np.concatenate(rows)
         if not len(self._rows):
-            raise ValueError("the mixture shows no sample; check subsets, weights and split")
+            raise ValueError("the mixture has no sample; check subsets, weights and split")
         self.digest = short_digest(self._table.records["content_hash"][self._rows].tobytes())
-        count_rows = (np.cumsum(usable) - 1)[self._rows]  # of each sample in the counts
+        count_rows = (np.cumsum(usable) - 1)[self._rows]  # row of each sample in the counts
         self._keep_fitting(config, count_rows, uncut_counts.select(count_rows))
         logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
 
     def _read_index(self, mixture: Mixture, rules: IndexRules) -> None:
-        """Set the readers and the table of all datasets."""
+        """Set the readers of all datasets and their joint table."""
         own_kinds = (kind for medium in self._preparation.values() for kind in medium.kinds)
         kinds = (*dict.fromkeys([*BUILT_IN, *own_kinds]),)
         self._readers = open_readers(mixture, kinds)
@@ -115,7 +115,7 @@ class MixtureSource:
         self.counts = {"usable": 0, "unusable": n_listed - len(self._table)}
 
     def _report_left_out(self, usable: np.ndarray) -> None:
-        """Warn of media that the model takes in part, and of records that it cannot take."""
+        """Warn of media that the model takes in part and of records that it cannot take."""
         if cut := media_counts.describe_cut_media(self._table, self._preparation):
             logger.warning("%s: %s", self.name, cut)
         left_out = np.flatnonzero(~usable).tolist()
@@ -133,11 +133,11 @@ class MixtureSource:
     def _keep_fitting(
         self, limits: DataConfig, count_rows: np.ndarray, uncut_counts: media_counts.SampleCounts
     ) -> None:
-        """Keep the samples that fit the limits, cut where they must be, and warn of the others.
+        """Keep the samples that fit the limits, some of them cut, and warn of the others.
 
         Args:
-          count_rows: row of each sample among the counts of usable records.
-          uncut_counts: of each sample.
+          count_rows: row of each sample in the counts of usable records.
+          uncut_counts: counts of each whole sample.
         """
         counts, fits = media_counts.fit_samples(self._table, self._preparation, limits)
         rows, fits = self._rows, fits[count_rows]
@@ -168,13 +168,13 @@ class MixtureSource:
         return self._row_label(int(self._rows[index]))
 
     def largest_samples(self) -> list[int]:
-        """Samples that ask for most: no other asks for more of every module than one of them."""
+        """Return indices of samples such that any sample needs at most as much as one of them."""
         pieces, tokens, _, longest = self._counts.media
         demands = self._counts.all_tokens[:, None], pieces, tokens, longest
         return media_counts.largest_rows(np.concatenate(demands, 1), MAX_LARGEST_SAMPLES)
 
     def dataset_of(self, index: int) -> str:
-        """The name of the part that shows the sample (see `mixture.display_names`)."""
+        """Return the name of the sample's part of the mixture (see `mixture.display_names`)."""
         return self._dataset_names[self._entry_of_sample[index]]
 
     def load(self, index: int) -> Load:
@@ -185,19 +185,19 @@ class MixtureSource:
         record, row = self.record(index), int(self._rows[index])
         try:
             runs: Sequence[TokenRun] = self._encode_turns(record.turns, record.fields)
-            if self._is_train:  # held-out losses stay those of plain answers
+            if self._is_train:  # the eval loss is over unweighted answers only
                 runs = weight_runs(runs, record.weights, prompts=self._prompts)
             stop = int(self._counts.text_tokens[index] + self._counts.n_media[index])
             runs = truncate_runs(runs, stop)
             numbers = {run.medium for run in runs}
             media = decode_media(record, self._table, row, self._preparation, numbers)
-        except Exception as e:  # other people's files may fail in any way
+        except Exception as e:  # untrusted files may fail in any way
             raise ValueError(f"{record.name}: {one_line(e)}") from e
         sample = compose(runs, media, self._preparation, placeholder=self._placeholder)
         return blank_media(sample, self._preparation) if self._blank else sample
 
     def record(self, index: int) -> Record:
-        """Return the sample's turns and where its media are; ValueError when it changed since."""
+        """Return the sample's record. ValueError: it has changed and is unusable."""
         row = int(self._rows[index])
         columns = ("number", "file", "offset", "size_bytes")
         numbers = (int(self._table.records[row][name]) for name in columns)
@@ -207,7 +207,7 @@ class MixtureSource:
         return [*self._readers.values()][self._reader_of_row[row]]
 
     def _row_label(self, row: int) -> str:
-        """How messages call the record of a row of the table: its file's path and its number."""
+        """Return the name of a row's record in messages: its file's path and its number."""
         reader, columns = self._reader(row), self._table.records[row]
         label = reader.record_label(int(columns["file"]), int(columns["number"]))
         return str(reader.files[columns["file"]].parent / label)

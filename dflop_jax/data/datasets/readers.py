@@ -1,8 +1,8 @@
-"""From a path that a user gives to a reader of what is there.
+"""Opens the reader for a path that the user gives.
 
-A path names a LLaVA-format file or its folder; shards: a .tar, a folder of them, or a pattern
-`a-{000..127}.tar` or `a-*.tar`; Parquet or Arrow files: one, a pattern, or a folder as Hugging
-Face's datasets have it, which may also be named by its id where the hub's cache has it.
+A path names a LLaVA-format file or its folder; tar shards: one, a folder, or a pattern
+`a-{000..127}.tar` or `a-*.tar`; Parquet or Arrow files: one, a pattern, a folder with the layout of
+Hugging Face datasets, or the id of a dataset in the hub's cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLE_SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train", "validation", "valid", "val", "dev", "eval", "test"}
 HUB_PREFIX = "hf://datasets/"
 HUB_ID = re.compile(r"(?![^@]*(?:--|\.\.))\w[\w.-]*\b/\w[\w.-]*\b")  # OWNER/NAME
-# Beside media, files of a dataset on the hub that are read, or looked at: no code, no pickles.
+# Files of a dataset on the hub that are downloaded besides media: no code, no pickles.
 HUB_ENDINGS = ("parquet", "arrow", "json", "jsonl", "tar", "yaml", "txt", "m4v")
 SHARD_OF = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.\w+)")
 RANGE = re.compile(r"(.*)\{(\d+)\.\.(\d+)\}(.*)")
@@ -36,20 +36,20 @@ def open_reader(
     columns: Mapping[str, str] = DEFAULT_FORMAT.columns,
     kinds: Kinds = BUILT_IN,
 ) -> RecordReader:
-    """Return a reader of what the path names.
+    """Return a reader of the dataset at a path.
 
     Args:
       roots: folders of the media; empty: the folder of the file.
-      columns: field -> column, where a record's fields have other names.
+      columns: field -> column, for records whose fields have other names.
 
     Raises:
-      ValueError: nothing is there, one of several has to be named, or records have no such field.
+      ValueError: no dataset is there, the path is ambiguous, or records have no such field.
     """
-    with bounds.errors_as(f"{path}: records cannot be so"):
+    with bounds.errors_as(f"{path}: cannot read such records"):
         records = RecordFormat(columns, kinds)
     try:
         if (cached := hub_folder(str(path))) is not None:
-            # A file of the cache is a link to its bytes, which lie in a folder beside.
+            # Files in the cache are links into the folder "blobs" beside "snapshots".
             blobs = [p.parent / "blobs" for p in cached.parents if p.name == "snapshots"][:1]
             path, roots = cached, roots or [cached, *blobs]
         files = find_files(str(path))
@@ -66,14 +66,14 @@ def open_reader(
             )
         return ShardReader(files, roots, records)
     if len(files) > 1:
-        raise ValueError(f"{path}: several files of JSON; list them in a YAML mixture")
+        raise ValueError(f"{path}: several JSON files; list them in a YAML mixture")
     return FileReader(files, roots, records)
 
 
 def find_files(path: str) -> tuple[Path, ...]:
-    """Return the sorted files that a path, a pattern, a numbered range or a folder names, of a
-    folder with splits those of train. ValueError: there are none, one is missing, or one of several
-    datasets or splits must be named."""
+    """Return the sorted files of a path, pattern, numbered range or folder; in a folder with splits
+    only those of the train split. ValueError: no file, a missing file, or several datasets or
+    splits to choose from."""
     pattern = Path(path)
     if numbered := RANGE.fullmatch(path):
         prefix, first, last, suffix = numbered.groups()
@@ -97,8 +97,8 @@ def find_files(path: str) -> tuple[Path, ...]:
 
 
 def hub_name(path: str) -> HfUri | None:
-    """Return what `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]` names on the Hugging Face hub, or
-    `OWNER/NAME` where no such path exists; None for any other path. ValueError: it is malformed."""
+    """Return the hub's dataset of `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]`, or of
+    `OWNER/NAME` if no such path exists; None for other paths. ValueError: it is malformed."""
     if path.startswith(HUB_PREFIX):
         return parse_hf_uri(path)
     is_name = HUB_ID.fullmatch(path) and not Path(path).exists()
@@ -106,14 +106,14 @@ def hub_name(path: str) -> HfUri | None:
 
 
 def hub_files(uri: HfUri) -> list[str]:
-    """Return patterns of the files that are downloaded of a dataset or folder on the hub."""
+    """Return the patterns of files to download from a dataset or folder on the hub."""
     endings = [*HUB_ENDINGS, *(e for kind in BUILT_IN for e in kind.extensions)]
     prefix = uri.path_in_repo and f"{uri.path_in_repo}/"
     return [f"{prefix}*.{e}" for end in endings for e in (end, end.upper())]
 
 
 def hub_folder(path: str) -> Path | None:
-    """Return the folder in the hub's cache that a path names, None where `hub_name` is None."""
+    """Return a dataset's folder in the hub's cache, or None if the path names no such dataset."""
     if (uri := hub_name(path)) is None:
         return None
     from huggingface_hub import snapshot_download
@@ -133,8 +133,8 @@ def hub_folder(path: str) -> Path | None:
 
 
 def _files_of_folder(folder: Path) -> tuple[Path, ...]:
-    """Return dataset.json, or tables, else those of a subfolder, or shards, or the only
-    .json(l)."""
+    """Return the first that exists: dataset.json, tables, a subfolder's tables, tar shards, or the
+    only .json or .jsonl file."""
     if (folder / "dataset.json").is_file():
         return (folder / "dataset.json",)
     if (folder / "state.json").is_file():
@@ -160,7 +160,7 @@ def _files_of_folder(folder: Path) -> tuple[Path, ...]:
 
 
 def _saved_tables(folder: Path) -> tuple[Path, ...]:
-    """Return the files that `save_to_disk` wrote; others in the folder are caches."""
+    """Return the files that `save_to_disk` wrote, without cache files."""
     try:
         data = bounds.read_bounded(folder / "state.json", bounds.MAX_YAML_BYTES)
         state = bounds.parse_json(data, dict)
@@ -178,7 +178,7 @@ def _tables_in(folder: Path) -> list[Path]:
 
 
 def _train_split(folder: Path, files: list[Path]) -> tuple[Path, ...]:
-    """Return the files of the train split where their names have splits."""
+    """Return the files of the train split, or all files if their names have no split."""
     split_of = {f: next((w for w in re.split(r"[-_.]", f.stem) if w in SPLITS), "") for f in files}
     splits = sorted(set(split_of.values()))
     if "train" in splits:
@@ -196,7 +196,7 @@ def _train_split(folder: Path, files: list[Path]) -> tuple[Path, ...]:
 
 
 def _require_files(folder: Path, names: list[str], label: str) -> tuple[Path, ...]:
-    """Return the files of these names; ValueError when there are none or one is missing."""
+    """Return the paths of the named files. ValueError: a file is missing, or none is named."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
         raise ValueError(

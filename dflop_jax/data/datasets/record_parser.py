@@ -1,6 +1,6 @@
-"""Records: which fields they may have, and what makes one usable. The text of a record is a
-conversation or a question with answers (see `conversations`); its media are named in fields such as
-"image" or "images", or in parts of messages."""
+"""Parses records. The text of a record is a conversation or a question with answers (see
+`conversations`); its media are named in fields such as "image" or "images", or in parts of
+messages."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from dflop_jax.data.text.tokenize import NO_FIELDS, WEIGHT_FIELD, TemplateFields
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation."""
+    """A conversation with its media."""
 
     name: str
     turns: Turns
     media: tuple[tuple[str, MediaFile], ...]  # (kind, file) in the order of their tags
-    keys: tuple[Mapping[str, Any], ...] = ()  # of each medium, see `with_keys`
-    weights: tuple[float, ...] = ()  # of the answers' losses, () where all are 1
+    keys: tuple[Mapping[str, Any], ...] = ()  # keys of each medium, see `with_keys`
+    weights: tuple[float, ...] = ()  # loss weight of each answer; () if all are 1
     fields: TemplateFields = NO_FIELDS
     unread: tuple[str, ...] = ()  # keys that are not read
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """Which fields records may have, and under which names.
+    """Fields that records may have, and the columns that hold them.
 
     Attributes:
-      columns: field -> column, as the user names them; other fields have their own names. If the
+      columns: field -> column, as the user names them; other fields have their usual names. If the
         user names a text field, the other text fields are ignored.
 
     Raises:
@@ -60,7 +60,7 @@ class RecordFormat:
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
-        """The fields, and the names that each may have."""
+        """Fields and the column names that each may have."""
         spellings = {
             name: (name,)
             for name in ("id", WEIGHT_FIELD, *conversations.TEMPLATE_FIELDS, *TEXT_FIELDS)
@@ -98,7 +98,7 @@ class RecordFormat:
             if present:
                 columns.setdefault(name, present[0])
         texts = [text for text in TEXT_FIELDS if text in columns]
-        if QUESTION in texts[1:] or not texts:  # a conversation has its own
+        if QUESTION in texts[1:] or not texts:  # a conversation has its own answers
             columns = {k: v for k, v in columns.items() if k not in SPELLINGS or k in self.columns}
         return columns
 
@@ -114,22 +114,22 @@ def parse_record(
     *,
     default_media: Mapping[str, list[str]] = MappingProxyType({}),
 ) -> Record:
-    """Return a usable record.
+    """Return the record of parsed JSON or of a table's row.
 
     Args:
-      label: names the record in messages.
-      resolve: returns the file of a medium by its name.
-      default_media: names of its media by kind, for a record that names none.
+      label: name of the record in messages.
+      resolve: returns the file of a medium, given its name.
+      default_media: names of media by kind, for a record that names none.
 
     Raises:
-      ValueError: why the record is unusable, with its label and id. The cause is a
-        `MissingFile` where a file of media is missing.
+      ValueError: the record is unusable; the message has its label and id. The cause is a
+        `MissingFile` if a media file is missing.
     """
     name = label
     try:
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
-        # A record of text alone needs no column of pictures.
+        # A record without media needs no media columns.
         media_names = records.media_names
         missing_fields = {
             f for f, c in records.columns.items() if f in media_names and c not in raw
@@ -147,7 +147,7 @@ def parse_record(
             fields.get(text) for text in conversations.CONVERSATION_FIELDS
         ):
             if ANSWERS not in fields:
-                raise ValueError(f"no {' or '.join(SPELLINGS[ANSWERS])} beside its question")
+                raise ValueError(f"its question has no {' or '.join(SPELLINGS[ANSWERS])}")
             media = media if any(media.values()) else {**media, **default_media}
             question, media = conversations.parse_question(fields, media)
         conversation = conversations.parse_conversation(fields, records.kinds, question)
@@ -180,14 +180,14 @@ def parse_record(
 def _match_media(
     conversation: conversations.Conversation, media: Mapping[str, list[Any]], kinds: Kinds
 ) -> tuple[Turns, list[tuple[str, Any, dict[str, Any]]]]:
-    """Return the turns with a tag for each medium, and (kind, value, keys) of each tag in order.
-    Tags that may be text and for which no medium is left are escaped, the last ones first.
+    """Return the turns with one tag per medium, and (kind, value, keys) of each tag in order. If
+    there are more tags than media, tags that may be text are escaped, the last ones first.
 
     Args:
-      media: by kind, those that the record names beside its text.
+      media: by kind, media that the record names outside its text.
 
     Raises:
-      ValueError: too many media, or other tags than media.
+      ValueError: too many media, or the numbers of tags and media differ.
     """
     turns, tags = conversation.turns, conversation.tags
     if sum(map(len, media.values())) + sum(tag.medium is not None for tag in tags) > MAX_PARTS:
@@ -196,7 +196,7 @@ def _match_media(
         media["video"]
         and not media["image"]
         and all(tag.kind != "video" and tag.medium is None for tag in tags)
-    ):  # as LLaVA-NeXT writes videos
+    ):  # LLaVA-NeXT tags videos as <image>
         turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
         tags = [tag._replace(kind="video") if tag.kind == "image" else tag for tag in tags]
     unnamed = Counter(tag.kind for tag in tags if tag.medium is None)
@@ -227,7 +227,7 @@ def _match_media(
 
 
 def short_digest(data: bytes) -> str:
-    """Return 16 hexadecimal digits that follow from the bytes."""
+    """Return a hash of the bytes, 16 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
@@ -236,7 +236,7 @@ def _format_names(names: Collection[str]) -> str:
 
 
 def _media_values(fields: Mapping[str, Any], kind: str) -> list[Any]:
-    """Return the media of a kind that are named beside the text, in one field or numbered ones."""
+    """Return the media of a kind from the record's field, or from its numbered fields."""
     value = fields.get(kind)
     if isinstance(value, list):
         return value
@@ -247,7 +247,7 @@ def _media_values(fields: Mapping[str, Any], kind: str) -> list[Any]:
 def _media_file(
     kind: str, value: Any, number: int, resolve: Callable[[str], Path | Blob]
 ) -> MediaFile:
-    """Return a medium by its bytes, else by its path."""
+    """Return a medium from its bytes if it has them, else from its path."""
     path: Any = None
     if isinstance(value, dict):
         path = value.get("path")

@@ -1,4 +1,4 @@
-"""Readers list the records of a dataset with their places and read one again without the others."""
+"""Readers list the locations of a dataset's records, and read single records by location."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, Record
 
 @dataclass(frozen=True)
 class RecordLocation:
-    label: str  # in messages
-    number: int  # in its file; of a .jsonl: its line
-    file: int  # in the reader's `files`
-    offset: int  # of its bytes; of a shard: of its first member
+    label: str  # name in messages
+    number: int  # number in its file; in a .jsonl: its line
+    file: int  # index in the reader's `files`
+    offset: int  # of its first byte; in a shard: of its first member
     size_bytes: int
 
 
 class RecordReader(ABC):
-    """Reads a dataset of records in `files`; media lie below `roots`, else beside the first
-    file."""
+    """Reads a dataset of records in `files`, with media in `roots` or beside the first file."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class RecordReader(ABC):
 
     @abstractmethod
     def locate(self) -> Iterator[RecordLocation]:
-        """Yield every record, in order. ValueError: a file that cannot be read at all."""
+        """Yield the location of every record, in order. ValueError: a file cannot be read."""
 
     def record_label(self, file: int, number: int) -> str:
         """Return the label of a record without reading it."""
@@ -52,11 +51,11 @@ class RecordReader(ABC):
 
     @abstractmethod
     def read(self, location: RecordLocation) -> Record:
-        """Return a usable record. ValueError: its name and why it is not usable."""
+        """Return the record. ValueError names a record that is unusable, and the reason."""
 
 
 class FileReader(RecordReader):
-    """A .json list or .jsonl of LLaVA-format records."""
+    """Reads LLaVA-format records from a .json list or a .jsonl file."""
 
     def record_label(self, file: int, number: int) -> str:
         name = self.files[file].name
@@ -68,7 +67,7 @@ class FileReader(RecordReader):
         for number, start, size in (_lines if file.suffix == ".jsonl" else _items)(file):
             yield RecordLocation(self.record_label(0, number), number, 0, start, size)
         if number < 0:
-            raise ValueError(f"{file}: holds no records; name a file that does")
+            raise ValueError(f"{file}: holds no records; name a file with records")
 
     def read(self, location: RecordLocation) -> Record:
         label, file = location.label, self.files[location.file]
@@ -80,13 +79,13 @@ class FileReader(RecordReader):
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield (number, offset, size) of the lines that are not blank; the first is number 1."""
+    """Yield (number from 1, offset, size in bytes) of each line that is not blank."""
     number, start, size, blank = 1, 0, 0, True
     with errors_as(f"{file}: cannot be read"), file.open("rb") as opened:
         if not bounds.strip_byte_order_mark(opened.read(4)):
             raise ValueError("empty; name a file that holds records")
         opened.seek(0)
-        while chunk := opened.readline(bounds.MiB):  # a line may have no end
+        while chunk := opened.readline(bounds.MiB):  # a line may be of any length
             size, blank = size + len(chunk), blank and not chunk.strip()
             if chunk.endswith(b"\n"):
                 if not blank:
@@ -97,7 +96,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def _items(file: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield (number, offset, size) of a JSON list's items. ValueError: it is no list."""
+    """Yield (number from 0, offset, size in bytes) of a JSON list's items. ValueError: no list."""
     data = bounds.read_bounded(file, bounds.MAX_LIST_BYTES)
     try:
         items = parse_json(data, list[msgspec.Raw])
@@ -116,9 +115,9 @@ def _items(file: Path) -> Iterator[tuple[int, int, int]]:
 
 
 class ShardReader(RecordReader):
-    """Tar files where members of equal name, but for the extension, are one sample: a .json, a
-    LLaVA-format record whose media are other members of the sample (named in it, or, if it names
-    none, all of them in order), or a .txt, a caption of its one medium."""
+    """Reads tar files (WebDataset). Members whose names differ only in the extension are one
+    sample: a .json with a LLaVA-format record, whose media are members that it names or else all
+    others in order; or a .txt with the caption of one medium."""
 
     def locate(self) -> Iterator[RecordLocation]:
         number = 0
@@ -164,14 +163,14 @@ class ShardReader(RecordReader):
                 pairs = (("human", question), ("gpt", answer))
                 raw = {"conversations": [{"from": role, "value": text} for role, text in pairs]}
             else:
-                raise ValueError("neither a .json nor a .txt in this sample of the shard")
+                raise ValueError("this sample of the shard has no .json or .txt")
         except (ValueError, OSError) as e:
             raise ValueError(f"{label}: {e}") from None
         return parse_record(label, raw, resolve, records, default_media=media)
 
 
 class _TarHeaders:
-    """A tar as `tarfile` reads it, which is headers alone; none of them may be large."""
+    """A tar file of which `tarfile` reads only headers; a large header is an error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self._file = file.seek, file.tell, file
@@ -183,7 +182,7 @@ class _TarHeaders:
 
 
 def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a shard whose headers begin in start..end."""
+    """Yield the regular files of a shard whose headers begin at bytes start up to end."""
     with (
         errors_as(f"{shard}: broken tar", "; write it anew or leave it out"),
         shard.open("rb") as file,
@@ -205,7 +204,7 @@ def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[ta
 
 
 def _sample_key(name: str) -> str:
-    """A member's name up to the first dot of its last part."""
+    """Return a member's path up to the first dot of its file name."""
     path = PurePosixPath(name)
     return str(path.with_name(path.name.split(".")[0] or path.name))
 

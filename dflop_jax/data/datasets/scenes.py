@@ -1,8 +1,8 @@
 """The embedded dataset: scenes of coloured shapes, drawn by code, with questions about them.
 
-Sample i of a seed is always the same, with nothing to download. Answers are one word and need the
-pixels (except for text-only samples). The mixture is heavy-tailed as real data are: pictures of
-1 to 10 tiles, 2 to 8 pictures, clips of 4 to 32 frames, and text alone.
+Sample i of a seed is always the same. Nothing is downloaded. Answers are one word and need the
+pixels, except in text-only samples. Sizes are heavy-tailed like real data: pictures of 1 to 10
+tiles, 2 to 8 pictures, clips of 4 to 32 frames, and text only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dflop_jax.records import Load
 
 T = TypeVar("T")
 Convert = Callable[[Image.Image], np.ndarray]
-MAX_CACHED_SCENES = 4096  # drawn last: loads are asked for several times before pixels are
+MAX_CACHED_SCENES = 4096  # the last drawn; loads are read several times before pixels
 FRAMES_PER_S = 2  # of a drawn clip
 COLOURS = {"red": (220, 30, 30), "green": (20, 170, 50), "blue": (40, 70, 230),
            "yellow": (240, 210, 30), "pink": (245, 90, 200), "cyan": (40, 200, 220)}  # fmt: skip
@@ -44,10 +44,10 @@ VOCABULARY = ("apple", "bird", "cloud", "door", "fish", "goat", "hat", "ink", "j
 class DrawnShape:
     kind: str
     colour: str
-    x: float  # of its centre, in pixels
+    x: float  # centre, in pixels
     y: float
     size: float  # in pixels
-    move: tuple[float, float] = (0.0, 0.0)  # over a clip
+    move: tuple[float, float] = (0.0, 0.0)  # pixels moved over a clip
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Picture:
     height: int
     background: int  # grey level
     shapes: tuple[DrawnShape, ...]
-    frames: int = 0  # above 0: it is a clip
+    frames: int = 0  # above 0: a clip
 
     def render(self, time: float = 0.0) -> Image.Image:
         """Return an RGB image; `time` runs from 0 to 1 over a clip."""
@@ -78,7 +78,7 @@ class Picture:
 class Scene:
     """One sample before rendering."""
 
-    kind: str  # of question
+    kind: str  # kind of the question
     pictures: tuple[Picture, ...]
     question: str
     answer: str
@@ -91,13 +91,13 @@ class Scene:
 
 
 class _Pen:
-    """Draws the random parts of scenes from one generator."""
+    """Draws the parts of a scene from one random generator."""
 
     def __init__(self, rng: np.random.Generator, tile_px: int, limits: DataConfig) -> None:
         self.rng, self.px, self.limits = rng, tile_px, limits
 
     def size(self, max_tiles: int = 9) -> tuple[int, int]:
-        """Return (width, height) that AnyRes gives 1, 3, 4, ... `max_tiles` + 1 tiles."""
+        """Return (width, height) for which AnyRes makes 1, 3, 4, ... `max_tiles` + 1 tiles."""
         tiles = [1, *range(2, min(max_tiles, self.limits.max_tiles) + 1)]
         n = _draw(self.rng, tiles, [1.2, *(1.0 / t for t in tiles[1:])])
         rows = _draw(self.rng, [r for r in tiles if n % r == 0])
@@ -116,7 +116,7 @@ class _Pen:
         return Picture(*size, int(dark), shapes, frames)
 
     def single_shape(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
-        """Return a picture of one large shape anywhere, in a tiny one in the middle."""
+        """Return a picture of one large shape, in the middle if the picture is tiny."""
         d = float(self.rng.uniform(0.6, 0.9)) * min(size)
         x, y = (
             float(self.rng.uniform(min(d / 2 + 1, side / 2), max(side - d / 2 - 1, side / 2)))
@@ -125,7 +125,7 @@ class _Pen:
         return self.canvas(size, DrawnShape(kind, colour, x, y, d))
 
     def repeated_shape(self, size: tuple[int, int], n: int) -> Picture:
-        """Return a picture of n <= 4 shapes of one colour and kind that do not touch."""
+        """Return a picture of n <= 4 equal shapes that do not touch."""
         cell = min(size) / 2
         cols, rows = int(size[0] / cell), int(size[1] / cell)
         cells = self.rng.choice(cols * rows, n, replace=False)
@@ -138,7 +138,7 @@ class _Pen:
         return self.canvas(size, *shapes)
 
     def heavy_tailed(self, shortest: int, longest: int) -> int:
-        """Return a whole number whose density falls as n^-2 from `shortest`, cut at `longest`."""
+        """Return a random integer n >= `shortest` of density n^-2, clipped to `longest`."""
         return int(min(longest, shortest / (1.0 - self.rng.random())))
 
     def frame_count(self) -> int:
@@ -233,7 +233,7 @@ def _first_word_scene(pen: _Pen) -> Scene:
     return Scene("first word", (), f"First word: {' '.join(drawn)}", drawn[0])
 
 
-MIXTURE = {"picture": 0.66, "pictures": 0.1, "clip": 0.12, "text": 0.12}  # shares of groups
+MIXTURE = {"picture": 0.66, "pictures": 0.1, "clip": 0.12, "text": 0.12}  # share of each group
 GROUPS: dict[str, list[Callable[[_Pen], Scene]]] = {
     "picture": [*[_colour_scene] * 3, _position_scene, _shape_scene, _count_scene],
     "pictures": [_more_shapes_scene, _same_colour_scene, _which_picture_scene],
@@ -243,7 +243,7 @@ GROUPS: dict[str, list[Callable[[_Pen], Scene]]] = {
 
 
 def draw_scene(rng: np.random.Generator, tile_px: int, limits: DataConfig) -> Scene:
-    """Return a random scene; nothing is rendered."""
+    """Return a random scene, not rendered."""
     scenes = GROUPS[_draw(rng, list(MIXTURE), list(MIXTURE.values()))]
     return scenes[rng.integers(len(scenes))](_Pen(rng, tile_px, limits))
 
@@ -261,17 +261,18 @@ def _draw(rng: np.random.Generator, items: Sequence[T], weights: Sequence[float]
 
 class DrawnScene(NamedTuple):
     scene: Scene
-    runs: list[TokenRun]  # of its text, cut by the limits
-    headers: list[tuple[Kind, dict[str, int]]]  # what those of all its pictures would say
+    runs: list[TokenRun]  # its text, cut to the limits
+    headers: list[tuple[Kind, dict[str, int]]]  # kind and header of each picture
     load: Load
 
 
 class SceneSource:
-    """`n` drawn scenes. Index i of (seed, split) is always the same scene; the splits never meet.
+    """A source of `n` drawn scenes. Scene i of (seed, split) is always the same.
 
-    A scene longer than `limits.max_tokens` is cut (truncate, see `counts.fit_samples`), drawn anew
-    (drop, or where too little is left), or refused (error). `blank_images` shows grey instead.
-    ValueError: arguments that cannot be, or a model that takes no pictures.
+    `limits.oversize` decides about a scene longer than `limits.max_tokens`: it is cut (truncate,
+    see `counts.fit_samples`), drawn again (drop, or if too little is left), or refused (error).
+    `blank_images` makes all pictures grey. ValueError: wrong arguments, or a model without
+    pictures.
     """
 
     def __init__(
@@ -293,7 +294,7 @@ class SceneSource:
         self._preparation = preparation = spec.prepared(self._limits, tokenizer)
         picture_medium: Any = preparation.get(module_of(preparation, IMAGE.name))
         if picture_medium is None:
-            raise ValueError("the embedded scenes are pictures, which this model does not take; "
+            raise ValueError("the embedded scenes need a model that takes pictures; "
                              "give data.path")  # fmt: skip
         self._unit_px = picture_medium.unit_px
         self._drawn: dict[int, DrawnScene] = {}
@@ -312,7 +313,7 @@ class SceneSource:
         return self._draw([index])[0].load
 
     def loads(self, indices: Sequence[int]) -> list[Load]:
-        """Return the loads of some samples, for a third of the work of one by one."""
+        """Return the loads of some samples, in a third of the time of `load` one by one."""
         return [drawn.load for drawn in self._draw(indices)]
 
     def sample(self, index: int) -> Sample:
@@ -325,7 +326,7 @@ class SceneSource:
         return blank_media(sample, self._preparation) if self._blank else sample
 
     def _draw(self, indices: Sequence[int]) -> list[DrawnScene]:
-        """Return the scenes; those that are not cached are drawn together."""
+        """Return the scenes of the indices from the cache, or else drawn."""
         scenes = {i: self._drawn.get(i) for i in indices}
         if missing := [i for i, drawn in scenes.items() if drawn is None]:
             scenes |= (drawn_scenes := self._draw_fitting(missing))
@@ -336,7 +337,7 @@ class SceneSource:
         return [drawn for i in indices if (drawn := scenes[i]) is not None]
 
     def _draw_fitting(self, indices: Sequence[int]) -> dict[int, DrawnScene]:
-        """Draw scenes until each fits the limits."""
+        """Return a scene that fits the limits for each index; others are drawn again."""
         fitting: dict[int, DrawnScene] = {}
         if outside := [i for i in indices if not 0 <= i < self._n]:
             raise IndexError(f"{self.name} holds no sample {outside[0]}")
@@ -381,7 +382,7 @@ def _picture_header(picture: Picture) -> dict[str, int]:
 
 
 def _open_picture(picture: Picture) -> Any:
-    """A picture or clip of a scene, as `Kind.opened` gives those of files."""
+    """Return a picture or clip of a scene like `Kind.opened` does for a file."""
 
     def spread(n: int, convert: Convert, *_: int) -> np.ndarray:
         moments = np.linspace(0.0, 1.0, n).tolist()

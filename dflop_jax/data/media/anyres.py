@@ -1,12 +1,12 @@
 """LLaVA-OneVision's AnyRes ("anyres_max_9"), equal to its published processor.
 
-A picture alone in its sample is fitted into the best of the grid pinpoints and cut into tiles,
-behind one tile of the whole picture; the LLM sees the patches of the grid that are no padding, a
-newline after each row, scaled down when they exceed `max_tiles` tiles. Of several pictures each is
-one tile, padded to a square. Each frame of a clip is one tile, pooled to a quarter of its patches.
+A sample's only picture is fitted into the best grid pinpoint and cut into tiles, after one tile of
+the whole picture. The LLM sees the patches of the grid without padding, with a newline after each
+row, downscaled if they exceed `max_tiles` tiles. If a sample has several pictures, each is padded
+to a square of one tile. Each frame of a clip is one tile, pooled to a quarter of its patches.
 
-Pixels equal the reference's PIL processor (`LlavaOnevisionImageProcessorPil`), given upright
-pictures; counts are the same float arithmetic, hence equal everywhere.
+Pixels equal those of the reference's PIL processor (`LlavaOnevisionImageProcessorPil`) for upright
+pictures; counts use the same float arithmetic, so they are equal, too.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from dflop_jax.data.media.token_sources import (
     shift_sources,
 )
 
-DOWNSCALE_ABOVE = 1.1  # the reference leaves smaller excesses alone
+DOWNSCALE_ABOVE = 1.1  # the reference does not downscale by a smaller ratio
 GRID = range(1, 7)  # rows and columns of the published grids
 
 
 class Grids(NamedTuple):
-    """How n lone pictures are laid out, int64 [n, 2] of rows and columns."""
+    """Grids of n pictures that are alone in their samples, int64 [n, 2] of rows and columns."""
 
-    fits: np.ndarray  # bool [n], whether it leaves a pixel in some grid; very thin ones do not
-    tiles: np.ndarray  # of the grid
+    fits: np.ndarray  # bool [n]; False if the picture is too thin for any grid
+    tiles: np.ndarray  # tiles of the grid
     unpadded: np.ndarray  # LLM tokens of the unpadded grid
-    tokens: np.ndarray  # and of that after downscaling
+    tokens: np.ndarray  # LLM tokens after downscaling
 
 
 @dataclass(frozen=True)
 class AnyRes(VisionLayout):
-    """The processor's settings: `pinpoints` are (height, width) in pixels, multiples of `tile_px`;
-    a tile has `patches` x `patches` patches; `mean` is the colour that pads to a square."""
+    """Settings of the processor: `pinpoints` are (height, width) in pixels, multiples of `tile_px`;
+    a tile has `patches` x `patches` patches; `mean` is the colour of padding to a square."""
 
     tile_px: int = 384
     patches: int = 27
@@ -70,8 +70,8 @@ class AnyRes(VisionLayout):
         return usable, np.where(alone, 1 + grids.tiles.prod(1), 1), self.tokens_per_tile + in_grid
 
     def grids(self, widths: np.ndarray, heights: np.ndarray) -> Grids:
-        """Layouts of lone pictures of upright widths x heights pixels, int [n]: in the pinpoint
-        that keeps most pixels, then wastes least."""
+        """Return the grids of pictures alone in their samples, of upright sizes int [n]: the
+        pinpoint that keeps the most pixels, then wastes the fewest."""
         sides = np.stack([heights, widths], -1).astype(np.int64)
         grid_px = np.full_like(sides, 0)
         max_kept, min_wasted = np.full((2, len(sides)), -1)

@@ -1,6 +1,6 @@
-"""Sound files to mono samples at one rate; lengths from the header alone.
+"""Reads audio files as mono samples at a given rate, and their length without decoding.
 
-PyAV reads every format that is on the list, so no other decoder is needed; scipy resamples.
+PyAV decodes every listed format; scipy resamples.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dflop_jax.data.bounds import MAX_CHANNELS, MAX_RATE_HZ, MAX_RESAMPLING, MIN
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import check_duration, open_container
 
-# A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
+# Windowed-sinc filter: zero crossings per side, and its passband as a share of the lower Nyquist.
 ZERO_CROSSINGS, PASSBAND_FRACTION, KAISER_BETA = 64, 0.94, 9.0
-ESTIMATED_FORMATS = ("aac", "amr", "mp3")  # FFmpeg guesses their length by the first bit rate
+ESTIMATED_FORMATS = ("aac", "amr", "mp3")  # FFmpeg estimates their length from the first bit rate
 logger = logging.getLogger("dflop_jax.data")
 
 
 def count_samples(path: MediaFile, rate_hz: int) -> int:
-    """Samples of a sound once resampled to `rate_hz`, by its header or its packets, undecoded.
-    ValueError when the file is no sound, or holds none."""
+    """Return the number of samples of an audio file at `rate_hz`, from its header or packets.
+    ValueError: the file is not audio, or is empty."""
     with open_container(path, "sound") as container:
         stream = _stream(container, rate_hz)
         n_samples = ceil(_length_s(container, stream) * rate_hz)
@@ -38,30 +38,30 @@ def count_samples(path: MediaFile, rate_hz: int) -> int:
 
 
 def read_sound(path: MediaFile, n_samples: int, rate_hz: int) -> np.ndarray:
-    """The first `n_samples` of a sound at `rate_hz`, channels averaged, float32 [n_samples] in
-    -1..1. Where it breaks off, silence follows, with a warning; ValueError where that is more than
-    half."""
+    """Return the first `n_samples` of an audio file at `rate_hz`, averaged over channels, float32
+    [n_samples] in -1..1. If it breaks off, the rest is silence and a warning is logged; ValueError
+    if that is more than half."""
     with open_container(path, "sound") as container:
         stream = _stream(container, rate_hz)
         native_hz = stream.rate
-        # what the resampling filter reaches beyond the last sample is decoded too
+        # the resampling filter also reads samples after the last one
         reach = ZERO_CROSSINGS * max(1, native_hz / rate_hz)
         native, reason = _decode(container, stream, ceil(n_samples * native_hz / rate_hz + reach))
         sound = resample(native, native_hz, rate_hz)[:n_samples]
     missing = n_samples - len(sound)
     if 2 * missing > n_samples or not len(sound):
         raise ValueError(f"{path}: only {len(sound)} of {n_samples} samples decode ({reason})")
-    # headers of compressed sound may be off by a frame or two of the codec
+    # the header of compressed audio may be wrong by a frame or two of the codec
     if missing > rate_hz // 10:
-        logger.warning("%s: %d samples of silence put at the end (%s)", path, missing, reason)
+        logger.warning("%s: %d samples of silence appended (%s)", path, missing, reason)
     return np.pad(sound, (0, missing))
 
 
 def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
-    """Band-limited resampling, float32 [ceil(n * to_hz / from_hz)]."""
+    """Return band-limited resampled audio, float32 [ceil(n * to_hz / from_hz)]."""
     if from_hz == to_hz or not len(sound):
         return sound.astype(np.float32)
-    from scipy import signal  # takes seconds to load, which most runs do not need
+    from scipy import signal  # takes seconds to load, and most runs do not need it
 
     numerator, denominator = to_hz // gcd(from_hz, to_hz), from_hz // gcd(from_hz, to_hz)
     factor, window = max(numerator, denominator), ("kaiser", KAISER_BETA)
@@ -71,7 +71,7 @@ def resample(sound: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
 
 
 def _stream(container: InputContainer, rate_hz: int) -> AudioStream:
-    """The first sound; ValueError for one that cannot be decoded or resampled to `rate_hz`."""
+    """Return the first audio stream. ValueError: it cannot be decoded or resampled to `rate_hz`."""
     if not container.streams.audio:
         raise ValueError("it holds no audio stream")
     stream = container.streams.audio[0]
@@ -98,7 +98,7 @@ def _length_s(container: InputContainer, stream: AudioStream) -> Fraction:
 
 
 def _decode(container: InputContainer, stream: AudioStream, n_left: int) -> tuple[np.ndarray, str]:
-    """The first samples at the file's own rate, and why there are fewer where that is so."""
+    """Return up to `n_left` samples at the file's own rate, and the reason if there are fewer."""
     to_float = AudioResampler(format="fltp")
     chunks, reason = [np.zeros(0, np.float32)], "it ends before its stated duration"
     try:

@@ -1,4 +1,4 @@
-"""The media of one sample decoded, and joined with its text, exactly as large as its index says."""
+"""Decodes the media of a sample and joins them with its text, in the sizes of its index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflop_jax.data.media.token_sources import SOURCES, is_from_patches, shift_s
 from dflop_jax.data.sample import FeatureGather, Sample
 from dflop_jax.data.text.tokenize import TokenRun
 
-# by its number in the record, each medium with the module that takes it
+# number of a medium in the record -> (module that takes it, medium)
 DecodedMedia = Mapping[int, tuple[str, DecodedMedium]]
 
 
@@ -28,8 +28,8 @@ def decode_media(
     preparation: Preparation,
     numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
-    """Return the decoded media of the record whose header is a row of `table`, those of these
-    numbers (None: all). ValueError: a file that cannot be decoded, or differs from its index."""
+    """Return the decoded media of the record in this row of `table`, only these numbers (None:
+    all). ValueError: a file cannot be decoded, or differs from its index."""
     headers = table.headers(row)
     if [kind.name for kind, _ in headers] != [kind for kind, _ in record.media]:
         raise ValueError(f"{record.name}: {len(record.media)} media, {len(headers)} in the index")
@@ -45,7 +45,7 @@ def decode_opened(
     preparation: Preparation,
     numbers: Collection[int] | None = None,
 ) -> DecodedMedia:
-    """The same of media given as (kind, what `Kind.opened` gives, header)."""
+    """Return the same for media given as (kind, result of `Kind.opened`, header)."""
     kinds = [kind for kind, _, _ in media]
     decoded = {}
     for number, (kind, opened, header) in enumerate(media):
@@ -63,20 +63,20 @@ def compose(
     *,
     placeholder: int,
 ) -> Sample:
-    """Return the sample of tokenized text and decoded media: fields of the text's module (tokens,
-    targets, weights, is_visual, is_newline, what media add) and those of each medium's. The id
-    `placeholder` stands where media are; it is not embedded."""
+    """Return the sample of tokenized text and decoded media: fields of the text module (tokens,
+    targets, weights, is_visual, is_newline, fields that media add) and of each medium's module.
+    Tokens of media have the id `placeholder`, which is not embedded."""
     if sorted(p.medium for p in token_runs if p.medium >= 0) != sorted(media):
         raise ValueError(f"the text does not place each of {len(media)} media once")
     runs = [media[p.medium][1].ids if p.medium >= 0 else p.ids for p in token_runs]
     ends = np.cumsum([0, *map(len, runs)])
-    # of each medium among the tokens, in the order of the text
+    # first token of each medium, in the order of the text
     starts = {p.medium: n for p, n in zip(token_runs, ends.tolist()) if p.medium >= 0}
     ids, n = np.concatenate([np.zeros(0, np.int64), *runs]).astype(np.int64), int(ends[-1])
     weights = np.array([p.weight if p.supervised else 0.0 for p in token_runs], np.float32)
     tokens = np.where(ids >= 0, ids, placeholder).astype(np.int32)
     own_weights = np.repeat(weights, np.diff(ends))
-    # of each token the next one, and what the loss of predicting it counts
+    # for each token the next one, and the loss weight of predicting it
     targets, next_weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
     targets[:-1], next_weights[:-1] = tokens[1:], own_weights[1:]
     text = {"tokens": tokens, "targets": targets, "weights": next_weights,
@@ -111,7 +111,7 @@ def compose(
 
 
 def blank_media(sample: Sample, preparation: Preparation) -> Sample:
-    """Return the sample with nothing to be seen in its media."""
+    """Return the sample with blank media."""
     fields = {m: dict(named) for m, named in sample.fields.items()}
     for module, medium in preparation.items():
         for name, value in medium.blank.items():

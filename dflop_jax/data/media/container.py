@@ -1,7 +1,7 @@
-"""Clips and sounds opened: files that contain all of themselves, and no others.
+"""Opens video and audio files, only those that refer to no other files.
 
 FFmpeg also reads playlists and scripts that name other files or addresses. The list of formats
-leaves those out, the list of protocols is empty, and bytes come from a file that is already open.
+excludes those, no protocol is allowed, and bytes come from a file that is already open.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ OPTIONS = {
     "max_pixels": str(MAX_PIXELS),
 }
 
-# A title may be in any encoding. Since 19 PyAV replaces what is not UTF-8 by itself.
+# A title may be in any encoding. Since version 19 PyAV replaces invalid UTF-8 by default.
 IS_STRICT = int(av.__version__.partition(".")[0]) < 19
 LENIENT: dict[str, Any] = {"metadata_errors": "replace"} if IS_STRICT else {}
 
 
 @contextmanager
 def open_container(source: MediaFile, noun: str) -> Iterator[InputContainer]:
-    """A file's container. Whatever goes wrong inside is a ValueError that names the file."""
+    """Open a file's container. Any error inside the block is a ValueError that names the file."""
     with (
         errors_as(f"{source}: not a readable {noun}"),
         open_media(source) as file,
@@ -44,6 +44,6 @@ def open_container(source: MediaFile, noun: str) -> Iterator[InputContainer]:
 
 
 def check_duration(duration_s: float) -> None:
-    """ValueError when nobody could have recorded it."""
+    """Raise ValueError for an impossible duration."""
     if not 0 <= duration_s <= MAX_DURATION_S:
         raise ValueError(f"it claims to last {duration_s:.4g} s")

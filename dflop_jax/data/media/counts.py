@@ -1,4 +1,4 @@
-"""Pieces and tokens of samples under a model's preparation and limits, from header tables alone."""
+"""Counts the pieces and tokens of samples under a model's preparation, from header tables alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dflop_jax.records import Load
 
 @dataclass(frozen=True, eq=False)
 class SampleCounts:
-    """Counts of n samples, int64; those of media by the modules that take them."""
+    """Counts of n samples, int64."""
 
-    modules: tuple[str, ...]
-    text_tokens: np.ndarray  # [n], without the text between tokens of a medium
+    modules: tuple[str, ...]  # modules that take media
+    text_tokens: np.ndarray  # [n], without text inside a medium
     n_media: np.ndarray  # [n]
-    # [4, n, modules]: sums over a sample's media of pieces, tokens and tokens of text between, and
-    # the greatest of `longest`, see `medium.MediaCounts`
+    # [4, n, modules]: sums of `pieces`, `tokens` and `between` over a sample's media, and the
+    # maximum of `longest`, see `medium.MediaCounts`
     media: np.ndarray
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class SampleCounts:
 
     @property
     def n_pieces(self) -> np.ndarray:
-        """Pieces of every module, [n, modules]."""
+        """Pieces in every module, [n, modules]."""
         return self.media[0]
 
     @property
@@ -46,9 +46,9 @@ class SampleCounts:
 def fit_samples(
     table: RecordTable, preparation: Preparation, limits: DataConfig
 ) -> tuple[SampleCounts, np.ndarray]:
-    """Return the counts of the records that the model can take, and which of them fit: bool [n].
-    With oversize=truncate a sample is the first `max_tokens` tokens of its record, up to the first
-    medium that is not whole among them; it fits if it keeps `needed_tokens` of text."""
+    """Return the counts of n records that the model can take, and a mask of those that fit. With
+    oversize=truncate a sample is the first `max_tokens` tokens of its record, and ends before the
+    first medium that is cut; it fits if it keeps `needed_tokens` of text."""
     truncate = limits.oversize == "truncate"
     counts, usable = sample_counts(table, preparation, limits.max_tokens if truncate else None)
     if truncate:
@@ -59,12 +59,12 @@ def fit_samples(
 def sample_counts(
     table: RecordTable, preparation: Preparation, max_tokens: int | None = None
 ) -> tuple[SampleCounts, np.ndarray]:
-    """Return the counts of the records that the model can take, and which those are: bool
-    [len(table)]. Records are left out if no module takes one of their media, or if it cannot. One
-    ends before the first medium that ends behind `max_tokens`, and has no more text."""
+    """Return the counts of the records that the model can take, and their mask, bool [len(table)].
+    A record is left out if no module can take one of its media. A record is cut to `max_tokens`
+    tokens, and before the first medium that ends after them."""
     owner = np.repeat(np.arange(len(table)), table.records["n_media"])
     is_usable = np.zeros(len(owner), bool)
-    counts = np.zeros((4, len(owner) + 1, len(preparation)), np.int64)  # of each medium, from 1 on
+    counts = np.zeros((4, len(owner) + 1, len(preparation)), np.int64)  # media from index 1
     for column, medium in enumerate(preparation.values()):
         for kind in medium.kinds:
             rows = table.rows_of_kind(kind)
@@ -94,7 +94,7 @@ def _truncate(
     table: RecordTable, owner: np.ndarray, tokens: np.ndarray, max_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the text tokens of each record among its first `max_tokens` tokens, int64
-    [len(table)], and which of the m media with these `tokens` stay, bool [m]."""
+    [len(table)], and a mask of the media that stay, bool [m], given the `tokens` of each."""
     tokens_before = table.media["tokens_before"]
     order = np.lexsort((tokens_before, owner))  # media in the order of the text
     first = table.media_start[owner]  # of each medium's record
@@ -110,8 +110,8 @@ def _truncate(
 
 
 def describe_cut_media(table: RecordTable, preparation: Preparation) -> str:
-    """Return in words how many media the model takes only the beginning of, what to do, and which
-    media keys it ignores; "" for none."""
+    """Return messages about media that are cut to their beginning and media keys that the model
+    ignores; "" for none."""
     messages = []
     for medium in preparation.values():
         for k in medium.kinds:
@@ -126,7 +126,7 @@ def describe_cut_media(table: RecordTable, preparation: Preparation) -> str:
 def sample_load(
     table: RecordTable, row: int, preparation: Preparation, counts: SampleCounts
 ) -> Load:
-    """Return the load of a record, given the counts of this one sample."""
+    """Return the load of a record, given the counts of its sample."""
     lengths: dict[str, tuple[int, ...]] = {}
     runs: dict[str, list[int]] = {}
     headers = table.headers(row, int(counts.text_tokens[0] + counts.n_media[0]))
@@ -145,21 +145,21 @@ def build_load(
     tokens: int,
     runs: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Load:
-    """Return the load of pieces by module and of a text; empty modules are left out. `runs`: pieces
-    of each medium, kept where a medium has several."""
+    """Return the load of a text of `tokens` and of pieces by module, without empty modules. `runs`:
+    number of pieces of each medium, dropped if all are 1."""
     all_lengths = {**lengths, TEXT_MODULE: (tokens,) * (tokens > 0)}
     long_runs = {m: tuple(n) for m, n in runs.items() if max(n, default=0) > 1}
     return Load({m: n for m, n in all_lengths.items() if n}, runs=long_runs)
 
 
 def describe_media(table: RecordTable, row: int) -> str:
-    """Return the headers of a record's media in words."""
+    """Return a description of a record's media."""
     return ", ".join(kind.described(header) for kind, header in table.headers(row))
 
 
 def largest_rows(demands: np.ndarray, limit: int) -> list[int]:
-    """Return rows of int [n, kinds] such that every row asks for no more of any kind than one of
-    them; at most the `limit` greatest."""
+    """Return rows of int [n, kinds] such that every row is at most one of them in all columns;
+    only the `limit` largest."""
     scaled = demands / np.maximum(demands.max(axis=0, initial=0), 1)
     remaining = np.arange(len(demands))
     chosen: list[int] = []

@@ -1,9 +1,8 @@
-"""Pictures and clips as Gemma 4 takes them: as large as a number of tokens allows, their aspect
-kept to whole blocks of patches.
+"""Pictures and clips for Gemma 4: resized to the largest size within a token limit, in whole blocks
+of patches, keeping the aspect ratio.
 
 Sizes and pixels equal those of the published processors (`Gemma4ImageProcessorPil`,
-`Gemma4VideoProcessor`). Every frame of a clip stands in the text behind the minute and second at
-which it is seen.
+`Gemma4VideoProcessor`). In the text, each frame of a clip follows its time in minutes and seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
 @dataclass(frozen=True)
 class Fitted(Native):
-    """Sizes of patches and budgets of tokens."""
+    """Settings of patch sizes and token limits."""
 
-    soft_tokens: int = 280  # of a picture at most
-    frame_tokens: int = 70  # of a frame at most
+    soft_tokens: int = 280  # maximum tokens of a picture
+    frame_tokens: int = 70  # maximum tokens of a frame
 
     def __post_init__(self) -> None:
         if min(self.soft_tokens, self.frame_tokens) < 1:
@@ -44,7 +43,7 @@ class Fitted(Native):
         return rows, cols
 
     def clip(self, clip: Clip) -> ClipLayout:
-        """Frames at equal steps from the first on, all of them where there are not more."""
+        """Return `max_frames` frames at equal steps from the first, or all if there are fewer."""
         n = min(self.max_frames, clip.total)
         frames = tuple(clip.first + i * clip.total // n for i in range(n))
         seconds = tuple(i * clip.rate_den / clip.rate_num for i in frames)
@@ -53,8 +52,8 @@ class Fitted(Native):
 
 
 def fitted_blocks(width: int, height: int, block_px: int, tokens: int) -> Grid:
-    """Rows and columns of blocks of a picture: the most that its aspect and `tokens` allow, rounded
-    down; of a very thin one a single line."""
+    """Return rows and columns of a picture's blocks: the largest grid of its aspect ratio, rounded
+    down, with up to `tokens` blocks; a single line for a very thin picture."""
     scale = sqrt(tokens * block_px**2 / (width * height))
     rows, cols = floor(scale * height / block_px), floor(scale * width / block_px)
     if rows == 0:
@@ -66,7 +65,7 @@ def fitted_blocks(width: int, height: int, block_px: int, tokens: int) -> Grid:
 
 @dataclass(frozen=True)
 class FittedMedium(NativeMedium):
-    """Pictures and clips."""
+    """Preparation of pictures and clips for Gemma 4."""
 
     native: Fitted
     uses_keys: ClassVar[bool] = False

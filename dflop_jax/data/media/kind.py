@@ -1,7 +1,7 @@
-"""Kinds of media: what a record may hold beside its text, and what a header says of it.
+"""Kinds of media in records, and the contents of their headers.
 
-A kind is known to readers of records, to the index of headers and to templates. How a model takes
-media of a kind is another matter: see `medium`.
+Record readers, the index and chat templates use kinds. For how a model prepares media of a kind see
+`medium`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from dflop_jax.data.media.video import Clip, Frames, clip_header, read_frames, r
 Header = Mapping[str, int]
 Columns = Mapping[str, np.ndarray]  # headers of n media, each [n]
 
-# Keys that a record may give one picture or clip, as qwen-vl-utils takes them.
+# Keys that a record may set for a picture or clip, as in qwen-vl-utils.
 SIZES = ("min_pixels", "max_pixels", "resized_width", "resized_height")
 FRAMES = ("nframes", "fps", "min_frames", "max_frames")
 SPAN = ("video_start", "video_end")  # seconds of a clip
-MICRO = 1_000_000  # an index holds fps in millionths
-INDEX_HZ = 16000  # rate at which an index counts samples: that of all encoders so far
+MICRO = 1_000_000  # an index stores fps in millionths
+INDEX_HZ = 16000  # sampling rate of the lengths in an index, that of all encoders so far
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """Media that stand under one tag."""
+    """A kind of media, with one tag."""
 
-    name: str  # of the tag, <NAME>, and of a record's field
-    noun: str  # how messages call one
+    name: str  # name of the tag, <NAME>, and of the record's field
+    noun: str  # word for it in messages
     verb: str  # what a model does with it ("sees")
-    columns: Mapping[str, type]  # integer types of what its header says; kinds may share some
-    header: Callable[[MediaFile], Header]  # reads them off a file; ValueError: it is none
-    opened: Callable[[MediaFile], Any]  # what a medium is decoded from, given a file
-    described: Callable[[Header], str]  # a header in words
-    too_small: str  # what one is that no model can take, and what to do
-    keys: tuple[str, ...] = ()  # that a record may give it; those but `SPAN` are columns
-    extensions: tuple[str, ...] = ()  # of its files in a shard
-    question: str = "What is this?"  # put before a caption of it
-    placeholders: tuple[str, ...] = ()  # stand for one where a tokenizer's configuration names none
-    wrapped: bool = False  # stands between the tokens that begin and end a picture, if there are
-    preface: str = ""  # text before a wrapped one
+    columns: Mapping[str, type]  # integer types of header values; kinds may share columns
+    header: Callable[[MediaFile], Header]  # reads a file's header; ValueError: not of this kind
+    opened: Callable[[MediaFile], Any]  # opens a file; its result is decoded by `Medium.decode`
+    described: Callable[[Header], str]  # returns a description of a header
+    too_small: str  # message for a medium that no model can take, with a remedy
+    keys: tuple[str, ...] = ()  # keys that a record may set; all but `SPAN` are columns
+    extensions: tuple[str, ...] = ()  # extensions of its files in a shard
+    question: str = "What is this?"  # question that a caption answers
+    placeholders: tuple[str, ...] = ()  # its tokens, if the tokenizer's configuration names none
+    wrapped: bool = False  # put between the tokens that begin and end a picture, if they exist
+    preface: str = ""  # text before a wrapped medium
 
 
 Kinds = tuple[Kind, ...]
@@ -97,24 +97,24 @@ AUDIO = Kind(
     question="What is heard?",
     placeholders=("<|AUDIO|>", "<audio>", "<|audio_pad|>"),
 )
-BUILT_IN: Kinds = (IMAGE, VIDEO, AUDIO)  # a model's own join them
+BUILT_IN: Kinds = (IMAGE, VIDEO, AUDIO)  # models may add their own
 
 
 @lru_cache
 def tag_of(kinds: Kinds) -> re.Pattern[str]:
-    """Return what matches the tag of any kind; its group is the kind's name."""
+    """Return a pattern that matches the tag of any kind; its group is the kind's name."""
     return re.compile(f"<({'|'.join(re.escape(kind.name) for kind in kinds)})>")
 
 
 def with_keys(header: Header, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Return a header with the `keys` of its medium: a clip from video_start to video_end is one
-    of fewer frames, other keys become columns. ValueError: values that cannot be."""
+    """Return the header with the `keys` of its medium: video_start and video_end select frames of a
+    clip, other keys become columns. ValueError: invalid values."""
     max_value = np.iinfo(np.int32).max
     for name, value in keys.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_right = is_number and 0 <= value <= max_value and (value > 0 or name in SPAN)
         if not is_right or (name not in ("fps", *SPAN) and value != int(value)):
-            raise ValueError(f"its {name} is {value!r:.50}, which is no number that it can be")
+            raise ValueError(f"its {name} is {value!r:.50}, which is not a valid number")
     for low, high in (SIZES[:2], FRAMES[2:]):
         if keys.get(low, 0) > keys.get(high, max_value):
             raise ValueError(f"its {low} {keys[low]} is above its {high} {keys[high]}")

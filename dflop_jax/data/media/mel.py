@@ -1,8 +1,8 @@
-"""Whisper's log-mel features as Qwen2-Audio uses them, and what they cost.
+"""Whisper's log-mel features as Qwen2-Audio uses them, and their token counts.
 
-Sound at 16 kHz is cut or padded with silence to a window of 30 s; the encoder's convolutions halve
-its 3000 frames, a pooling halves them again, and the LLM sees those that are no padding. This is
-the arithmetic of transformers' extractor in numpy: the import of that takes decoder processes 3 s.
+Audio at 16 kHz is cut or padded with silence to windows of 30 s. The encoder's convolution halves
+the 3000 frames, a pooling halves them again, and the LLM sees those without padding. This is the
+arithmetic of transformers' extractor in numpy, since importing that takes 3 s per decoder process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dflop_jax.data.media.kind import AUDIO, Columns, Header, Kinds
 from dflop_jax.data.media.medium import DecodedMedium, Facts, Form, MediaCounts, Medium
 from dflop_jax.data.media.token_sources import copied_sources
 
-POWER_FLOOR = 1e-10  # below which a spectrum counts as silent, as published
-RANGE_LOG10 = 8.0  # features further below the loudest are cut off
+POWER_FLOOR = 1e-10  # power below this counts as silence, as published
+RANGE_LOG10 = 8.0  # features are clipped to this range below the loudest
 
 
 @dataclass(frozen=True)
 class MelSpec:
-    """Settings of the feature extractor; `max_windows` windows of a longer sound are used, the
-    reference knows 1."""
+    """Settings of the feature extractor. Longer audio is cut to `max_windows` windows; the
+    reference has 1."""
 
     sample_rate: int = 16000
     n_mels: int = 128
@@ -48,18 +48,18 @@ class MelSpec:
 
     @property
     def max_samples(self) -> int:
-        """Samples beyond these are not used."""
+        """Maximum number of samples used."""
         return self.max_windows * self.window_samples
 
 
 def encoder_tokens(frames: np.ndarray) -> np.ndarray:
-    """LLM tokens of windows of so many valid mel frames: after the strided conv and the pooling."""
+    """Return the LLM tokens of windows with `frames` valid mel frames, after conv and pooling."""
     after_conv = (np.asarray(frames, np.int64) - 1) // 2 + 1
     return np.maximum((after_conv - 2) // 2 + 1, 0)
 
 
 def sound_counts(samples: np.ndarray, spec: MelSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(windows, valid mel frames, LLM tokens) int64 [n] of sounds of int [n] samples."""
+    """Return (windows, valid mel frames, LLM tokens), int64 [n], of audio of int [n] samples."""
     samples = np.minimum(np.asarray(samples, np.int64), spec.max_samples)
     full, rest = np.divmod(samples, spec.window_samples)
     rest_frames = -(-rest // spec.hop)
@@ -68,7 +68,7 @@ def sound_counts(samples: np.ndarray, spec: MelSpec) -> tuple[np.ndarray, np.nda
 
 
 def log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
-    """Features float32 [windows, n_mels, window_frames] of mono samples float32 [n] in -1..1."""
+    """Return float32 features [windows, n_mels, window_frames] of mono samples float32 [n]."""
     n = len(sound[: spec.max_samples])
     windows = -(-n // spec.window_samples)
     padded = np.zeros((windows, spec.window_samples), np.float32)
@@ -89,7 +89,7 @@ def _window_log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
 
 
 def _mel_filters(spec: MelSpec) -> np.ndarray:
-    """Triangular filters of equal area, float64 [1 + n_fft // 2, n_mels], on Slaney's mel scale:
+    """Return triangular filters of equal area [1 + n_fft // 2, n_mels] on Slaney's mel scale:
     linear up to 1000 Hz (15 mel), then 27 steps to each factor of 6.4."""
     nyquist_hz = spec.sample_rate / 2
     top_hz = min(nyquist_hz, 8000.0)
@@ -115,7 +115,7 @@ class MelMedium(Medium):
 
     @property
     def features(self) -> int:
-        """That the encoder gives for a window."""
+        """Features that the encoder outputs for a window."""
         return int(encoder_tokens(np.array(self.spec.window_frames)))
 
     @property
@@ -129,7 +129,7 @@ class MelMedium(Medium):
     def cut(self, kind: str, headers: Columns) -> str:
         n = int((headers["samples"] > self.spec.max_samples).sum())
         seconds = self.spec.max_samples / self.spec.sample_rate
-        message = f"sounds longer than the {seconds:g} s that the model hears: {n:,}; split them"
+        message = f"audio longer than the {seconds:g} s that the model hears: {n:,}; split it"
         return message if n else ""
 
     def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> DecodedMedium:

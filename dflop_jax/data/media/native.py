@@ -1,7 +1,7 @@
-"""Pictures and clips at native resolution, as Qwen3-VL takes them.
+"""Pictures and clips at native resolution, for Qwen3-VL.
 
-A picture, or a pair of frames of a clip, is one piece: its sides rounded to whole blocks of patches
-within a range of pixels. Every pair stands in the text behind the time at which it is seen.
+A picture, or a pair of a clip's frames, is one piece. Its sides are rounded to whole blocks of
+patches within a range of pixels. In the text, each pair of frames follows its time.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ from dflop_jax.data.media.token_sources import copied_sources
 from dflop_jax.data.media.video import Clip
 from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
-MAX_RATIO = 200  # of a picture's sides
-CAP_SLACK = 1.05  # least pixels of a frame, over those of a clip, where each frame is capped
-# Blocks at least and at most where a medium has keys of its own, as qwen-vl-utils has them: of a
-# picture, of a frame, and of all frames at most.
+MAX_RATIO = 200  # maximum ratio of a picture's sides
+CAP_SLACK = 1.05  # a frame's pixel limit is at least the minimum pixels times this
+# Minimum and maximum blocks of a picture and of a frame, and maximum of all frames, if a record
+# sets keys of the medium; as in qwen-vl-utils.
 KEYED_BLOCKS, KEYED_FRAME_BLOCKS, KEYED_CLIP_BLOCKS = (4, 16384), (128, 768), 115_200
 VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
 CLIP_FACTS = (
     "min_frames", "num_frames", "min_clip_pixels", "cap_pixels_per_frame", "max_video_tokens"
 )  # fmt: skip
-UNIT_BLOCKS = 3  # sides of the smallest picture that is worth drawing
+UNIT_BLOCKS = 3  # blocks per side of the smallest drawn picture
 
 Ids = tuple[int, ...]
 
 
 class ClipLayout(NamedTuple):
-    """How a clip is seen."""
+    """Sampled frames of a clip."""
 
-    frames: tuple[int, ...]  # numbers of its frames, in pairs
-    seconds: tuple[float, ...]  # of each pair
-    grid: Grid  # patches of every frame
+    frames: tuple[int, ...]  # numbers of the frames, in pairs
+    seconds: tuple[float, ...]  # time of each pair
+    grid: Grid  # patches of each frame
 
 
 @dataclass(frozen=True)
 class Native:
-    """Sizes of patches and ranges of pixels; by default those of the published configuration."""
+    """Settings of patch sizes and pixel ranges; defaults are the published configuration."""
 
     patch_px: int = 16  # side of a patch
-    merge: int = 2  # so many patches squared are a block, which becomes one LLM token
-    frames: int = 2  # of a clip in one patch; a picture is repeated so often
+    merge: int = 2  # patches per side of a block, which becomes one LLM token
+    frames: int = 2  # frames of a clip in one patch; a picture is repeated this often
     min_pixels: int = DataConfig.min_pixels  # of a resized picture
     max_pixels: int = DataConfig.max_pixels
     max_clip_pixels: int = DataConfig.max_clip_pixels  # of all frames of a clip
     max_frames: int = 768  # sampled from a clip
     frames_per_s: float = 2.0
-    min_frames: int = 4  # sampled from a clip that has them
-    num_frames: int = 0  # always so many instead, where it is not 0
+    min_frames: int = 4  # sampled from a clip, if it has as many
+    num_frames: int = 0  # above 0: a fixed number of frames instead
     min_clip_pixels: int = 4096  # of all frames of a clip
-    cap_pixels_per_frame: bool = False  # every frame has an equal share of `max_clip_pixels`,
-    max_video_tokens: int = 768  # and at most so many tokens
+    cap_pixels_per_frame: bool = False  # each frame gets an equal share of `max_clip_pixels`
+    max_video_tokens: int = 768  # maximum tokens of a frame in that case
 
     def __post_init__(self) -> None:
         if not self.block_px**2 <= self.min_pixels <= self.max_pixels:
@@ -87,16 +87,16 @@ class Native:
         return self.patch_px * self.merge
 
     def tokens(self, grid: Grid) -> int:
-        """LLM tokens of a piece."""
+        """Return the LLM tokens of a piece."""
         return grid[0] * grid[1] // self.merge**2
 
     def grid(self, header: Header) -> Grid:
-        """Patches of a picture; rows and columns are 0 where it is too thin."""
+        """Return a picture's rows and columns of patches; 0 if it is too thin."""
         rows, cols = self.blocks({name: np.array([n]) for name, n in header.items()})
         return int(rows[0]) * self.merge, int(cols[0]) * self.merge
 
     def blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of blocks of pictures, int64 [n] each; 0 of those that are too thin."""
+        """Return the rows and columns of pictures' blocks, int64 [n]; 0 if one is too thin."""
         px = self.block_px
         true, requested = (
             np.stack([headers[f"{prefix}height"], headers[f"{prefix}width"]]).astype(np.int64)
@@ -120,7 +120,7 @@ class Native:
         return np.where(is_thin, 0, rows), np.where(is_thin, 0, cols)
 
     def clip(self, clip: Clip) -> ClipLayout | None:
-        """How a clip is seen; None: it has too few frames or is too thin."""
+        """Return the sampled frames of a clip; None: it has too few frames or is too thin."""
         rate = clip.rate_num / clip.rate_den
         n = self._frame_count(clip)
         grid = self._clip_grid(n, clip) if n >= self.frames else None
@@ -133,7 +133,7 @@ class Native:
         return ClipLayout(tuple(frames), tuple((a / rate + b / rate) / 2 for a, b in pairs), grid)
 
     def _frame_count(self, clip: Clip) -> int:
-        """How many frames of a clip are seen; 0 where it has fewer than its record asks for."""
+        """Return the number of sampled frames; 0 if the clip has fewer than its record requests."""
         pair, seconds = self.frames, clip.total * clip.rate_den / clip.rate_num
         if clip.nframes:
             n = round(clip.nframes / pair) * pair
@@ -149,7 +149,7 @@ class Native:
         return min(max(wanted, self.min_frames), self.max_frames, clip.total)
 
     def _clip_grid(self, n: int, clip: Clip) -> Grid | None:
-        """Patches of each of n frames; None: they are too thin."""
+        """Return the patch grid of each of n frames; None: the frames are too thin."""
         px, width, height = self.block_px, clip.width, clip.height
         if clip.min_pixels or clip.max_pixels or clip.total_pixels or clip.resized_width:
             low = clip.min_pixels or KEYED_FRAME_BLOCKS[0] * px**2
@@ -178,13 +178,13 @@ class Native:
         return rows * self.merge, cols * self.merge
 
     def resized(self, image: Image.Image, grid: Grid) -> np.ndarray:
-        """An RGB picture or frame as uint8 [height, width, 3] of a grid's size."""
+        """Return an RGB picture or frame in the size of a patch grid, uint8 [height, width, 3]."""
         size = grid[1] * self.patch_px, grid[0] * self.patch_px
         return np.asarray(image.resize(size, BICUBIC), np.uint8)
 
     def patches(self, frames: np.ndarray) -> np.ndarray:
-        """uint8 [n, height, width, 3], n a multiple of `frames`, as patches uint8 [p, colours x
-        frames x patch_px x patch_px]: pair by pair, block by block, patch by patch."""
+        """Return patches uint8 [p, colours x frames x patch_px x patch_px] of frames uint8 [n,
+        height, width, 3], n a multiple of `frames`: in the order of pairs, blocks, patches."""
         n, height, width, colours = frames.shape
         px, m = self.patch_px, self.merge
         rows, cols = height // self.block_px, width // self.block_px
@@ -194,7 +194,7 @@ class Native:
 
 
 def patch_places(grids: Sequence[Grid], merge: int) -> np.ndarray:
-    """int32 [patches, 4]: row and column of each patch in its piece, in the order of
+    """Return int32 [patches, 4]: row and column of each patch in its piece, in the order of
     `Native.patches`, and the rows and columns of the piece."""
     pieces_of_grid = [np.zeros((0, 4), np.int32)]
     for rows, cols in grids:
@@ -206,9 +206,9 @@ def patch_places(grids: Sequence[Grid], merge: int) -> np.ndarray:
 
 
 def token_positions(stand: np.ndarray, blocks: Sequence[Grid]) -> np.ndarray:
-    """int32 [t, 3], (time, row, column) of the tokens of a text, among which those of pieces of so
-    many rows and columns of blocks `stand`, bool [t]. Text counts on; a piece that begins at n goes
-    on at n + its longer side."""
+    """Return the (time, row, column) positions of a text's tokens, int32 [t, 3]. The mask `stand`
+    marks the tokens of pieces, `blocks` has their rows and columns. After a piece at position n
+    the text continues at n plus its longer side."""
     positions = np.zeros((len(stand), 3), np.int32)
     stand_at = np.flatnonzero(stand)
     end = n_placed = start = 0
@@ -225,7 +225,7 @@ def token_positions(stand: np.ndarray, blocks: Sequence[Grid]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NativeMedium(Medium):
-    """Pictures and clips at native resolution."""
+    """Preparation of pictures and clips at native resolution."""
 
     native: Native
     encode: Callable[[str], Ids]
@@ -238,17 +238,17 @@ class NativeMedium(Medium):
 
     @property
     def unit_px(self) -> int:
-        """Side of the smallest picture that is worth drawing."""
+        """Side of the smallest drawn picture, in pixels."""
         return UNIT_BLOCKS * self.native.block_px
 
     def stamps(self, seconds: Sequence[float]) -> list[tuple[Ids, Ids]]:
-        """Ids of the text before and after each piece of a clip."""
+        """Return the ids of the text before and after each piece of a clip."""
         begin_ids, end_ids = self.frame_ends
         times = [self.encode(self.time_text(i, second)) for i, second in enumerate(seconds)]
         return [((*ids, *begin_ids), end_ids) for ids in times]
 
     def time_text(self, index: int, second: float) -> str:
-        """The text before the piece that is seen at this second."""
+        """Return the text before the piece at this time."""
         return f"<{second:.1f} seconds>"
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
@@ -262,7 +262,7 @@ class NativeMedium(Medium):
         return MediaCounts(usable > 0, n_pieces, tokens, between, tokens // np.maximum(n_pieces, 1))
 
     def _clip_counts(self, clip: Clip) -> tuple[int, int, int, int]:
-        """(usable, pairs of frames, their tokens, tokens of their stamps)."""
+        """Return (usable, pairs of frames, tokens of pairs, tokens of time stamps)."""
         layout = self.native.clip(clip)
         if layout is None:
             return 0, 0, 0, 0
@@ -272,7 +272,7 @@ class NativeMedium(Medium):
 
     def _layout(self, header: Header) -> ClipLayout:
         layout = self.native.clip(Clip(*(header[name] for name in Clip._fields)))
-        assert layout is not None, f"a clip that is not usable: {header}"
+        assert layout is not None, f"an unusable clip: {header}"
         return layout
 
     def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
@@ -314,7 +314,7 @@ class NativeMedium(Medium):
 
 
 def cached_encode(tokenizer: AnyTokenizer | None) -> Callable[[str], Ids]:
-    """Return what encodes the same short texts again and again; no tokenizer makes no ids."""
+    """Return a cached function from text to ids; without a tokenizer it returns no ids."""
     return lru_cache(65536)(lambda text: tuple(tokenizer.encode(text)) if tokenizer else ())
 
 

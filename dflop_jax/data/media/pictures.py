@@ -1,4 +1,4 @@
-"""Picture files to upright RGB, and pictures to square tiles."""
+"""Reads picture files as upright RGB, and cuts pictures into square tiles."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from PIL import ExifTags, Image, ImageOps
 from dflop_jax.data.bounds import MAX_PIXELS, errors_as
 from dflop_jax.data.datasets.blob import MediaFile, open_media
 
-# Pillow also reads scripts (EPS) and formats that nobody keeps photos in; JPEG stands for MPO too
+# Pillow also reads scripts (EPS) and formats that are rare for photos; JPEG includes MPO.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 BICUBIC = Image.Resampling.BICUBIC
 Size = tuple[int, int]  # width and height in pixels
 
 
 def picture_size(path: MediaFile) -> Size:
-    """Upright (width, height) from the header. ValueError if it is no picture or too large."""
+    """Return the upright (width, height) from the header. ValueError: no picture, or too large."""
     with (
         errors_as(f"{path}: not a readable picture"),
         open_media(path) as file,
@@ -27,8 +27,8 @@ def picture_size(path: MediaFile) -> Size:
 def read_picture(
     path: MediaFile, size: Size | None = None, min_size: Size | None = None
 ) -> Image.Image:
-    """The picture, upright, in RGB. ValueError: it is broken, or no longer of `size`. With
-    `min_size` a JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves so many pixels."""
+    """Return the upright picture in RGB. ValueError: it is broken, or its size is not `size`. A
+    JPEG is decoded at 1/2, 1/4 or 1/8 scale if that is still at least `min_size`."""
     with (
         errors_as(f"{path}: cannot be decoded"),
         open_media(path) as file,
@@ -47,7 +47,7 @@ def read_picture(
 def _upright_size(image: Image.Image) -> Size:
     width, height = image.size
     if min(width, height) < 1:
-        raise ValueError(f"{width}x{height} pixels show nothing")
+        raise ValueError(f"{width}x{height} pixels is empty")
     if width * height > MAX_PIXELS:
         megapixels = MAX_PIXELS // 10**6
         raise ValueError(f"{width}x{height} exceeds {megapixels} megapixels; scale it down")
@@ -55,8 +55,8 @@ def _upright_size(image: Image.Image) -> Size:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1-8 as the header gives it, read before any pixel."""
-    # Pillow turns TIFF itself, and would decode a PNG to look for EXIF behind the pixels.
+    """Return the EXIF orientation, 1 to 8, from the header."""
+    # Pillow rotates TIFF itself, and would decode a PNG to find EXIF data after the pixels.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     value = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -64,8 +64,8 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """First frame as RGB; transparency shows white; integers of 16 bits are divided by 257, floats
-    of 0 to 1 multiplied by 255. ValueError: values beyond."""
+    """Return the first frame as RGB. Transparent pixels become white, 16-bit integers are divided
+    by 257, floats in 0 to 1 multiplied by 255. ValueError: values out of range."""
     image.load()
     if image.mode[0] in "IF":
         top, values = 1 if image.mode == "F" else 65535, np.asarray(image)
@@ -85,12 +85,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def frame_tile(
     image: Image.Image, tile_px: int, resampling: Image.Resampling = BICUBIC
 ) -> np.ndarray:
-    """The whole RGB picture or frame as one tile, uint8 [tile_px, tile_px, 3]."""
+    """Return the whole RGB picture or frame as one tile, uint8 [tile_px, tile_px, 3]."""
     return np.asarray(image.resize((tile_px, tile_px), resampling), np.uint8)
 
 
 def padded_tiles(inner: Image.Image, rows: int, cols: int, tile_px: int) -> np.ndarray:
-    """The tiles of a grid with an RGB picture in the middle, black around it, by row: uint8
+    """Return the tiles, by row, of a black grid with an RGB picture in the middle: uint8
     [rows * cols, tile_px, tile_px, 3]."""
     canvas = Image.new("RGB", (cols * tile_px, rows * tile_px))
     canvas.paste(inner, ((canvas.width - inner.width) // 2, (canvas.height - inner.height) // 2))

@@ -1,7 +1,7 @@
-"""Frames of a long clip by seeking, where that surely gives the frames that decoding all would.
+"""Decodes frames of a long clip by seeking, if the result is certainly that of decoding it all.
 
-The packets are listed first, undecoded: their times say which frame is on show at a moment, and
-which are key frames. Where anything is in doubt, the clip is decoded from its start (see `video`).
+The packets are listed first, without decoding: they have the times and key frames. In any doubt the
+clip is decoded from its start (see `video`).
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-# Nothing after a key frame of these, of h264 after some of them, looks behind it.
+# Codecs whose frames never refer to a frame before the last key frame (h264: before the last IDR).
 CLOSED_GOP_CODECS = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
-VP8_SHOWN_BIT = 16  # a bit of a packet's first byte: not only others refer to its frame
-H264_IDR_TYPE = 5  # a NAL unit's type: nothing after it refers to what was before
+VP8_SHOWN_BIT = 16  # bit of a packet's first byte: its frame is displayed
+H264_IDR_TYPE = 5  # type of a NAL unit that no later frame refers across
 
-# Numbers of frames, by the seconds at which all begin, in order; None if the clip ends before.
+# Returns the numbers of frames, given the seconds at which all begin; None if the clip is short.
 Choose = Callable[[Sequence[float]], Sequence[int] | None]
 
 
 class SeekPlan(NamedTuple):
-    """How to come by the frames on show at some moments, by their times (pts)."""
+    """Plan for decoding the frames that are displayed at some moments."""
 
-    pts_by_moment: list[int]
-    runs: list[tuple[int, list[int]]]  # decoded without a seek: the key frame, those wanted
-    keys: set[int]
+    pts_by_moment: list[int]  # presentation time of the frame at each moment
+    runs: list[tuple[int, list[int]]]  # (pts of a key frame to seek, pts to decode from there)
+    keys: set[int]  # pts of all key frames
 
 
 def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) -> SeekPlan | None:
-    """Return how to see the chosen frames of the clip; None: decode it from its start."""
+    """Return a plan for the chosen frames of the clip; None: decode it from its start."""
     if stream.codec_context.name not in CLOSED_GOP_CODECS or stream.time_base is None:
         return None
-    order: dict[int, int] = {}  # pts -> place in the order of decoding
+    order: dict[int, int] = {}  # pts -> index in decoding order
     keys: list[int] = []
     for packet in container.demux(stream):
         if not packet.size:
-            continue  # the end
+            continue  # end of the stream
         is_odd = packet.is_corrupt or is_hidden(packet, stream)
         if packet.pts is None or packet.pts in order or is_odd:
             return None
@@ -64,14 +64,14 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
         else:
             runs.append((key, [pts]))
     decoded = sum(1 + max(order[t] for t in wanted) - order[key] for key, wanted in runs)
-    if decoded > order[pts_by_moment[-1]]:  # as many as from the start
+    if decoded > order[pts_by_moment[-1]]:  # no fewer than from the start
         return None
     return SeekPlan(pts_by_moment, runs, {*keys})
 
 
 def is_hidden(packet: Packet, stream: VideoStream) -> bool:
-    """Whether a decoder shows no frame of a packet that is not empty: an edit list hides it, or it
-    is only referred to."""
+    """Return whether a packet's frame is not displayed: an edit list hides it, or it is only a
+    reference for others."""
     is_vp8 = stream.codec_context.name == "vp8"
     return packet.is_discard or (is_vp8 and not memoryview(packet)[0] & VP8_SHOWN_BIT)
 
@@ -79,8 +79,8 @@ def is_hidden(packet: Packet, stream: VideoStream) -> bool:
 def seek_frames(
     container: InputContainer, stream: VideoStream, plan: SeekPlan
 ) -> Iterator[tuple[VideoFrame, int]]:
-    """Yield the frames of a plan, each with how many of the moments show it; LookupError where the
-    clip is not as its packets said."""
+    """Yield (frame, number of moments that display it) of a plan. LookupError: frames differ from
+    what the packets announced."""
     for key, wanted in plan.runs:
         container.seek(key, stream=stream)
         pending = [*wanted]
@@ -99,7 +99,7 @@ def seek_frames(
 
 
 def _is_closed(stream: VideoStream, packet: Packet) -> bool:
-    """Whether nothing after a key frame looks behind it."""
+    """Return whether no frame after a key frame refers to one before it."""
     if stream.codec_context.name != "h264":
         return True
     data, head = bytes(packet), stream.codec_context.extradata or b""

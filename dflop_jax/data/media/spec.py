@@ -1,4 +1,4 @@
-"""What a model asks of media, as it declares it."""
+"""The media preparation that a model declares for its modules."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ DEFAULT_FORMS = {"vision": "tiles", "audio": "mel"}  # of modules that name none
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """Every module that takes media with its form and that form's facts.
+    """The form of every module that takes media, and the facts for that form.
 
-    `media[module]` is what `MultimodalModel.preprocessing` says: "form", a name of `FORMS` or
-    MODULE:NAME of a `Form` that anybody wrote; "piece_tokens", tokens of a piece inside its
-    encoder, if these are others than the features that come out; all else is the form's own.
-    ValueError: a form that is not known.
+    `media[module]` is that of `MultimodalModel.preprocessing`: "form", a name in `FORMS` or the
+    MODULE:NAME of a `Form`; "piece_tokens", tokens of a piece inside the encoder if they are not as
+    many as its output features; all other facts are the form's. ValueError: an unknown form.
     """
 
     media: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
@@ -46,7 +45,7 @@ class MediaSpec:
     def of(
         cls, preprocessing: Mapping[str, Mapping[str, Any]], piece_tokens: Mapping[str, int]
     ) -> MediaSpec:
-        """Return what a model says of its modules; what has no form are no media of records."""
+        """Return a model's spec. Modules without a form take no media of records."""
         media = {}
         for module, facts in preprocessing.items():
             if "form" in facts or module in DEFAULT_FORMS:
@@ -57,26 +56,26 @@ class MediaSpec:
 
     @property
     def kinds(self) -> Kinds:
-        """The kinds of all media that records may hold: the built-in ones, then the model's own."""
+        """Kinds of media that records may have: the built-in ones, then the model's own."""
         forms = [resolve_form(facts["form"]) for facts in self.media.values()]
         return tuple(dict.fromkeys([*BUILT_IN, *(kind for form in forms for kind in form.kinds)]))
 
     def prepared(self, limits: DataConfig, tokenizer: AnyTokenizer | None = None) -> Preparation:
-        """Return how the model takes media under the limits, by module; without a tokenizer, no
-        text stands among frames. ValueError: facts that its form cannot take."""
+        """Return the medium of each module under the limits; without a tokenizer there is no text
+        between frames. ValueError: facts that the form does not accept."""
         preparation = {}
         for module, facts in self.media.items():
             settings = {name: value for name, value in facts.items() if name != "form"}
             try:
                 preparation[module] = resolve_form(facts["form"]).build(settings, limits, tokenizer)
-            except TypeError as e:  # of a form that knows no such fact
+            except TypeError as e:  # the form has no such argument
                 raise ValueError(f"media of {module!r}: {e}") from None
         return preparation
 
 
 @cache
 def resolve_form(name: str) -> Form:
-    """Return the form of a name. ValueError: there is none."""
+    """Return the form of this name. ValueError: it does not exist."""
     if name in FORMS:
         return FORMS[name]
     module, _, attribute = name.partition(":")

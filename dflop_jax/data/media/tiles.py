@@ -1,6 +1,6 @@
-"""Pictures and clips as square tiles: a layout cuts them and says which tokens show what.
+"""Pictures and clips as square tiles. A layout cuts the tiles and gives the sources of text tokens.
 
-The plain layout is an overview tile and a grid, every feature one token of the text; others are
+`SimpleTiles` makes an overview tile and a grid, with one text token per feature; other layouts are
 `Square`, `DynamicTiling` and `AnyRes`. A frame of a clip is one tile.
 """
 
@@ -26,42 +26,42 @@ from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
 NEXT_FRAME_TEXT = "\nFrame{}: "  # InternVL's text between a clip's frames
 
-Counts = tuple[np.ndarray, np.ndarray, np.ndarray]  # of pictures, see `VisionLayout.count`
+Counts = tuple[np.ndarray, np.ndarray, np.ndarray]  # see `VisionLayout.count`
 
 
 class VisionLayout(ABC):
-    """How a model sees pictures and clips: a frozen dataclass, derived from this for what a simple
-    one need not say. `alone` says whether a picture is the only one of its sample."""
+    """Layout of pictures and clips in tiles. Implementations are frozen dataclasses that inherit
+    the defaults. `alone`: the picture is the only one in its sample."""
 
     tile_px: int
-    tokens_per_tile: int  # features that the encoder gives for a tile
+    tokens_per_tile: int  # features that the encoder outputs for a tile
     max_tiles: int
     is_joined: ClassVar[bool] = False  # see `medium.Medium`
 
     @abstractmethod
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
-        """(usable bool, tiles, LLM tokens), each [n], of n upright pictures."""
+        """Return (usable bool, tiles, LLM tokens), each [n], of n upright pictures."""
 
     def count_clips(self, frames: np.ndarray) -> np.ndarray:
-        """LLM tokens of clips of int [n] frames, one tile each."""
+        """Return the LLM tokens of clips of int [n] frames, one tile each."""
         return frames * self.tokens_per_tile
 
     def min_size(self, width: int, height: int) -> Size | None:
-        """(width, height) that a larger picture may be decoded at; None: decode it whole, as
-        published processors do."""
+        """Return the minimum (width, height) at which a picture may be decoded; None: its full
+        size, as published processors do."""
         return None
 
     @abstractmethod
     def cut_tiles(self, image: Image.Image, alone: bool, size: Size) -> np.ndarray:
-        """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture, whose true (width,
-        height) is `size`."""
+        """Return the tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture, whose
+        original (width, height) is `size`."""
 
     def token_sources(self, width: int, height: int, alone: bool) -> TokenSources:
-        """Where each LLM token of a picture comes from, over its tiles."""
+        """Return the sources of a picture's LLM tokens in its tiles."""
         return self.clip_token_sources(self.n_tiles(width, height, alone))
 
     def clip_token_sources(self, frames: int) -> TokenSources:
-        """The same for a clip."""
+        """Return the sources of a clip's LLM tokens in its tiles."""
         return copied_sources(np.arange(frames * self.tokens_per_tile))
 
     def n_tiles(self, width: int, height: int, alone: bool) -> int:
@@ -71,8 +71,8 @@ class VisionLayout(ABC):
 
 @dataclass(frozen=True)
 class SimpleTiles(VisionLayout):
-    """LLaVA-NeXT's: a base tile of the whole picture, resized, and where the picture is larger than
-    a tile, a grid of up to `max_tiles`."""
+    """The layout of LLaVA-NeXT: a base tile of the whole picture, resized, and a grid of up to
+    `max_tiles` if the picture is larger than a tile."""
 
     tile_px: int
     tokens_per_tile: int
@@ -88,7 +88,7 @@ class SimpleTiles(VisionLayout):
         px = self.tile_px
         rows, cols = choose_grid(width, height, px, self.max_tiles)
         shown_w, shown_h = fit_in_box(width, height, max(1, cols) * px, max(1, rows) * px)
-        return 2 * max(shown_w, px), 2 * max(shown_h, px)  # twice what tiles show of it
+        return 2 * max(shown_w, px), 2 * max(shown_h, px)  # twice the resolution of the tiles
 
     def cut_tiles(self, image: Image.Image, alone: bool, size: Size) -> np.ndarray:
         px, resize = self.tile_px, partial(image.resize, resample=BICUBIC, reducing_gap=2.0)
@@ -102,8 +102,8 @@ class SimpleTiles(VisionLayout):
 
 @lru_cache(maxsize=65536)
 def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> Grid:
-    """(rows, cols) of the grid of 2..max_tiles tiles that keeps most pixels of a picture fitted
-    into it, then wastes least; (0, 0): the base tile only."""
+    """Return (rows, cols) of the grid of 2..max_tiles tiles that keeps the most pixels of a fitted
+    picture, then wastes the fewest; (0, 0): only the base tile."""
     if max(width, height) <= tile_px:
         return (0, 0)
     best_grid, best_key = (0, 0), (-1, 0)
@@ -120,7 +120,7 @@ def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> Grid:
 
 
 def fit_in_box(width: int, height: int, box_width: int, box_height: int) -> Size:
-    """Largest (width, height) of the same aspect ratio inside the box, at least 1 x 1."""
+    """Return the largest (width, height) of the same aspect ratio inside the box, at least 1."""
     if width * box_height >= height * box_width:
         return box_width, max(1, height * box_width // width)
     return max(1, width * box_height // height), box_height
@@ -128,9 +128,9 @@ def fit_in_box(width: int, height: int, box_width: int, box_height: int) -> Size
 
 @dataclass(frozen=True)
 class Square(VisionLayout):
-    """Gemma 3's: each picture is resized to one square, as by the published processor
-    (`Gemma3ImageProcessorPil`) without "pan and scan", which published folders leave off. A frame
-    of a clip is a picture, and sees the others where no text stands between."""
+    """The layout of Gemma 3: each picture is resized to one square, as by the published processor
+    (`Gemma3ImageProcessorPil`) without "pan and scan", which published folders disable. Frames of a
+    clip without text between them attend to each other."""
 
     tile_px: int
     tokens_per_tile: int
@@ -147,9 +147,9 @@ class Square(VisionLayout):
 
 @dataclass(frozen=True)
 class DynamicTiling(VisionLayout):
-    """InternVL-2.5's: a picture is resized, its aspect ratio not kept, to the grid of up to
-    `max_tiles` tiles whose ratio is nearest, and cut; with more than one tile a thumbnail of the
-    whole follows. Pixels equal those of the published processor (`GotOcr2ImageProcessorPil`)."""
+    """The layout of InternVL-2.5: a picture is resized to the grid of up to `max_tiles` tiles with
+    the nearest aspect ratio, and cut; if there are several tiles, a thumbnail follows. Pixels equal
+    those of the published processor (`GotOcr2ImageProcessorPil`)."""
 
     tile_px: int = 448
     tokens_per_tile: int = 256
@@ -167,8 +167,8 @@ class DynamicTiling(VisionLayout):
         return tiles if len(tiles) == 1 else np.concatenate([tiles, frame_tile(image, px)[None]])
 
     def grids(self, widths: np.ndarray, heights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, cols) int64 [n] of the grids nearest in aspect ratio to upright widths x heights
-        pixels, int [n]; of equally near ones the larger whose pixels are half filled."""
+        """Return (rows, cols), int64 [n], of the grids with the nearest aspect ratio to pictures of
+        these sizes; of equally near grids the largest that the picture fills by half."""
         ratio, area = widths / heights, widths.astype(np.int64) * heights
         rows, cols = np.ones((2, len(widths)), np.int64)
         min_distance = np.full(len(widths), np.inf)
@@ -185,13 +185,13 @@ class DynamicTiling(VisionLayout):
 
 @dataclass(frozen=True)
 class TileMedium(medium.Medium):
-    """Pictures and clips in the tiles of a layout."""
+    """Preparation of pictures and clips in the tiles of a layout."""
 
     layout: VisionLayout
     sources: int = 1
-    tile_tokens: int = 0  # inside the encoder; 0: as many as the features that come out
+    tile_tokens: int = 0  # tokens of a tile inside the encoder; 0: as many as output features
     max_frames: int = DataConfig.max_frames  # of a clip
-    # ids of the text behind each of max_frames - 1 frames of a clip; () if there is none
+    # ids of the text after each of max_frames - 1 frames of a clip; () if there is none
     between_frames: tuple[tuple[int, ...], ...] = ()
 
     kinds: ClassVar[Kinds] = (IMAGE, VIDEO)
@@ -207,7 +207,7 @@ class TileMedium(medium.Medium):
 
     @property
     def unit_px(self) -> int:
-        """Side of the smallest picture that is worth drawing."""
+        """Side of the smallest drawn picture, in pixels."""
         return self.layout.tile_px
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> MediaCounts:
@@ -248,8 +248,8 @@ class TileMedium(medium.Medium):
 
 
 def tile_form(make_layout: Callable[..., VisionLayout], *fact_names: str) -> medium.Form:
-    """Return the form of a layout, which `make_layout` makes of tile_px, tokens_per_tile, max_tiles
-    and those of the `fact_names` that a model states."""
+    """Return the form of a layout. `make_layout` is called with tile_px, tokens_per_tile, max_tiles
+    and the facts in `fact_names` that a model has."""
 
     def build(
         facts: medium.Facts, limits: DataConfig, tokenizer: AnyTokenizer | None
@@ -267,7 +267,7 @@ def tile_form(make_layout: Callable[..., VisionLayout], *fact_names: str) -> med
 
 
 def between_frames(tokenizer: ChatTokenizer, n: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ids between the n frames of a clip, n - 1 times; () where there are none."""
+    """Return the n - 1 id sequences between the n frames of a clip; () if there are none."""
     if tokenizer.picture_ends is None:
         return ()
     begin_ids, end_ids = tokenizer.picture_ends

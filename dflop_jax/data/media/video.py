@@ -1,4 +1,4 @@
-"""Video clips to frames: uniform samples in time, counted by the header or by its packets."""
+"""Reads frames of video clips, sampled uniformly in time; counts them from header or packets."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import check_duration, open_container
 from dflop_jax.data.media.seek import Choose, is_hidden, seek_frames, seek_plan
 
-FRAMES_PER_S = 2.0  # that are taken of a clip
-DEFAULT_RATE = Fraction(25)  # frames a second of a clip that does not say
+FRAMES_PER_S = 2.0  # frames sampled per second
+DEFAULT_RATE = Fraction(25)  # frames per second of a clip without a frame rate
 Convert = Callable[[Image.Image], np.ndarray]
-CountedFrames = Iterator[tuple[VideoFrame, int]]  # each with how many times it is wanted
+CountedFrames = Iterator[tuple[VideoFrame, int]]  # (frame, how often it is used)
 ChooseFrames = Callable[[Iterator[VideoFrame]], CountedFrames]
 MIRRORED = Transpose.TRANSPOSE, Transpose.FLIP_LEFT_RIGHT, Transpose.FLIP_TOP_BOTTOM
-MAX_RATE_DEN = 10_000  # of a counted rate, whose parts then fit int32
+MAX_RATE_DEN = 10_000  # maximum denominator of a computed rate, so that it fits int32
 logger = logging.getLogger("dflop_jax.data")
 
 
 class Clip(NamedTuple):
-    """What a header says of a clip, and what its record asks for (see `kind.with_keys`), each 0
-    where it does not."""
+    """Header of a clip, and keys of its record (see `kind.with_keys`), 0 if not set."""
 
     width: int  # of an upright frame
     height: int
-    total: int  # frames that are shown
-    rate_num: int  # frames a second on average
+    total: int  # displayed frames
+    rate_num: int  # average frames per second
     rate_den: int
     first: int = 0  # number of the first frame
     min_pixels: int = 0  # of a frame
@@ -60,15 +59,15 @@ class Clip(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """A clip of a file: `read_frames` and `read_numbered` of it."""
+    """Functions `read_frames` and `read_numbered` for the file of a clip."""
 
     spread: Callable[..., np.ndarray]
     numbered: Callable[..., np.ndarray]
 
 
 def clip_header(path: MediaFile) -> dict[str, int]:
-    """Read the fields of `Clip`, and "frames", FRAMES_PER_S over the duration, at most what is
-    there. ValueError when the file is no video, or one without frames."""
+    """Return the fields of `Clip` and "frames", the number sampled at FRAMES_PER_S, at most all.
+    ValueError: the file is not a video, or has no frames."""
     with open_container(path, "video") as container:
         clip, _ = _scan_clip(container)
     frames = min(clip.total, ceil(clip.total * clip.frame_s * FRAMES_PER_S))
@@ -76,8 +75,8 @@ def clip_header(path: MediaFile) -> dict[str, int]:
 
 
 def read_numbered(path: MediaFile, numbers: Sequence[int], convert: Convert) -> np.ndarray:
-    """`convert` of the upright RGB frames of these ascending numbers, stacked; a number may come
-    several times. A clip that breaks off is treated as by `read_frames`."""
+    """Return the upright RGB frames of these ascending numbers, each passed to `convert`, stacked.
+    Numbers may repeat. A clip that breaks off is treated as by `read_frames`."""
 
     def choose(seconds: Sequence[float]) -> Sequence[int] | None:
         return numbers if numbers[-1] < len(seconds) else None
@@ -93,9 +92,9 @@ def read_numbered(path: MediaFile, numbers: Sequence[int], convert: Convert) -> 
 def read_frames(
     path: MediaFile, n_frames: int, convert: Convert, first: int = 0, total: int | None = None
 ) -> np.ndarray:
-    """`convert` of `n_frames` upright RGB frames, those on show in the middles of as many equal
-    parts of the clip, or of `total` frames of it from the `first` on, stacked. Where it breaks off,
-    the last good frame is repeated, with a warning; ValueError where that is more than half."""
+    """Return `n_frames` upright RGB frames, each passed to `convert`, stacked: the frames displayed
+    in the middles of equal parts of the clip, or of its `total` frames from `first`. If it breaks
+    off, the last good frame is repeated and a warning logged; ValueError if that is over half."""
     with open_container(path, "video") as container:
         clip, start_s = _scan_clip(container)
     part_s = (total or clip.total) * clip.frame_s / n_frames
@@ -113,8 +112,8 @@ def read_frames(
 def _read(
     path: MediaFile, choose: Choose, choose_frames: ChooseFrames, n: int, convert: Convert
 ) -> np.ndarray:
-    """`convert` of n frames: those that `choose` says, by seeking, where that gains something and
-    surely gives the same, else those that `choose_frames` yields."""
+    """Return n converted frames: those of `choose` by seeking, if that is faster and certainly
+    gives the same frames, else those of `choose_frames`."""
     decoded: list[np.ndarray] = []
     with open_container(path, "video") as container, suppress(av.FFmpegError, LookupError):
         stream = container.streams.video[0]
@@ -123,7 +122,7 @@ def _read(
                 decoded += [convert(_upright(frame))] * n_times
             return np.stack(decoded)
     decoded, reason = [], "it has fewer frames than it states"
-    with open_container(path, "video") as container:  # anew: its packets were read
+    with open_container(path, "video") as container:  # opened again, since its packets were read
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         try:
@@ -142,8 +141,8 @@ def _read(
 def _frames_at(
     moments: Sequence[float], start_s: float, frame_s: float, frames: Iterator[VideoFrame]
 ) -> CountedFrames:
-    """Yield the frames on show at ascending moments, each with how many of the moments show it, as
-    far as the clip goes. An error while decoding is raised after the last good frame."""
+    """Yield (frame, number of moments that display it) for ascending moments until the clip ends.
+    A decoding error is raised after the last good frame."""
     n_done, previous, previous_s = 0, None, start_s
     error: av.FFmpegError | None = None
     while n_done < len(moments):
@@ -152,7 +151,7 @@ def _frames_at(
         except av.FFmpegError as e:
             frame, error = None, e
         if frame is None:
-            # the last frame stays on show for about its own duration
+            # the last frame is displayed for about its own duration
             next_s = np.nextafter(previous_s + 2 * frame_s, np.inf)
         else:
             next_s = frame.time if frame.time is not None else previous_s + frame_s
@@ -168,9 +167,9 @@ def _frames_at(
 
 
 def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
-    """A clip, and the second at which its first frame begins. MP4 lists its packets: where its
-    counts agree, no edit list hides any, and they are taken. All else only estimates, and has its
-    packets counted, undecoded."""
+    """Return a clip and the time of its first frame in seconds. The header of an MP4 is used if its
+    frame count, duration and rate agree, so that no edit list hides frames. Other headers are only
+    estimates, so the packets are counted without decoding."""
     if not container.streams.video:
         raise ValueError("it holds no video stream")
     stream = container.streams.video[0]
@@ -179,7 +178,7 @@ def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
         raise ValueError("its codec is unknown")
     sides = context.width, context.height
     if not 1 <= sides[0] * sides[1] <= MAX_PIXELS:
-        raise ValueError(f"frames of {sides[0]}x{sides[1]} pixels are none, or too large")
+        raise ValueError(f"frames of {sides[0]}x{sides[1]} pixels are empty or too large")
     rate = _plausible_rate(stream.average_rate or stream.guessed_rate or DEFAULT_RATE)
     tick_s = stream.time_base or Fraction(1, av.time_base)
     total, start, ticks = stream.frames, stream.start_time or 0, stream.duration or 0
@@ -187,7 +186,7 @@ def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
     is_listed = is_listed and abs(total - ticks * tick_s * rate) <= 1
     first: VideoFrame | None = None
     packets: list[tuple[int | None, int]] = []  # begin and duration in ticks
-    with suppress(av.FFmpegError):  # decoding says why
+    with suppress(av.FFmpegError):  # decoding will report the error
         for packet in container.demux(stream):
             if packet.size and not is_hidden(packet, stream):
                 begin_ticks = packet.dts if packet.pts is None else packet.pts
@@ -198,12 +197,12 @@ def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
             elif is_listed:
                 break
     if not is_listed:
-        if first is not None and first.pts is not None:  # those before it cannot be decoded
+        if first is not None and first.pts is not None:  # earlier ones cannot be decoded
             packets = [p for p in packets if p[0] is None or p[0] >= first.pts]
         total, (start, ticks) = len(packets), _span(packets, int(1 / (DEFAULT_RATE * tick_s)))
     if total <= 0:
         raise ValueError("it holds no frames")
-    if ticks and abs(total - ticks * tick_s * rate) > 1:  # it varies, or is wrong
+    if ticks and abs(total - ticks * tick_s * rate) > 1:  # the rate varies or is wrong
         rate = _plausible_rate((total / (ticks * tick_s)).limit_denominator(MAX_RATE_DEN))
     check_duration(float(total / rate))
     if first is not None and _orientation(first)[0]:
@@ -213,13 +212,13 @@ def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
 
 
 def _plausible_rate(rate: Fraction) -> Fraction:
-    """Frames a second, the usual number where those are none that a camera takes."""
+    """Return the frames per second, or the default if no camera has that rate."""
     return rate if 0.001 <= rate <= 100_000 else DEFAULT_RATE
 
 
 def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[int, int]:
-    """(the first one's begin, duration of all). A last one that does not say how long it lasts does
-    so as the others on average, `usual_ticks` at most."""
+    """Return (begin of the first packet, duration of all) in ticks. A last packet without a
+    duration gets the average of the others, at most `usual_ticks`."""
     timed = [(ticks, duration) for ticks, duration in packets if ticks is not None]
     first, (last, last_ticks) = min(timed, default=(0, 0))[0], max(timed, default=(0, 0))
     last_ticks = max(last_ticks, min((last - first) // max(len(timed) - 1, 1), usual_ticks))
@@ -227,8 +226,8 @@ def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[
 
 
 def _orientation(frame: VideoFrame) -> tuple[bool, bool, bool]:
-    """How a stored frame is made upright, as its display matrix says: whether its rows become
-    columns, and then whether it is mirrored left to right, and top to bottom."""
+    """Return how the display matrix makes a frame upright: whether to transpose it, then whether to
+    mirror it left to right, and top to bottom."""
     matrix: Any = frame.side_data.get("DISPLAYMATRIX") or np.eye(3, dtype=np.int32)
     across, down, _, x_sign, y_sign = np.frombuffer(matrix, np.int32)[:5].tolist()
     if abs(down) > abs(across):

@@ -31,7 +31,7 @@ def dataset(tmp_path_factory):
 @pytest.mark.parametrize(
     "config, spec, message",
     [
-        (DataConfig(), media_spec(sound=SOUND), "pictures, which this model does not take"),
+        (DataConfig(), media_spec(sound=SOUND), "need a model that takes pictures"),
         (DataConfig(path="no.yaml"), SPECS["tiles"], "no.yaml"),
         (DataConfig(tokenizer="."), SPECS["anyres"], "leave data.tokenizer empty"),
         (DataConfig(tokenizer=".", path="x"), SPECS["anyres"], "tokenizer.json: no such file"),

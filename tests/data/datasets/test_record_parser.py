@@ -242,8 +242,8 @@ UNUSABLE = [
     (ask([{"type": "image"}, text("q")]), "1 <image> tags for 0 images"),
     (ask([image("a.png")], images=["b.png"]), "0 <image> tags for 1"),
     (ask([image("z.png")]), "missing file"),
-    (ask([image("../z.png")]), "leads out"),
-    (ask([{"type": "image_url", "image_url": "https://a.b/c.png"}]), "is not here; fetch it"),
+    (ask([image("../z.png")]), "is outside"),
+    (ask([{"type": "image_url", "image_url": "https://a.b/c.png"}]), "is a web address; download"),
     (ask([image("data:,%")]), "is not base64"),
     (ask([image(3)]), "is not a path or bytes"),
     (ask([{"type": "table"}]), "has a part .*'table'.*, not a text, image, video, audio"),
@@ -272,11 +272,11 @@ UNUSABLE = [
     *(({"conversations": [{**t, "loss": v} for t in turns("Hi", "Bad")]}, "loss of turn 0 is .*;")
       for v in ("no", "", 2, [])),
     # questions
-    ({"question": "  ", "answer": "x"}, "its question is no text"),
+    ({"question": "  ", "answer": "x"}, "its question is not text"),
     ({"question": "Which <image 2>?", "answer": "x", "image_1": "a.png"}, "names <image 2>"),
     ({"question": "?", "answer": "Z", "options": "['a', 'b']"}, "'Z' is none of its 2 choices"),
-    ({"question": "?", "answer": "A", "options": "a, b"}, "its choices are no list"),
-    ({"question": "?", "answer": "A", "options": "__import__('os')"}, "its choices are no list"),
+    ({"question": "?", "answer": "A", "options": "a, b"}, "its choices are not a list"),
+    ({"question": "?", "answer": "A", "options": "__import__('os')"}, "its choices are not a list"),
     ({"question": "<image>?", "answer": "A"}, "1 <image> tags for 0 images"),
     # fields beside them
     (ask("q", system=3), "not text"),

@@ -93,7 +93,7 @@ def test_keys_of_a_clip_say_its_frames_and_size():
 def test_keys_that_cannot_be():
     header = with_columns(VIDEO, **Clip(64, 48, 50, 10, 1)._asdict())
     for keys, why in [
-        ({"fps": 0}, "its fps is 0, which is no number that it can be"),
+        ({"fps": 0}, "its fps is 0, which is not a valid number"),
         ({"nframes": 2.5}, "its nframes is 2.5"),
         ({"max_pixels": "9"}, "its max_pixels is .9."),
         ({"min_frames": True}, "its min_frames is True"),

@@ -1,1 +1,1 @@
-"""Checks before a run: what a model folder, a data file and this machine amount to."""
+"""Checks of a model folder, a dataset and this machine before a run."""

@@ -1,4 +1,4 @@
-"""Some samples prepared here and by `transformers`, beside each other."""
+"""Compares samples as prepared here with those prepared by `transformers`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dflop_jax.data.media.pictures import read_picture
 from dflop_jax.data.text.chat import ChatTokenizer
 
 COMPARED_KINDS = {IMAGE.name: "pictures", AUDIO.name: "sounds"}  # kinds of media
-SOUND_TOLERANCE = 1e-3  # of log-mel features, which differ by the order of sums
+SOUND_TOLERANCE = 1e-3  # of log-mel features, which differ in summation order
 
 
 def compare_preparations(
     dataset: RecordDataset, samples: Sequence[tuple[Record, IndexRow]], *, of_model: bool
 ) -> str:
-    """Return in words whether text, pixels and sounds of the samples equal what `transformers`
-    makes of them with the files of the tokenizer's folder, or the first difference; "" without one.
-    Text alone is compared unless the folder is `of_model`."""
+    """Return a message: text, pixels and audio of the samples equal those of `transformers` with
+    the files of the tokenizer's folder, or the first difference; "" without a folder. Only text is
+    compared unless the folder is `of_model`."""
     tokenizer = dataset.tokenizer
     if not isinstance(tokenizer, ChatTokenizer):
         return ""
@@ -56,20 +56,20 @@ def compare_preparations(
             compare = _compare_sound if kind == AUDIO.name else _compare_picture
             try:
                 difference = compare(folder, source, decoded[number][1])
-            except Exception as e:  # of a processor of any family
+            except Exception as e:  # processors may raise anything
                 difference = f"transformers cannot prepare its {kind} ({one_line(e)[:120]})"
             if difference:
                 return f"{record.name}: {difference}"
             counts[COMPARED_KINDS[kind]] += 1
     equal_counts = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
     return f"transformers prepares {equal_counts} alike" + (
-        f"; {clips} clips are not compared, that needs torchvision" if clips else ""
+        f"; {clips} clips are not compared, which needs torchvision" if clips else ""
     )
 
 
 @cache
 def _load(folder: Path, name: str, **options: Any) -> Any:
-    """What an `Auto` class of transformers makes of a folder, without torch."""
+    """Return the object that an `Auto` class of transformers loads from a folder, without torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
@@ -79,7 +79,7 @@ def _load(folder: Path, name: str, **options: Any) -> Any:
 
 
 def _compare_sound(folder: Path, source: Any, decoded: DecodedMedium) -> str:
-    """How a sound differs, "" where it does not."""
+    """Return how the features of an audio file differ, "" if they are equal."""
     extractor = _load(folder, "AutoFeatureExtractor")
     rate_hz = extractor.sampling_rate
     sound = read_sound(source, extractor.n_samples, rate_hz)
@@ -89,8 +89,8 @@ def _compare_sound(folder: Path, source: Any, decoded: DecodedMedium) -> str:
 
 
 def _compare_picture(folder: Path, source: Any, decoded: DecodedMedium) -> str:
-    """How a picture differs, "" where it does not. Pixels are compared as sorted colours: towers
-    take them in orders of their own."""
+    """Return how the pixels of a picture differ, "" if they are equal. Pixel values are sorted
+    first, since their order depends on the vision tower."""
     processor = _load(folder, "AutoImageProcessor", backend="pil")
     crops = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}
     prepared = processor(

@@ -1,5 +1,5 @@
-"""A look at some of a dataset's records before anything trains on them: which are bad and why, how
-large they are, what limits cut, and how some read when tokenized. It takes so many seconds at most.
+"""Checks some of a dataset's records before a run, within a time limit: reports bad records with
+reasons, token counts, samples that limits cut, and the text of some tokenized samples.
 """
 
 from __future__ import annotations
@@ -30,44 +30,46 @@ from dflop_jax.preflight.compare_processors import compare_preparations
 from dflop_jax.records import Load
 
 MAX_EXAMPLES = 10  # samples, longest samples, samples compared, and examples of a reason
-# shares of the time, by whose end each of these stops
+# fractions of the time limit after which listing and reading headers stop
 LISTING_FRACTION, HEADERS_FRACTION = 0.25, 0.6
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a look at a dataset saw."""
+    """Results of a check of a dataset."""
 
     source: str
-    listed: int = 0  # records of the data
-    all_listed: bool = True  # whether the time sufficed to list them
+    listed: int = 0  # number of records listed
+    all_listed: bool = True  # all records were listed in time
     read: int = 0  # records whose text and headers were read
-    decoded: int = 0  # the read ones whose media were decoded
-    is_cut: bool = False  # whether time ran out before all were
-    bad_by_reason: dict[str, int] = field(default_factory=dict)  # of the read ones
-    examples: dict[str, list[str]] = field(default_factory=dict)  # by reason, the first in full
+    decoded: int = 0  # records read whose media were decoded
+    is_cut: bool = False  # time ran out before all were read and decoded
+    bad_by_reason: dict[str, int] = field(default_factory=dict)  # number of bad records read
+    examples: dict[str, list[str]] = field(default_factory=dict)  # messages by reason
     left_out: int = 0  # records with media that the model does not take
-    # of each usable sample, and by module its pieces and their tokens, int64 [n]
+    # tokens of each usable sample, and its tokens and pieces by module, int64 [n]
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
-    longest: tuple[tuple[str, int, str], ...] = ()  # name, tokens, media in words; longest first
-    beginnings: str = ""  # of how many media the model takes only the beginning
-    loads: tuple[Load, ...] = ()  # what the largest samples ask of every module
+    longest: tuple[
+        tuple[str, int, str], ...
+    ] = ()  # name, tokens, description of media; longest first
+    beginnings: str = ""  # message about media that the model cuts to their beginning
+    loads: tuple[Load, ...] = ()  # loads of the largest samples
     # samples whose text is cut, that lose media, and that are left out, by data.max_tokens
     cut_text: int = 0
     cut_media: int = 0
     too_long: int = 0
-    # name, tokens, text as the model is given it, [[trained on]] and [media in words]
+    # name, tokens, text that the model reads, with [[text trained on]] and [description of media]
     samples: tuple[tuple[str, int, str], ...] = ()
     template: str = ""
-    unread: dict[str, int] = field(default_factory=dict)  # keys that are not read, with records
-    compared: str = ""  # whether transformers prepares some samples alike, "" where not asked
+    unread: dict[str, int] = field(default_factory=dict)  # number of records by unread key
+    compared: str = ""  # message of `compare_preparations`, "" without a comparison
 
     @property
     def summary(self) -> str:
-        """How many records the report covers, in words."""
+        """The number of records in the report, as text."""
         at_least = "" if self.all_listed else "at least "
-        cut = " before the time for a look was over" * self.is_cut
+        cut = " before the time limit" * self.is_cut
         return (
             f"{self.read:,} of {at_least}{self.listed:,} records read, {self.decoded:,} of them "
             f"decoded{cut}: {sum(self.bad_by_reason.values()):,} bad, {self.left_out:,} with media "
@@ -78,9 +80,9 @@ class DataReport:
 def inspect_dataset(
     config: DataConfig, spec: MediaSpec, vocab_size: int, n_records: int, seconds: float, model: str
 ) -> DataReport:
-    """Read up to `n_records` records, evenly spread, for up to so many seconds, and report on
-    them. Media are compared with the processors of the folder `model` if it is the tokenizer's.
-    ValueError: no such file, not a dataset, no such tokenizer."""
+    """Return a report on up to `n_records` evenly spaced records, read for up to `seconds`. Media
+    are compared with the processors of the folder `model` if it is the tokenizer's. ValueError: no
+    such file, not a dataset, no such tokenizer."""
     dataset = RecordDataset(config, spec, vocab_size)
     stop_listing_s = time.monotonic() + LISTING_FRACTION * seconds
     keys, listed, are_all_listed = _list_records(dataset, n_records, stop_listing_s)
@@ -119,15 +121,15 @@ def inspect_dataset(
 
 
 T = TypeVar("T")
-RecordKey = tuple[str, RecordLocation]  # a dataset's name and a record of it
+RecordKey = tuple[str, RecordLocation]  # dataset and record
 Rows = dict[RecordKey, IndexRow | BadSample]
 
 
 def _list_records(
     dataset: RecordDataset, max_records: int, stop_s: float
 ) -> tuple[list[RecordKey], int, bool]:
-    """Return records evenly spread over all that could be listed in time, how many those are, and
-    whether they are all."""
+    """Return evenly spaced records of those listed in time, the number listed, and whether all were
+    listed."""
     keys: list[RecordKey] = []
     for name, reader in dataset.readers.items():
         for location in reader.locate():
@@ -145,14 +147,14 @@ def _spread_evenly(items: Sequence[T], max_records: int) -> list[T]:
 def _read_rows(
     reader: RowReader, keys: Sequence[RecordKey], workers: int, stop_s: float, longest_s: float
 ) -> Rows:
-    """Return the rows of the records that could be read in time, in an order spread over them."""
+    """Return the rows of the records that were read in time; they are read in random order."""
 
     def read_row(key: RecordKey) -> Rows:
         start_s = time.monotonic()
         if start_s > stop_s:
             return {}
         (row,) = reader.read_rows(key[0], [key[1]])
-        # What took too long while there was little time is not known to be bad.
+        # A record that is cut off by the time limit is not known to be bad.
         return {key: row} if time.monotonic() - start_s < longest_s else {}
 
     order = np.random.default_rng(0).permutation(len(keys)).tolist()
@@ -164,7 +166,7 @@ def _read_rows(
 
 
 def _usable_figures(dataset: RecordDataset, good: dict[RecordKey, IndexRow]) -> dict[str, Any]:
-    """Return the fields of a `DataReport` that describe usable records."""
+    """Return the fields of `DataReport` for usable records."""
     keys, preparation = [*good], dataset.preparation
     records, media = [row.record for row in good.values()], [row.media for row in good.values()]
     table = build_table(records, media, dataset.spec.kinds)
@@ -174,7 +176,7 @@ def _usable_figures(dataset: RecordDataset, good: dict[RecordKey, IndexRow]) -> 
         return {"left_out": len(table)}
     cut, fits = counts.fit_samples(table, preparation, dataset.config)
     demands = np.concatenate([cut.all_tokens[:, None], cut.media[3]], axis=1) * fits[:, None]
-    largest = {*demands.argmax(axis=0).tolist()}  # samples of the longest text, the largest pieces
+    largest = {*demands.argmax(axis=0).tolist()}  # longest text, and largest piece per module
     n_tokens = whole.all_tokens.tolist()
     samples = []
     for i in _spread_evenly(range(len(usable_rows)), MAX_EXAMPLES):

@@ -1,4 +1,4 @@
-"""A field of the configuration, the value that the front door gives it, and where that is from."""
+"""Configuration fields that the command line derives, with value and origin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dflop_jax.config import Config, fields, override
 
 
 class Setting(NamedTuple):
-    """`name` is dotted; `why` says where the value is from, in a few words."""
+    """A derived value of a configuration field; `name` is dotted, `origin` is for people."""
 
     name: str
     value: Any
@@ -17,20 +17,20 @@ class Setting(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value as a flag says it."""
+        """The value in the format of a command-line flag."""
         if isinstance(self.value, bool):
             return str(self.value).lower()
         return ",".join(self.value) if isinstance(self.value, tuple) else str(self.value)
 
 
 def with_settings(config: Config, settings: Iterable[Setting]) -> Config:
-    """The configuration with these values; a later one of a field goes before an earlier one."""
+    """Return the configuration with these values; of several for a field the last one counts."""
     return override(config, {s.name: s.text for s in settings})
 
 
 def experiment_source(config: Config, settings: Sequence[Setting], file: str) -> tuple[str, int]:
-    """The Python text of an experiment with this configuration, and how many fields it names: those
-    that differ from a `Config()`, each with where it is from."""
+    """Return the Python source of an experiment with this configuration, and its number of fields:
+    those that differ from `Config()`, with their origins as comments."""
     usual, origins = Config(), {s.name: s.origin for s in settings}
     sections: dict[str, list[str]] = {}
     for leaf in fields():

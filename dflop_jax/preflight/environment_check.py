@@ -1,5 +1,5 @@
-"""What a run would find here: devices, drivers, links, versions, memory, folders, launcher; and the
-model that is named."""
+"""Checks this host for a run: devices, drivers, links, versions, memory, folders and launcher; and
+checks the configured model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from dflop_jax.train.run_context import RunContext, build_trained_model, select_
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "safetensors", "tokenizers", "huggingface_hub", "av")
 DRIVER = Path("/proc/driver/nvidia/version")
 LINKS = ("nvidia-smi", "topo", "-m")
-TOOL_TIMEOUT_S = 3.0  # a tool that takes longer says nothing
+TOOL_TIMEOUT_S = 3.0  # a slower tool is ignored
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What was found about one subject; `wrong`: a run would fail because of it."""
+    """A finding about one subject; `wrong`: a run would fail because of it."""
 
     name: str
     value: str
@@ -45,7 +45,7 @@ class Fact:
 
 
 def environment_facts(config: Config) -> list[Fact]:
-    """Return what this process finds on its host."""
+    """Return the facts about this process's host."""
     return [
         *_try_fact("devices", _devices, config),
         *_try_fact("driver", _driver),
@@ -59,7 +59,7 @@ def environment_facts(config: Config) -> list[Fact]:
 
 
 def _try_fact(name: str, read_fact: Callable[..., str], *args: Any) -> list[Fact]:
-    """Return the fact, nothing where there is none, or the error as a wrong fact."""
+    """Return the fact in a list, none if it is empty, or the error as a wrong fact."""
     try:
         text = read_fact(*args)
     except (ValueError, RuntimeError, OSError) as e:
@@ -70,7 +70,7 @@ def _try_fact(name: str, read_fact: Callable[..., str], *args: Any) -> list[Fact
 def _devices(config: Config) -> str:
     if config.plan.hardware:
         hardware = find_hardware(config.plan.hardware)
-        return f"{config.plan.devices} x {hardware.name} to plan for, which are not here"
+        return f"{config.plan.devices} x {hardware.name} to plan for, not on this host"
     devices = select_devices(config.plan.devices)
     kinds = Counter(d.device_kind for d in devices)
     text = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
@@ -83,7 +83,7 @@ def _driver() -> str:
 
 
 def _links() -> str:
-    """Return how GPUs are linked, by the link types of nvidia-smi."""
+    """Return the number of GPU pairs per link type of nvidia-smi."""
     with suppress(OSError, subprocess.SubprocessError):
         run = subprocess.run(LINKS, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
         words = [w for row in run.stdout.splitlines() if row.startswith("GPU") for w in row.split()]
@@ -100,11 +100,11 @@ def _versions() -> str:
 def _memory() -> str:
     page, cores = os.sysconf("SC_PAGE_SIZE") / GIB, len(os.sched_getaffinity(0))
     size, free = (page * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    return f"{size:.1f} GiB of the host, {free:.1f} free; {cores} cores for this process"
+    return f"{size:.1f} GiB on the host, {free:.1f} free; {cores} cores for this process"
 
 
 def _folder(folder: str, remedy: str) -> str:
-    """Return a writable folder and its free space."""
+    """Return a folder and its free space as text. ValueError: it cannot be written."""
     path = Path(folder).absolute()
     existing = next(p for p in (path, *path.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -117,11 +117,11 @@ def _launcher(config: Config) -> str:
     if processes.n_processes == 1:
         return "none: one process"
     process = f"process {processes.index} of {processes.n_processes}"
-    return f"{processes.source}: {process}, meets at {processes.coordinator}"
+    return f"{processes.source}: {process}, coordinator {processes.coordinator}"
 
 
 def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
-    """Return the model, None where it cannot be built, and facts about it and its weights."""
+    """Return the model, None if it cannot be built, and facts about it and its weights."""
     try:
         hardware = find_hardware(config.plan.hardware) if config.plan.hardware else None
         devices = [] if hardware else select_devices(config.plan.devices)
@@ -138,16 +138,16 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
         *_try_fact("weights", _weights, model, config.model.weights),
     ]
     limit, n = workplace.plannable_bytes, max(1, workplace.n_devices)
-    need_text = f"{number(need / GIB)} GiB a device at least for state, split over {n}"
-    limit_text = f"; a plan may fill {number(limit / GIB)} GiB" if limit else ""
+    need_text = f"at least {number(need / GIB)} GiB per device for state, split over {n}"
+    limit_text = f"; a plan may use {number(limit / GIB)} GiB" if limit else ""
     is_wrong = bool(limit) and need > limit
     return model, [*facts, Fact("needs", need_text + limit_text, is_wrong)]
 
 
 def _weights(model: MultimodalModel, weights: Sequence[str]) -> str:
-    """Return whether the folders hold exactly the model; ValueError says what they do not."""
+    """Return the size and folders of complete weights. ValueError: they do not match the model."""
     if not weights:
-        return "none: it begins at random"
+        return "none: random initialization"
     make_initializer(model, weights)
     folders = [Path(w.rpartition("=")[2]) for w in weights]
     n_bytes = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))

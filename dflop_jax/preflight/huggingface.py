@@ -1,5 +1,5 @@
-"""Models and datasets by their names on the Hugging Face hub: from the cache of `huggingface_hub`,
-else downloaded into it; of both only files that are read as data, no code and no pickles."""
+"""Finds models and datasets of the Hugging Face hub in the cache of `huggingface_hub`, or downloads
+them into it: only data files, no code and no pickles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
 
 
 def model_folder(name: str, log: Callable[[str], None]) -> Path:
-    """The folder that a path, OWNER/NAME or OWNER/NAME@REVISION names, downloaded if needed; `log`
+    """Return the folder of a path, OWNER/NAME or OWNER/NAME@REVISION, downloaded if needed. `log`
     gets one line when a download starts.
 
     Raises:
@@ -42,21 +42,21 @@ def model_folder(name: str, log: Callable[[str], None]) -> Path:
 
 
 def fetch_datasets(config: DataConfig, log: Callable[[str], None]) -> None:
-    """Download the datasets that `config` names on the hub and that the cache does not have; raises
-    as `model_folder` does."""
+    """Download the hub's datasets in `config` that the cache lacks. Errors are those of
+    `model_folder`."""
     for path, uri in hub_datasets(config):
-        _snapshot(f"data {path}, which is no path here", uri, hub_files(uri), log)
+        _snapshot(f"data {path}, which is not a local path", uri, hub_files(uri), log)
 
 
 def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str], None]) -> Path:
-    """The folder of a repository in the cache, which error messages call `subject`."""
+    """Return the folder of a repository in the cache; error messages call it `subject`."""
     download = partial(
         snapshot_download, uri.id, repo_type=uri.type, revision=uri.revision,
-        allow_patterns=list(files), ignore_patterns="consolidated*",  # the weights a second time
+        allow_patterns=list(files), ignore_patterns="consolidated*",  # a copy of the weights
     )  # fmt: skip
     with suppress(OSError, errors.CachedRepoTreeNotFoundError):
         folder = download(local_files_only=True)
-        if uri.type == "model":  # without a list of its files the cache may have a part of them
+        if uri.type == "model":  # without a file list the cache may be incomplete
             get_cached_repo_tree(uri.id, revision=uri.revision)
         return Path(folder)
     if not constants.HF_HUB_OFFLINE:
@@ -64,14 +64,14 @@ def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str
         make_folder(constants.HF_HUB_CACHE, "set HF_HOME to a folder that can be written")
     try:
         return Path(download())
-    except Exception as e:  # of huggingface_hub, of its HTTP library, of the disk
+    except Exception as e:  # from huggingface_hub, its HTTP library, or the disk
         if constants.HF_HUB_OFFLINE:
             raise ValueError(
-                f"{subject}: no such folder, and the hub's cache does not have it whole "
-                "(HF_HUB_OFFLINE is set); where there is a network: hf download --repo-type "
+                f"{subject}: no such folder, and the hub's cache does not have all of it "
+                "(HF_HUB_OFFLINE is set); on a host with network: hf download --repo-type "
                 f"{uri.type} {uri.id}, or give a path"
             ) from None
-        # An answer of the hub may be the cause of an error about the cache.
+        # The cause of an error about the cache may be the hub's response.
         answers = [x for x in (e, e.__cause__) if isinstance(x, errors.HfHubHTTPError)]
         if answers and (status := answers[0].response.status_code) in (401, 403, 404):
             is_revision = isinstance(answers[0], errors.RevisionNotFoundError)

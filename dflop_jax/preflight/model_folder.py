@@ -1,5 +1,5 @@
-"""What a run starts from where the user says nothing: what a published model's folder says
-(factory, size, weights, tokenizer and limits), and values that do a pretrained model no harm."""
+"""Default settings of a run: those from a published model's folder (factory, size, weights,
+tokenizer and limits), and values that suit training a pretrained model."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FAMILIES: Mapping[str, str] = {
     "gemma4_text": "models.gemma4:build_text",
 }
 MEDIA_CONFIGS = ("vision_config", "audio_config")
-ANYRES_MAX = "anyres_max_"  # of vision_aspect_ratio: so many tiles
-# Samples beyond so many tokens are cut unless the user says more: one of the data's longest would
-# else decide how much memory a plan needs. Twice as many take up to four times the attention.
+ANYRES_MAX = "anyres_max_"  # vision_aspect_ratio: this prefix and the maximum number of tiles
+# Longer samples are cut unless the user sets a higher limit. Otherwise the longest sample would
+# determine the memory of a plan; a sample of twice the tokens takes up to four times the attention.
 MAX_TOKENS = 8192
-# Learning rates that are usual for fine-tuning: adapters begin as nothing and take ten times that
-# of whole weights.
+# Usual learning rates for fine-tuning: adapters start at zero and use ten times the rate of full
+# weights.
 FULL_RATE, LORA_RATE = 1e-5, 1e-4
 WARMUP_RATIO = 0.03  # of the steps
 MAX_NAME_CHARS = 40  # characters of a model's or dataset's name in a folder's name
@@ -43,8 +43,8 @@ NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
 def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Setting]:
-    """Return the settings of a folder that `transformers` wrote, which may lack `given_fields`.
-    ValueError: no such folder, no config.json, an unknown model, no tokenizer."""
+    """Return the settings from a folder that `transformers` wrote, which need not have those in
+    `given_fields`. ValueError: no such folder, no config.json, an unknown model, no tokenizer."""
     config, name, settings = read_config(folder), str(folder), []
     if "model.factory" not in given_fields:
         factory = factory_of(config, folder)
@@ -64,14 +64,14 @@ def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Se
 
 
 def factory_of(config: Mapping[str, Any], folder: Path) -> str:
-    """Return the import path of the factory for a folder's config.json; ValueError: none known."""
+    """Return the import path of the factory for a folder's config.json. ValueError: no factory."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
     if "run_dir" in config:
         raise ValueError(
             f"{folder}: is a run's folder, no published model; dflop export {folder} --out NEW "
-            f"writes one, or name the run's model and begin with --model.weights {folder}"
+            f"writes one, or name the run's model and start from --model.weights {folder}"
         )
     known_types = ", ".join(FAMILIES)
     if any(config.get(name) for name in MEDIA_CONFIGS) or not isinstance(kind, str):
@@ -80,25 +80,25 @@ def factory_of(config: Mapping[str, Any], folder: Path) -> str:
             "factory with `weights` and give it by --model.factory MODULE:FUNCTION"
         )
     raise ValueError(
-        f"{folder}: model_type {kind!r} is a language model alone; known: {known_types}; to join "
+        f"{folder}: model_type {kind!r} is only a language model; known: {known_types}; to join "
         "it with an encoder give --model.factory models.llava:build --model.size TOWER+DECODER "
         "--model.weights vision=FOLDER,llm=FOLDER"
     )
 
 
 def _token_limit(config: Mapping[str, Any]) -> Setting:
-    """Return the limit of a sample's tokens: the model's positions, at most `MAX_TOKENS`."""
+    """Return the limit of tokens per sample: the model's positions, at most `MAX_TOKENS`."""
     sections = (_mapping(config.get("text_config")), config)
     values = [section.get("max_position_embeddings") for section in sections]
     positions = next((n for n in values if _is_count(n)), 0) or 0
     if 0 < positions < MAX_TOKENS:
         return Setting("data.max_tokens", positions, f"max_position_embeddings of {CONFIG}")
-    origin = f"of the model's {positions:,} positions" if positions else "our bound"
+    origin = f"of the model's {positions:,} positions" if positions else "default limit"
     return Setting("data.max_tokens", MAX_TOKENS, f"{origin}; longer samples are cut")
 
 
 def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
-    """Return the limits of pictures and clips in the folder's processor files."""
+    """Return the limits of pictures and clips from the folder's processor files."""
     settings = []
     pictures, source = _processor(folder, PICTURE_PROCESSOR, "image_processor")
     sizes = _mapping(pictures.get("size"))
@@ -126,12 +126,12 @@ def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
 
 
 def _processor(folder: Path, file: str, key: str) -> tuple[Mapping[str, Any], str]:
-    """Return a processor's settings and their file: the one of all processors, which transformers
-    writes since version 5 and reads first, or else its own."""
+    """Return a processor's settings and their file: the file of all processors, which transformers
+    writes since version 5 and reads first, or else the processor's own file."""
     if nested := _mapping(read_json(folder / ALL_PROCESSORS).get(key)):
         return nested, ALL_PROCESSORS
     if not (folder / file).is_file():
-        file = PICTURE_PROCESSOR  # which older folders have for clips
+        file = PICTURE_PROCESSOR  # older folders use it for clips
     return read_json(folder / file), file
 
 
@@ -144,8 +144,8 @@ def _is_count(value: Any) -> bool:
 
 
 def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list[Setting]:
-    """Return defaults for training published weights, all of them or with `lora` adapters."""
-    origin = f"of {'adapters on' if lora else 'all of'} published weights"
+    """Return defaults for training all published weights, or with `lora` adapters."""
+    origin = f"for {'adapters on' if lora else 'all of'} published weights"
     return [
         Setting("model.dtype", "bfloat16", "on GPUs; the optimizer keeps float32")
         if gpus
@@ -158,17 +158,17 @@ def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list
 
 
 def run_dir(model: str, data: str) -> Setting:
-    """Return a run folder named by model, data and time."""
+    """Return the setting of a run folder, named by model, data and time."""
     return Setting("run_dir", f"runs/{file_name(model, data, '{time}')}", "by model, data and time")
 
 
 def file_name(model: str, data: str, *more: str) -> str:
-    """Return a file's or folder's name of a model, data and further parts."""
+    """Return a file or folder name from a model, data and other parts."""
     return "-".join([n for n in (_short_name(model), _short_name(data)) if n] + list(more))
 
 
 def _short_name(path: str) -> str:
-    """A model's or dataset's name, as part of a folder's name."""
+    """Return a model's or dataset's short name for use in a folder's name."""
     folder = Path(path).absolute() if path else Path()
     name = folder.stem if folder.is_file() else folder.name
     if folder.parent.name == SNAPSHOTS:

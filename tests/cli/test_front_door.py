@@ -104,7 +104,7 @@ def test_init_writes_what_the_command_line_amounts_to(named, capsys):
         ("train --model qwen --data photos --train.epochs 0", "0 shows no sample; give --train.st"),
         ("profile nano.py --data.path m.yaml --data.columns a=b", "give `columns` to the parts"),
         ("train --model bare --data photos", "bare: no tokenizer.json in it; give --data.tok"),
-        ("train --model llama --data photos", "'llama' is a language model alone"),
+        ("train --model llama --data photos", "'llama' is only a language model"),
         ("train --model other --data photos", f"type is 'clip'; known: {', '.join(FAMILIES)}"),
         ("init --model qwen --data photos", "no file to write"),
         ("init mine.txt --model qwen --data photos", "give a name that ends in .py"),

@@ -100,7 +100,7 @@ def test_sounds_that_are_heard_in_part_are_counted(capsys, caplog):
     records = [{"audio": f"{k}.wav", "conversations": talk("<audio>?", "x")} for k in range(4)]
     Path("d.json").write_text(json.dumps(records))
     _, said, _ = answer(capsys, "--data", "d.json")
-    says = f"ounds longer than the {heard_s} s that the model hears: 2; split them"
+    says = f"audio longer than the {heard_s} s that the model hears: 2; split it"
     assert says in Path(said["page"]).read_text()
     make_source(DataConfig(path="d.json", max_tokens=10**6), spec, in_processes=False)
     assert says in caplog.text
@@ -145,7 +145,7 @@ def test_a_model_its_template_and_a_sample_that_memory_cannot_hold(capsys, monke
 def test_too_little_memory_is_wrong(capsys):
     code, said, _ = answer(capsys, "--model.size", "tiny", "--plan.memory_bytes", "1e4")
     assert code == 0
-    assert "iB a device at least" in said["wrong"]["needs"]
+    assert "iB per device for state" in said["wrong"]["needs"]
     assert said["records"] == 0
     _, said, _ = answer(capsys, "--plan.hardware", "h100", "--plan.devices", "8")
     assert "8 x h100" in said["facts"]["devices"]

@@ -167,7 +167,7 @@ def test_bad_folders_end_in_one_line(folders, capsys, tmp_path):
     for file, content, says in [
         ("", b"", "no such folder"),
         ("*-00001-*.safetensors", b"no header", "not a safetensors file"),
-        ("config.json", b'{"model_type": "bert"}', "'bert' is a language model alone; known: "),
+        ("config.json", b'{"model_type": "bert"}', "'bert' is only a language model; known: "),
         ("config.json", b"{}", "model_type is None"),
     ]:
         if file:

@@ -1,7 +1,7 @@
-"""Conversations to tokens with the tokenizer's own files: tokenizer.json, its configuration and
-chat template. The tokens equal `transformers`' `apply_chat_template`; only answers are supervised.
+"""Tokenizes conversations with a model folder's tokenizer.json, its configuration and chat
+template. Tokens equal those of `transformers`' `apply_chat_template`; only answers are supervised.
 
-Text of a record that spells a special token stays plain text: it cannot end a turn or open one.
+A special token that a record's text spells is plain text and cannot begin or end a turn.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ NOTHING = "(?!)"  # a pattern that matches nowhere
 
 class ChatTokenizer(FileEncoding):
     """The tokenizer and chat template of a model's folder, for conversations with media of `kinds`.
-    The rows of the model's embedding tell a foreign tokenizer; `resolved` is what `transformers`
-    made of the folder in another process. ValueError: see `resolve_tokenizer`; no jinja template.
+    `embedding_size`: rows of the model's embedding, to detect a wrong tokenizer; `resolved`: the
+    files as resolved in another process. ValueError: see `resolve_tokenizer`; no jinja template.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class ChatTokenizer(FileEncoding):
         self._has_warned = False
         self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
         ids = {name: self.ids_of(token) for name, token in named.items()}
-        # ids that begin and end a picture, where the configuration names such (InternVL)
+        # ids that begin and end a picture, if the configuration names them (InternVL)
         begin_ids, end_ids = ids.get("start_image_token", ()), ids.get("end_image_token", ())
         self.picture_ends = (begin_ids, end_ids) if begin_ids else None
-        # those of a frame of a clip (Gemma 4)
+        # ids that begin and end a frame of a clip (Gemma 4)
         self.frame_ends = ids.get("boi_token", ()), ids.get("eoi_token", ())
         (self.pad_id,) = ids.get("pad_token") or ids.get("eos_token") or (0,)
-        self.placeholder_id = self.pad_id  # stands where media are; none is embedded
+        self.placeholder_id = self.pad_id  # id of media tokens, which are not embedded
         (self.im_end_id,) = ids.get("eos_token") or (-1,)
         self.digest = hashlib.blake2b(backend + self.template.encode(), digest_size=8).hexdigest()
         self._collect_special()
@@ -82,7 +82,7 @@ class ChatTokenizer(FileEncoding):
         return next((t for t in candidates if self.ids_of(t)), None)
 
     def _collect_special(self) -> None:
-        """Patterns of the special tokens: as encoding finds them, and as text spells them."""
+        """Set the patterns of special tokens in rendered text, and in the text of records."""
         placeholders = {t for t in self._tokens.values() if t}
         self._placeholders = re.compile("|".join(map(re.escape, placeholders)) or NOTHING)
         special = [
@@ -90,7 +90,7 @@ class ChatTokenizer(FileEncoding):
             for i, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.content and (token.special or token.content in placeholders)
         ]
-        special.sort(key=lambda item: -len(item[1].content))  # the longest that matches
+        special.sort(key=lambda item: -len(item[1].content))  # the longest match first
         self._special_ids = [i for i, _ in special]
         patterns = [
             r"\s*" * t.lstrip + f"({re.escape(t.content)})" + r"\s*" * t.rstrip for _, t in special
@@ -100,7 +100,7 @@ class ChatTokenizer(FileEncoding):
         self._spelled = re.compile("|".join([*spelled, LOOKS_SPECIAL.pattern]))
 
     def media_id(self, kind: str) -> int:
-        """Id of the token that stands for a kind of media; ValueError if there is none."""
+        """Return the id of the token for a kind of media. ValueError: there is none."""
         token = self._tokens[kind]
         if token is None:
             raise ValueError(
@@ -111,38 +111,38 @@ class ChatTokenizer(FileEncoding):
         return self.ids_of(token)[0]
 
     def ids_of(self, token: str) -> tuple[int, ...]:
-        """The id of a special token; () if there is none of that name."""
+        """Return (id,) of a special token, or () if there is none of that name."""
         number = self._tokenizer.token_to_id(token)
         return () if number is None else (number,)
 
     def encode_turns(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields = NO_FIELDS
     ) -> tuple[TokenRun, ...]:
-        """Pieces of LLaVA-format turns (human, gpt, system, tool) with what else the record gives
-        the template; the k-th tag of all becomes medium k, wherever the template puts it.
-        ValueError when the template leaves out a medium."""
+        """Return the token runs of LLaVA-format turns (human, gpt, system, tool). `fields`: other
+        inputs of the template. The k-th tag becomes medium k, wherever the template puts it.
+        ValueError: the template leaves out a medium."""
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
         return self._split(kinds, *self.encode_chat(*self.messages(turns, fields)))
 
     def encode_question(self, question: str) -> tuple[TokenRun, ...]:
-        """Pieces of a user's turn, up to where the template has the answer begin."""
+        """Return the token runs of a user's turn, up to the beginning of the answer."""
         messages, _ = self.messages([("human", question)], NO_FIELDS)
         text, _ = self._template.render(messages, {}, add_generation_prompt=True)
         ids, _ = self._encode_rendered(text)
         return self._split(self._tag.findall(question), ids, np.zeros(len(ids), int))
 
     def rendered(self, messages: Sequence[Message], variables: Message) -> str:
-        """The template's text, as it stands before pictures are framed."""
+        """Return the template's text, without the tokens that processors put around pictures."""
         return self._template.render(messages, variables, frames_pictures=False)[0]
 
     def reads_variable(self, name: str) -> bool:
-        """Whether the template asks for a field of messages, or a variable, of this name."""
+        """Return whether the template reads a message field or a variable of this name."""
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     def messages(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields
     ) -> tuple[list[Message], Message]:
-        """The turns as templates take them, and the variables."""
+        """Return the messages and the variables for the template."""
         further = fields.messages or ({},) * len(turns)
         messages: list[Message] = [
             {**self._escape_special(f), **self._message(*t)} for t, f in zip(turns, further)
@@ -150,7 +150,7 @@ class ChatTokenizer(FileEncoding):
         return messages, self._escape_special(fields.variables)
 
     def _escape_special(self, value: Any) -> Any:
-        """A value of a record whose texts spell no special token."""
+        """Return a record's value with the special tokens in all its texts escaped."""
         if isinstance(value, str):
             return self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], value)
         if isinstance(value, Mapping):
@@ -161,7 +161,7 @@ class ChatTokenizer(FileEncoding):
 
     def _message(self, role: str, text: str) -> Message:
         if MARKS.search(text):
-            raise ValueError("text holds U+FDD0 or U+FDD1, which are no characters")
+            raise ValueError("text contains U+FDD0 or U+FDD1, which are not characters")
         content_parts: list[dict[str, str]] = []
         for k, text_or_kind in enumerate(self._tag.split(text)):
             if k % 2:
@@ -179,16 +179,16 @@ class ChatTokenizer(FileEncoding):
     def encode_chat(
         self, messages: Sequence[Message], variables: Message = NO_FIELDS.variables
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [t], the answer that each is of, int [t]) of messages as templates take them
-        ("role" and "content", which may be a list of parts). Media are one placeholder token each.
-        Answers count from 1, 0 is no answer; -1 where the template does not tell them apart."""
+        """Return (ids int32 [t], number of each id's answer int [t]) of messages ("role" and
+        "content", which may be a list of parts). Each medium is one placeholder token. Answers
+        count from 1; 0: no answer; -1: the number of the answer is unknown."""
         text, spans = self._template.render(messages, variables)
         ids, characters = self._encode_rendered(text)
         self._check_texts(messages, text)
         if spans:
             n_answers = sum(message["role"] == "assistant" for message in messages)
             are_told_apart = len(spans) == n_answers
-            # The special token behind the last answer ends each that it follows at once.
+            # An answer includes the special token of the last answer's end if it follows directly.
             last = self._special.match(text, spans[-1][1])
             token = last[last.lastindex or 0] if last else ""
             ended = [(b, e + len(token) * text.startswith(token, e)) for b, e in spans]
@@ -204,7 +204,7 @@ class ChatTokenizer(FileEncoding):
         return ids, answers
 
     def _encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [t] and the characters each stands for, int [t, 2]."""
+        """Return ids int32 [t] and the range of characters of each, int [t, 2]."""
         ids: list[int] = []
         characters: list[Span] = []
         start = 0
@@ -216,7 +216,7 @@ class ChatTokenizer(FileEncoding):
                     "lacks; take both files from one model"
                 )
             encoding = self.encoding(segment.replace(BREAK, ""))
-            # of the characters that stay
+            # positions of the characters other than BREAK
             index = [k for k, character in enumerate(segment, start) if character != BREAK]
             ids += encoding.ids
             characters += [
@@ -229,8 +229,8 @@ class ChatTokenizer(FileEncoding):
         return np.array(ids, np.int32), np.array(characters, np.int64).reshape(-1, 2)
 
     def _check_texts(self, messages: Sequence[Message], rendered: str) -> None:
-        """ValueError: the template leaves out the text of a message. Templates of models that think
-        may leave out the thoughts."""
+        """Raise ValueError if the template leaves out the text of a message. Templates of reasoning
+        models may leave out thoughts."""
         for message in messages:
             content = message["content"]
             texts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
@@ -246,8 +246,8 @@ class ChatTokenizer(FileEncoding):
     def _answer_spans(
         self, messages: Sequence[Message], variables: Message, text: str
     ) -> list[tuple[int, Span]]:
-        """The answers, each with its number: the difference that each makes to the text, up to its
-        end-of-turn token. One that loses its thoughts once another question follows is left out.
+        """Return (number, span) of each answer: the text that it adds, up to its end-of-turn token.
+        An answer whose thoughts are dropped once another question follows is left out.
         """
         spans = []
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
@@ -260,25 +260,25 @@ class ChatTokenizer(FileEncoding):
                 spans.append((number, (begin, marks[-1].end() if marks else len(through))))
             elif begin is None or k == answers[-1]:
                 raise ValueError(
-                    f"{self.folder}: chat template does not only append; mark its answers with "
+                    f"{self.folder}: chat template changes earlier text; mark its answers with "
                     "{% generation %} ... {% endgeneration %}"
                 )
             elif not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "%s: the chat template shows answers otherwise once another question follows "
-                    "(it drops their thinking): of such a chat only the last answer is trained on; "
-                    "mark answers with {%% generation %%} ... {%% endgeneration %%} to train on "
-                    "all", self.folder,
+                    "%s: the chat template changes answers once another question follows (it drops "
+                    "their thinking), so only the last answer of such a chat is trained on; mark "
+                    "answers with {%% generation %%} ... {%% endgeneration %%} to train on all",
+                    self.folder,
                 )  # fmt: skip
         return spans
 
     def _answer_start(
         self, messages: Sequence[Message], variables: Message, through: str
     ) -> int | None:
-        """Where the answer to `messages` begins in the text up to its end: behind what the prompt
-        for an answer shares with that text, as a prompt may hold a thought that answers lack. None:
-        the prompt shares nothing of its own."""
+        """Return where the answer to `messages` begins in `through`, the text up to its end: after
+        the prefix that it shares with the prompt (which may have a thought that the answer lacks).
+        None: the shared prefix is no longer than the messages."""
         prompt, _ = self._template.render(messages, variables, add_generation_prompt=True)
         if through.startswith(prompt):
             return len(prompt)
@@ -289,7 +289,7 @@ class ChatTokenizer(FileEncoding):
     def _split(
         self, kinds: Sequence[str], ids: np.ndarray, answers: np.ndarray
     ) -> tuple[TokenRun, ...]:
-        """Pieces of a rendered conversation with media of these kinds."""
+        """Return the token runs of a rendered conversation with media of these kinds."""
         media_by_token: dict[int, list[int]] = {}
         for k, kind in enumerate(kinds):
             media_by_token.setdefault(self.media_id(kind), []).append(k)

@@ -1,8 +1,8 @@
-"""Published chat templates (jinja), rendered in a sandbox as `transformers` renders them.
+"""Renders published chat templates (jinja) in a sandbox, like `transformers`.
 
-A template is code from data: it runs in jinja's immutable sandbox, sees plain text only and cannot
-reach Python. Two noncharacters of Unicode, which no real text holds, mark what
-`{% generation %}` encloses; they are gone from the result.
+A template is untrusted code. It runs in jinja's immutable sandbox, gets only plain text and cannot
+reach Python. Two Unicode noncharacters, which are never in real text, mark the text inside
+`{% generation %}`; they are removed from the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflop_jax.data import bounds
 
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
-# Templates may ask for the day (Llama 3.1): the same tokens every day make runs repeatable.
+# Templates may read the date (Llama 3.1); a fixed date makes runs repeatable.
 TODAY = date(2024, 7, 26)
 
 Span = tuple[int, int]
@@ -34,16 +34,16 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A compiled template; `variables` (bos_token, eos_token, ...) are known to it. In the place of
-    `written`, its text for a picture, processors put `framed` once it has been rendered (Gemma).
-    ValueError: `source` is no jinja template."""
+    """A compiled template with `variables` (bos_token, eos_token, ...). After rendering, `written`,
+    its text for a picture, is replaced by `framed`, as processors do (Gemma). ValueError: `source`
+    is not a jinja template."""
 
     def __init__(
         self, source: str, variables: Mapping[str, str], name: str, written: str, framed: str
     ) -> None:
         self._name, self._variables = name, dict(variables)
         self._written, self._framed = written, framed
-        with bounds.errors_as(f"{name}: chat template is no valid jinja"):
+        with bounds.errors_as(f"{name}: chat template is not valid jinja"):
             self._template = _environment().from_string(source)
         self.takes_parts = self._shows([{"type": "text", "text": "probe"}])
         self.takes_texts = self._shows("probe")
@@ -56,8 +56,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         frames_pictures: bool = True,
     ) -> tuple[str, list[Span]]:
-        """The text, and the spans of characters that the template itself calls generated.
-        `variables` are of this conversation, such as its tools. ValueError: it refuses them."""
+        """Return the text, and the spans of characters that `{% generation %}` encloses.
+        `variables` are of this conversation, such as tools. ValueError: the template fails."""
         with bounds.errors_as(f"{self._name}: chat template fails"):
             marked = self._template.render(
                 **{"tools": None, "documents": None, **self._variables, **variables},
@@ -65,7 +65,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         texts = MARKS.split(marked)
-        marks = [*accumulate(map(len, texts))]  # where they stood: begin, end, begin, ...
+        marks = [*accumulate(map(len, texts))]  # positions of the marks: begin, end, begin, ...
         text, spans = "".join(texts), [*zip(marks[0::2], marks[1::2])]
         if not (self._written and frames_pictures):
             return text, spans
@@ -75,7 +75,7 @@ class ChatTemplate:
         return text.replace(self._written, self._framed), [(b, e) for b, e in shifted]
 
     def _shows(self, content: Any) -> bool:
-        """Whether the text of a message with this content, a text or parts, is rendered."""
+        """Return whether the template renders the text of such a content, a text or parts."""
         try:
             text, _ = self.render([{"role": "user", "content": content}])
         except ValueError:
@@ -84,7 +84,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: its text, between marks."""
+    """Jinja extension that puts marks around `{% generation %} ... {% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
 
@@ -107,15 +107,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json  # jinja's own escapes HTML
+    environment.filters["tojson"] = to_json  # jinja's own filter escapes HTML
     environment.globals.update(raise_exception=fail, strftime_now=TODAY.strftime)
     return environment
 
 
 def picture_frame(named: Mapping[str, str], template: str) -> tuple[str, str]:
-    """(a template's text for a picture, what processors put in its place), "" where a configuration
-    does not name the tokens that begin and end a picture: Gemma 3's templates write the former
-    alone, Gemma 4's the picture's own token."""
+    """Return (a template's text for a picture, its replacement by processors), "" if no tokens are
+    named that begin and end a picture. Gemma 3's templates write the begin token, Gemma 4's the
+    picture token."""
     begin, picture, end = (named.get(f"{name}_token") for name in ("boi", "image", "eoi"))
     if not (begin and picture and end):
         return "", ""

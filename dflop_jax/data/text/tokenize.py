@@ -1,5 +1,5 @@
-"""Tokenizers, the chat template that turns a conversation into pieces of tokens, and the weights of
-what is trained on. Those of a model's folder are as `transformers` resolves them."""
+"""Tokenizers, the ChatML encoding of conversations as token runs, and the loss weights of answers.
+For a model's folder `transformers` resolves the tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dflop_jax.data.bounds import MAX_TOKENIZER_BYTES, errors_as, parse_json, re
 from dflop_jax.data.media.kind import BUILT_IN, tag_of
 
 TOKENIZER = "tokenizer.json"
-MAX_PADDING_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
-ANSWER_TOKENS = 32  # of its first answer that a cut conversation keeps, or all of a shorter one
+MAX_PADDING_ROWS = 1024  # maximum padding of an embedding to a round size, or 1/64 of its rows
+ANSWER_TOKENS = 32  # tokens of its first answer that a cut conversation must keep, or all of it
 TAG = tag_of(BUILT_IN)
-BREAK = "\ufdd2"  # inside what spells a tag or a special token and is text; encoding leaves it out
+BREAK = "\ufdd2"  # escapes tags and special tokens in text; encoding drops it
 BYTE_TOKENIZER = "bytes"  # the tokenizer that needs no file
 WEIGHT_FIELD = "weight"  # the field of a turn, and of a record
 LOSS_SWITCHES = ("loss", "train")  # fields of a turn: off means weight 0
 _ON_VALUES, _OFF_VALUES = (None, True, "true"), (False, "false")  # 1 equals True, 0 False
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
-# what the template needs of a tokenizer.json, and the names it may have there
+# special tokens that ChatML needs, and their possible names in a tokenizer.json
 SPECIAL_TOKENS = {
     "im_start_id": ("<|im_start|>",),
     "im_end_id": ("<|im_end|>",),
@@ -41,11 +41,11 @@ SPECIAL_TOKENS = {
 
 @dataclass(frozen=True)
 class FolderTokenizer:
-    """What `transformers` makes of a folder's tokenizer files."""
+    """A folder's tokenizer files as resolved by `transformers`."""
 
-    backend: str  # the tokenizer as the text of a tokenizer.json
+    backend: str  # text of a tokenizer.json
     named: Mapping[str, str]  # special tokens by the names that templates use, such as image_token
-    template: str  # the processor's chat template, or else the tokenizer's
+    template: str  # chat template of the processor, or else of the tokenizer
 
 
 def resolve_tokenizer(folder: Path) -> FolderTokenizer:
@@ -60,7 +60,7 @@ def resolve_tokenizer(folder: Path) -> FolderTokenizer:
 
 @lru_cache(8)
 def _resolve_folder(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderTokenizer:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say that torch is missing
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that torch is missing
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoTokenizer
@@ -90,8 +90,8 @@ def _resolve_folder(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderToken
 
 
 def parse_tokenizer(text: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json's text, for whole texts whose special tokens are plain
-    text; an error of the library, or a ValueError, for something else."""
+    """Return the tokenizer of a tokenizer.json's text. It encodes special tokens as plain text,
+    without truncation or padding. Invalid text raises an error of the library, or ValueError."""
     tokenizer = tokenizers.Tokenizer.from_buffer(text)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -102,32 +102,32 @@ def parse_tokenizer(text: bytes) -> tokenizers.Tokenizer:
 
 
 class FileEncoding:
-    """What a tokenizer of a file has beside its special tokens."""
+    """Base class of tokenizers that are read from a file."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encoding(self, text: str) -> tokenizers.Encoding:
-        """A text's tokens; ValueError where the tokenizer fails on it."""
+        """Return the encoding of a text. ValueError: the tokenizer fails."""
         with errors_as("the tokenizer fails"):
             return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; text that spells a special token is still plain text."""
+        """Return the ids of a text; a special token in it is encoded as plain text."""
         return self.encoding(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, special tokens left out."""
+        """Return the text of the ids without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def decode_with_special(self, ids: Iterable[int]) -> str:
-        """Text of the ids, special tokens by their names."""
+        """Return the text of the ids with the names of special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:
-    """ValueError unless a tokenizer of `vocab_size` ids fits an embedding of so many rows."""
+    """Raise ValueError if a tokenizer does not fit an embedding of `embedding_size` rows."""
     n_padding_rows = max(MAX_PADDING_ROWS, embedding_size // 64)
     if vocab_size > embedding_size or vocab_size + n_padding_rows < embedding_size:
         raise ValueError(
@@ -137,7 +137,7 @@ def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object of a JSON file, empty without one. ValueError when it is something else."""
+    """Return the object in a JSON file, empty if there is no file. ValueError: not an object."""
     if not file.is_file():
         return {}
     with errors_as(f"{file}: not a JSON object"):
@@ -145,7 +145,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0-255, then four special ids. `placeholder_id` stands where media are."""
+    """A tokenizer whose ids are UTF-8 bytes, 0-255, and four special ids."""
 
     pad_id, im_start_id, im_end_id, placeholder_id = 256, 257, 258, 259
     vocab_size = 260
@@ -163,7 +163,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer(FileEncoding):
-    """A Hugging Face tokenizer.json with ChatML tokens and a token that stands for media.
+    """A Hugging Face tokenizer.json with ChatML tokens and a placeholder token of media.
     ValueError: no such file, not a tokenizer, or one of these tokens is missing."""
 
     def __init__(self, path: str | Path) -> None:
@@ -183,14 +183,14 @@ class FileTokenizer(FileEncoding):
         self.placeholder_id, self.pad_id = ids["placeholder_id"], ids["pad_id"]
 
 
-Tokenizer = ByteTokenizer | FileTokenizer  # those without a chat template
+Tokenizer = ByteTokenizer | FileTokenizer  # tokenizers without a chat template
 
 
 @dataclass(frozen=True)
 class TemplateFields:
-    """What a record gives its chat template beside the turns."""
+    """Inputs that a record gives its chat template in addition to the turns."""
 
-    # further fields of each turn's message (reasoning_content, tool_calls); () where none has any
+    # other fields of each turn's message (reasoning_content, tool_calls); () if there are none
     messages: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)  # tools, enable_thinking
 
@@ -204,19 +204,19 @@ NO_FIELDS = TemplateFields()
 
 @dataclass(frozen=True)
 class TokenRun:
-    """A run of text tokens, or (medium >= 0) the place of a medium's tokens."""
+    """A run of text tokens, or the position of a medium's tokens (medium >= 0)."""
 
     ids: tuple[int, ...] = ()
     supervised: bool = False
     medium: int = -1
-    weight: float = 1.0  # of each token's loss, where they are supervised
-    answer: int = -1  # counts the record's answers up to the one that these are of; -1: not known
+    weight: float = 1.0  # loss weight of each token, if supervised
+    answer: int = -1  # number of the answer in its record, from 0; -1: none, or unknown
 
 
 def encode_chatml(
     turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, tag: re.Pattern[str] = TAG
 ) -> tuple[TokenRun, ...]:
-    """ChatML of turns (a role of `ROLES`, text); answers and their end-of-turn token are
+    """Return turns (a role of `ROLES`, text) as ChatML; answers and their end-of-turn tokens are
     supervised. The k-th match of `tag` (see `kind.tag_of`) becomes medium k."""
     runs: list[TokenRun] = []
     n_media = n_answers = 0
@@ -239,16 +239,16 @@ def encode_chatml(
 
 
 def escape_tags(text: str, kinds: Iterable[str]) -> str:
-    """The text with the tags of these kinds as plain text, which stand for no media."""
+    """Return the text with the tags of these kinds escaped, so they mark no media."""
     for kind in kinds:
         text = text.replace(f"<{kind}>", f"<{BREAK}{kind}>")
     return text
 
 
 def count_text_tokens(runs: Sequence[TokenRun]) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """Return what an index holds of a conversation and of the place of each medium, in their order:
-    `needed_tokens` are those up to ANSWER_TOKENS of the first answer or its end, which a cut
-    conversation keeps; `tokens_before` a medium those of text and media, each of them one."""
+    """Return the index columns of a conversation's text and of each medium's position.
+    `needed_tokens`, which a cut conversation keeps, end after ANSWER_TOKENS of the first answer or
+    at its end; `tokens_before` a medium counts text tokens, and each earlier medium as one."""
     first = next((k for k, p in enumerate(runs) if p.supervised), len(runs))
     answer = takewhile(lambda p: p.supervised or p.medium >= 0, runs[first:])
     needed = sum(len(p.ids) for p in runs[:first])
@@ -260,7 +260,7 @@ def count_text_tokens(runs: Sequence[TokenRun]) -> tuple[dict[str, int], list[di
 
 
 def truncate_runs(runs: Iterable[TokenRun], n: int) -> list[TokenRun]:
-    """Return the first n tokens of a conversation, each medium being one."""
+    """Return the first n tokens of a conversation, counting each medium as one."""
     kept_runs = []
     for p in runs:
         if n > 0:
@@ -272,9 +272,9 @@ def truncate_runs(runs: Iterable[TokenRun], n: int) -> list[TokenRun]:
 def answer_weights(
     turns: Sequence[Any], roles: Sequence[str], record_weight: Any
 ) -> tuple[float, ...]:
-    """The weight of every answer of a record: its turn's times the record's own, 1 where none is
-    given, 0 where `loss` or `train` of the turn is false, 0 or "false"; () where all are 1.
-    ValueError: a weight or switch that is none, or a weight of a turn that is no answer."""
+    """Return the weight of each answer of a record: the turn's weight times the record's, each 1 by
+    default, or 0 if `loss` or `train` of the turn is false, 0 or "false"; () if all are 1.
+    ValueError: an invalid weight or switch, or a weight of a turn that is not an answer."""
     common_weight = _weight(record_weight, "the record")
     weights = []
     for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):
@@ -288,7 +288,7 @@ def answer_weights(
             is_trained = not any(value in _OFF_VALUES for value in switches.values())
             weights.append(common_weight * _weight(turn_weight, f"turn {k}") * is_trained)
         elif turn_weight is not None:
-            raise ValueError(f"turn {k} has a weight and is no answer")
+            raise ValueError(f"turn {k} has a weight but is not an answer")
     return () if all(w == 1.0 for w in weights) else tuple(weights)
 
 
@@ -304,15 +304,15 @@ def _weight(value: Any, owner: str) -> float:
 def weight_runs(
     runs: Sequence[TokenRun], weights: Sequence[float], *, prompts: bool
 ) -> tuple[TokenRun, ...]:
-    """The pieces of a conversation with the weights of its answers (none: 1 each), and all other
-    text supervised, too, if `prompts`. ValueError: the template does not tell answers apart."""
+    """Return the runs with the weights of their answers (empty: 1 each). `prompts`: all other text
+    is supervised, too. ValueError: the template does not tell answers apart."""
     weighted = []
     for p in runs:
         if weights and p.supervised:
             if p.answer < 0:
                 raise ValueError(
                     f"the chat template marks other text than its {len(weights)} answers as "
-                    "generated, so these cannot have weights"
+                    "generated, so answers cannot have weights"
                 )
             p = replace(p, weight=weights[p.answer])
         elif prompts and p.medium < 0:

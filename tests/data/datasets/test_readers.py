@@ -62,7 +62,7 @@ def test_media_names_when_a_record_names_none(tmp_path):
     blob = two.media[0][1]
     assert picture_size(blob) == (7, 5)
     assert np.asarray(read_upright(blob)).tolist() == [[[255, 0, 0]] * 7] * 5
-    why = ["neither", "0 media", "not JSON", "missing file 6"]
+    why = ["no .json or .txt", "0 media", "not JSON", "missing file 6"]
     assert all(expected in reason for reason, expected in zip(bad, why, strict=True))
 
 

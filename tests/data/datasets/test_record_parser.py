@@ -281,7 +281,7 @@ UNUSABLE = [
     # fields beside them
     (ask("q", system=3), "not text"),
     (ask("q", tools="{"), "JSON"),
-    (ask("q", chat_template_kwargs="[]"), "no object"),
+    (ask("q", chat_template_kwargs="[]"), "not an object"),
 ]
 # fmt: on
 

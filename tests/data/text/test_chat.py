@@ -163,7 +163,7 @@ def test_text_cannot_spell_a_special_token(tmp_path, template, text):
 ADDED = {"__type": "AddedToken", "special": True}
 BAD = {
     "no chat template": lambda f: write(f, None),
-    "no valid jinja": lambda f: write(f, "{% for"),
+    "not valid jinja": lambda f: write(f, "{% for"),
     "'<eos>', which": lambda f: write(f, config={"eos_token": "<eos>"}),
     "'<p>', which": lambda f: write(f, config={"pad_token": {**ADDED, "content": "<p>"}}),
     "'<z>', which": lambda f: write(
@@ -191,7 +191,7 @@ REFUSED = {
     "fails .*no attribute": "{{ messages[0].content.none.none }}",
     "fails .*unsafe": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "fails .*division": "{{ 1 / 0 }}",
-    "does not only append": "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
+    "changes earlier text": "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
     "leaves out media": ANSWERS_ALONE,
     "leaves out text of the user": ANSWERS_ALONE,
     "repeats a medium": "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",

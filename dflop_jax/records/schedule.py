@@ -177,7 +177,7 @@ class Schedule:
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.nan
 
     def fed_by(self, group: int, module: str) -> tuple[int, ...]:
-        """The groups of `module` that feed a group."""
+        """Return the indices of the groups of `module` that feed `group`."""
         feeders = (i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds)
         return tuple(feeders)
 

@@ -188,7 +188,7 @@ class RunFolder:
                 log.warning(text, step, type(tracker).__name__, e.strerror, METRICS)
 
     def write_trace(self, traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> None:
-        """Write trace.json, if the disk has room; `labels` are those of the traced groups."""
+        """Write trace.json, if the disk has room; `labels` are the labels of the traced groups."""
         with folders.tolerate_full_disk(self.path / TRACE):
             write_trace(self.path / TRACE, traces, labels)
 

@@ -30,7 +30,7 @@ def group_labels(schedules: Iterable[Schedule]) -> dict[int, str]:
 def write_trace(
     path: str | Path, traces: Sequence[Trace], labels: Mapping[int, str] | None = None
 ) -> None:
-    """Write traces as one file that Perfetto opens; `labels` are those of their groups."""
+    """Write traces as one file that Perfetto opens; `labels` are by group number."""
     events: list[dict[str, Any]] = []
     for pid, trace in enumerate(traces):
         label = {"name": f"{trace.source}, step {trace.step}"}

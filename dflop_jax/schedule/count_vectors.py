@@ -145,7 +145,7 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
     for c, cost in enumerate(cost_C):
         useful = capacity_DC[:, c] > 0
         groups_DX = open_DX[useful] / capacity_DC[useful, c, None]
-        max_groups_X = np.ceil(groups_DX.max(axis=0, initial=0.0))  # more satisfy nothing more
+        max_groups_X = np.ceil(groups_DX.max(axis=0, initial=0.0))  # more groups do not help
         if cost > 0:
             left_X = np.maximum(0.0, ceiling - cost_X)
             max_groups_X = np.minimum(max_groups_X, np.floor(left_X / cost + 1e-6))

@@ -126,7 +126,7 @@ def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
     cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]
     cheapest: list[BucketRun] | None = None
     by_main = (np.where(able_CN[main], main, cheapest_N) for main in range(mains))
-    for bucket_N in {bucket_N.tobytes(): bucket_N for bucket_N in by_main}.values():  # each once
+    for bucket_N in {bucket_N.tobytes(): bucket_N for bucket_N in by_main}.values():  # unique
         assignment: list[BucketRun] = []
         for b in np.unique(bucket_N).tolist():
             assignment += _first_fit_runs(space, b, np.flatnonzero(bucket_N == b), budget)

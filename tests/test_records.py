@@ -255,7 +255,7 @@ def test_what_shapes_schedules_and_traces_derive():
     assert piece_tokens(loads, "vision") == (16, 9)
     assert first_piece_numbers([], "llm") == (0,)
     assert TILES.pieces.piece_id.tolist() == [0, 1, 2]
-    assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
+    assert (SCHEDULE.feeders(1, "vision"), SCHEDULE.feeders(0, "vision")) == ((0,), ())
     assert (Trace(0, "m", ()).makespan_s, Trace(0, "m", ()).busy_fraction()) == (0.0, {})
     assert Trace(0, "m", (Event("a", "x", 0, "f", 0.0, 0.0),)).busy_fraction() == {"a": 0.0}
 

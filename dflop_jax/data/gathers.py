@@ -120,7 +120,7 @@ def build_gathers(
         pair = source, target.module
         edges = [e for e in layout.edges if (e.source, e.target) == pair]
         (k,) = {e.sources for e in edges}
-        shape, feeders = (*rows, target.shape.tokens, k), schedule.fed_by(group, source)
+        shape, feeders = (*rows, target.shape.tokens, k), schedule.feeders(group, source)
         per_row = {
             f: features_per_row(model.modules[source], edges[0], schedule.groups[f].shape)
             for f in feeders

@@ -176,7 +176,7 @@ class Schedule:
         """The step time over its proved bound, less 1; nan if no bound is known."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.nan
 
-    def fed_by(self, group: int, module: str) -> tuple[int, ...]:
+    def feeders(self, group: int, module: str) -> tuple[int, ...]:
         """Return the indices of the groups of `module` that feed `group`."""
         feeders = (i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds)
         return tuple(feeders)

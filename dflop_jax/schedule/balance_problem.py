@@ -153,7 +153,7 @@ def _first_of_equal_bins(problem: Problem, open_B: Ints) -> Ints:
     return open_B[np.append(True, differs_from_previous)]
 
 
-def by_size(sizes_RN: Floats) -> Ints:
+def order_by_size(sizes_RN: Floats) -> Ints:
     """Return the sample order: largest first by the largest size, the sum of sizes, the index."""
     if len(sizes_RN) == 0:
         return np.arange(sizes_RN.shape[1])

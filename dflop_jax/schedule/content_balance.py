@@ -170,10 +170,10 @@ def balance_content(
             if max(step_over, content_GD.max(axis=1).sum() - bound_G) <= tolerance:
                 return
             step_budget = budget.sub_budget(budget.remaining / n_left / n_sweeps)
-            _even_step(content, content_GD, g, m, bound, step_budget, seed, may_rise)
+            _balance_microbatch(content, content_GD, g, m, bound, step_budget, seed, may_rise)
 
 
-def _even_step(
+def _balance_microbatch(
     content: GroupContents,
     content_GD: Ints,
     g: int,

@@ -91,7 +91,7 @@ def batch_parameters(
     values["need"][: len(tight)] = 1.0
     values["volume"][: len(tight), n] = capacity_DC[tight]
     values["max_groups"][n] = 2 * np.maximum(np.ceil(space.demand.alone_C), known_C)
-    unit_s = _fill_seconds(values, space, terms, known_C)
+    unit_s = _set_time_parameters(values, space, terms, known_C)
     largest_M1 = np.maximum(values["capacity"].max(axis=1, keepdims=True), 1.0)
     for name in ("capacity", "min_tokens"):
         values[name] /= largest_M1
@@ -116,7 +116,7 @@ def _has_all_variants(space: PackingSpace) -> bool:
     return is_closed and variants <= {(), *missing}
 
 
-def _fill_seconds(
+def _set_time_parameters(
     values: dict[str, Floats], space: PackingSpace, terms: BoundTerms, known_C: Ints
 ) -> float:
     """Set the parameters that are times, in place; return their unit in seconds."""

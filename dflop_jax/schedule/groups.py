@@ -117,7 +117,7 @@ class PackingSpace:
         return np.lexsort((self.ticks.sum_C, self.ticks.dearest_C)).tolist()
 
 
-def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
+def greedy_assignment(space: PackingSpace, n_main_buckets: int) -> list[BucketRun]:
     """Assign samples by first fit, fullest first, into one of the first `mains` buckets; samples
     that it cannot hold go to the cheapest bucket that can. Each run then moves to its cheapest
     bucket. Return the cheapest result over the main buckets."""
@@ -125,7 +125,7 @@ def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
     able_CN = space.can_hold_CN
     cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]
     cheapest: list[BucketRun] | None = None
-    by_main = (np.where(able_CN[main], main, cheapest_N) for main in range(mains))
+    by_main = (np.where(able_CN[main], main, cheapest_N) for main in range(n_main_buckets))
     for bucket_N in {bucket_N.tobytes(): bucket_N for bucket_N in by_main}.values():  # unique
         assignment: list[BucketRun] = []
         for b in np.unique(bucket_N).tolist():

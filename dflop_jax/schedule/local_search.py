@@ -20,8 +20,8 @@ from dflop_jax.schedule.balance_problem import (
     Floats,
     Ints,
     Problem,
-    by_size,
     longest_first,
+    order_by_size,
 )
 
 _MAX_SUBSETS = 192  # of one bin; evaluating 192 x 192 exchanges takes about 0.1 ms per resource
@@ -144,8 +144,8 @@ def descend(state: State, target: float, budget: Budget, bins: Ints | None = Non
     exchanged = True
     while exchanged and not budget.is_spent and state.score_B[among].max() > target:
         exchanged = False
-        for a in _heaviest(state, among):
-            for b in _partners(state, a, among):
+        for a in _heaviest_bins(state, among):
+            for b in _partner_bins(state, a, among):
                 budget.spend()
                 exchanged = exchange(state, a, b)
                 if exchanged or budget.is_spent:
@@ -154,7 +154,7 @@ def descend(state: State, target: float, budget: Budget, bins: Ints | None = Non
                 break
 
 
-def _heaviest(state: State, among: Ints) -> list[int]:
+def _heaviest_bins(state: State, among: Ints) -> list[int]:
     """Return the heaviest bin, and the other bins of its group with the same score."""
     first = int(among[state.score_B[among].argmax()])
     group = state.problem.group
@@ -162,7 +162,7 @@ def _heaviest(state: State, among: Ints) -> list[int]:
     return peers[state.score_B[peers] >= state.score_B[first]].tolist()
 
 
-def _partners(state: State, a: int, among: Ints) -> list[int]:
+def _partner_bins(state: State, a: int, among: Ints) -> list[int]:
     """Return the bins with which an even split lowers the load of bin a, lowest load first."""
     p = state.problem
     costs_RB = state.loads_RB[: p.n_costs]
@@ -179,7 +179,7 @@ def resplit(state: State, target: float, budget: Budget, rng: np.random.Generato
     """Pool the heaviest bin with two or three random bins and split the samples again (noisy
     longest-first, then exchanges), if that lowers the largest of their scores."""
     p, n_bins = state.problem, state.problem.n_bins
-    heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
+    heaviest = int(rng.choice(_heaviest_bins(state, np.arange(n_bins))))
     random_bins = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
     pool = np.concatenate([[heaviest], random_bins[random_bins != heaviest][:3]]).astype(np.int64)
     budget.spend()
@@ -252,7 +252,7 @@ def balance(
         group=bin_group,
         grouped_R=tuple(i in grouped for i in range(c)),
     )
-    state = State(problem, longest_first(problem, by_size(problem.sizes_RN)))
+    state = State(problem, longest_first(problem, order_by_size(problem.sizes_RN)))
     bins_R = np.where(problem.grouped_R, n_bins // bin_group, n_bins)
     mean_R = problem.sizes_RN.sum(axis=1) / bins_R
     target = max(mean_R.max(initial=0.0), problem.sizes_RN.max(initial=0.0))

@@ -19,8 +19,8 @@ from dflop_jax.schedule.balance_problem import (
     Floats,
     Ints,
     Problem,
-    by_size,
     longest_first,
+    order_by_size,
 )
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.local_search import State, improve
@@ -44,7 +44,7 @@ def pack_samples(
     """
     widths = [batch.anchor_rows(b) for b in buckets]
     width = max(widths)  # microbatches of fewer rows get rows without room
-    room_RB = _bin_tokens(batch, buckets, widths)
+    room_RB = _bin_capacities(batch, buckets, widths)
     sizes_RN, modules = batch.shared_tokens_NM.T, batch.shared
     if batch.anchor:
         modules = (batch.anchor, *modules)
@@ -59,7 +59,7 @@ def pack_samples(
         scale_RB=1 / room_RB,
     )
     budget.spend(1 + problem.n_samples / ITEMS_PER_WORK)
-    order = by_size(problem.sizes_RN / room_RB.mean(axis=1, keepdims=True))
+    order = order_by_size(problem.sizes_RN / room_RB.mean(axis=1, keepdims=True))
     if initial is None:
         bins = longest_first(problem, order)
     else:
@@ -85,7 +85,7 @@ def pack_samples(
     return packed
 
 
-def _bin_tokens(batch: Batch, buckets: Sequence[Bucket], widths: Sequence[int]) -> Floats:
+def _bin_capacities(batch: Batch, buckets: Sequence[Bucket], widths: Sequence[int]) -> Floats:
     """Return the token capacity of each bin in the anchor, if any, and the shared modules, [R, B];
     above 0, so that fills are finite."""
     rows = []

@@ -235,7 +235,7 @@ def check_places(case, group, packed):
     """Every token names the features that its sample names, in one feeding group each."""
     g = case.schedule.groups[group]
     for edge in (e for e in EDGES if e.target == g.module):
-        found, feeders = locate(case, edge.source), case.schedule.fed_by(group, edge.source)
+        found, feeders = locate(case, edge.source), case.schedule.feeders(group, edge.source)
         n_rows = case.layout.data_ranks(g.module) * g.shape.rows
         shape = (g.microbatches, n_rows, g.shape.tokens, edge.sources)
         want = {f: (np.full(shape, -1), np.zeros(shape, np.float32)) for f in feeders}
@@ -291,7 +291,7 @@ def test_every_token_and_feature_is_where_it_belongs(seed, group_size, smaller):
         weights = fields.get("weights", np.zeros(1))
         assert packed.loss_weights.sum(dtype=float) == pytest.approx(weights.sum(dtype=float))
         sources = case.layout.sources(g.module)
-        assert set(packed.gathers) == {f for m in sources for f in case.schedule.fed_by(i, m)}
+        assert set(packed.gathers) == {f for m in sources for f in case.schedule.feeders(i, m)}
         check_places(case, i, packed)
 
 

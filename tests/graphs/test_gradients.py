@@ -68,7 +68,7 @@ def test_step_equals_plain_computation(layout, fan_in, unrolled, monkeypatch):
     names = [segment.name for segment in plan.layout.segments]
     loads = [s.load for s in samples]
     schedule = schedule_batch(loads, plan, Prices(programs(plan)), names, work=0)
-    fed = max(len(schedule.fed_by(i, "sights")) for i in range(len(schedule.groups)))
+    fed = max(len(schedule.feeders(i, "sights")) for i in range(len(schedule.groups)))
     assert (fed > 1) == (fan_in > 1)
     loss, grads, start, result = grads_of(
         MODEL, plan, samples, schedule, scales=scales, clip_norm=0.0, evaluates=True

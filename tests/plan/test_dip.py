@@ -125,7 +125,7 @@ def test_schedules_feed_groups_with_sub_microbatches():
     priced = evaluator.context.price_layout(plan.layout), evaluator.context.trainable(plan.layout)
     for batch in evaluator.batches:
         schedule = schedule_batch(batch, plan, *priced)
-        fed += [len(schedule.fed_by(i, "vision")) for i, g in enumerate(schedule.groups)
+        fed += [len(schedule.feeders(i, "vision")) for i, g in enumerate(schedule.groups)
                 if g.module == "llm"]  # fmt: skip
     assert max(fed) > 1
     limit = 0.8 * max(plan.predicted.peak_bytes.values())

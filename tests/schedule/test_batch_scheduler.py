@@ -237,6 +237,6 @@ def test_arrival_keeps_order_and_uses_the_smallest_bucket(n, with_a, group_size)
         assert group.shape == smallest.shape("b")
         owner = [i for i, load in enumerate(loads) for _ in load.lengths("a")]
         held = {(m, d, p) for p, m, d, _ in group.pieces.columns.T.tolist()}
-        for source in got.fed_by(got.groups.index(group), "a"):
+        for source in got.feeders(got.groups.index(group), "a"):
             for p, m, d, _ in got.groups[source].pieces.columns.T.tolist():
                 assert (m, d, owner[p]) in held

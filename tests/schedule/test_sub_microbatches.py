@@ -53,7 +53,7 @@ def test_sub_microbatches_hold_every_piece_once_in_one_shape(divided, seed):
         plan.layout.shapes(divided)[:1]
     )
     if divided == "a":
-        parts = [len(got.fed_by(i, "a")) for i, g in enumerate(got.groups) if g.module == "b"]
+        parts = [len(got.feeders(i, "a")) for i, g in enumerate(got.groups) if g.module == "b"]
         greedy = solve(loads, plan, work=0)
         assert got.makespan_s <= greedy.makespan_s * (1 + 1e-9)
     else:

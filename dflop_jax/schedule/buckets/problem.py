@@ -84,13 +84,13 @@ class BucketEvaluator:
     ):
         self.problem, self.work, self.remaining = problem, work, budget
         self.batches = [Batch(b, problem.capacity) for b in batches]
-        self.schedule_seconds = cache(self._scheduled)
+        self.schedule_seconds = cache(self._simulated_s)
 
     @property
     def is_spent(self) -> bool:
         return self.remaining <= 0
 
-    def _scheduled(self, buckets: Buckets, batch: int) -> float:
+    def _simulated_s(self, buckets: Buckets, batch: int) -> float:
         """Return the simulated seconds of a batch."""
         problem, plan = self.problem, self.problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)

@@ -30,7 +30,7 @@ from dflop_jax.generate.row import AnswerRows, add_features, pack_row
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.run_context import build_model, build_trained_model
 
-STRIP, MOVING, LATENTS = "clip.png", "clip.gif", "latents.npy"
+STRIP_FILE, GIF_FILE, LATENTS_FILE = "clip.png", "clip.gif", "latents.npy"
 ENLARGEMENT = 8  # side in pixels of the square that shows one pixel of a frame
 DEFAULT_FRAMES = 4  # of an embedded clip; also the frames per second of the moving picture
 
@@ -130,14 +130,14 @@ def integrate_flow(
 def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
     """Write latents; for an embedded clip, also a strip of its frames and a moving picture."""
     make_folder(folder, "choose another --out")
-    files = [folder / LATENTS]
+    files = [folder / LATENTS_FILE]
     np.save(files[0], latents)
     if embedded:
         frames = frames_of(latents, block_of(latents.shape[0]))
         large = frames.repeat(ENLARGEMENT, axis=1).repeat(ENLARGEMENT, axis=2)
-        Image.fromarray(np.concatenate(large, axis=1)).save(folder / STRIP)
+        Image.fromarray(np.concatenate(large, axis=1)).save(folder / STRIP_FILE)
         first, *rest = (Image.fromarray(frame) for frame in large)
         frame_ms = 1000 // DEFAULT_FRAMES
-        first.save(folder / MOVING, save_all=True, append_images=rest, duration=frame_ms, loop=0)
-        files += [folder / STRIP, folder / MOVING]
+        first.save(folder / GIF_FILE, save_all=True, append_images=rest, duration=frame_ms, loop=0)
+        files += [folder / STRIP_FILE, folder / GIF_FILE]
     return files

@@ -73,7 +73,7 @@ def param_structs(module: Module, mesh: Mesh) -> Params:
     def shard_struct(
         lead: int, a: jax.ShapeDtypeStruct, axes: tuple[Any, ...]
     ) -> jax.ShapeDtypeStruct:
-        spec = P(*[None] * lead, *spec_of(a.shape[lead:], axes, tp))
+        spec = P(*[None] * lead, *split_spec(a.shape[lead:], axes, tp))
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
 
     shards = {}
@@ -83,7 +83,7 @@ def param_structs(module: Module, mesh: Mesh) -> Params:
     return shards
 
 
-def spec_of(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> tuple[str | None, ...]:
+def split_spec(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> tuple[str | None, ...]:
     """Return an array's partition spec over `MODEL`; all None if `tp` does not divide the dim."""
     dim = split_dim(shape, axes, tp)
     if dim is not None and shape[dim] % tp:
@@ -171,7 +171,7 @@ def _shardings(llm: GeneratingModule, mesh: Mesh, results: Answers) -> tuple[Tre
     tp = int(mesh.shape[MODEL])
 
     def cache_sharding(a: Array, axes: tuple[str | None, ...]) -> Any:
-        _, *split = spec_of(a.shape[1:], axes, tp)
+        _, *split = split_spec(a.shape[1:], axes, tp)
         return NamedSharding(mesh, P(None, DATA, *split))
 
     state, _ = results

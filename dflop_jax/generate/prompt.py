@@ -71,17 +71,17 @@ def add_tags(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) ->
     tag = tag_of(kinds)
     if not tag.sub("", prompt).strip():
         raise ValueError("the prompt is empty; give one with --prompt TEXT")
-    wanted = {kind.name: counts[kind.name] for kind in kinds if counts.get(kind.name)}
+    expected = {kind.name: counts[kind.name] for kind in kinds if counts.get(kind.name)}
     tags_in_prompt = tag.findall(prompt)
-    if wanted and not tags_in_prompt:
-        return "".join(f"<{kind}>" * n for kind, n in wanted.items()) + f"\n{prompt}"
-    if Counter(tags_in_prompt) != wanted:
+    if expected and not tags_in_prompt:
+        return "".join(f"<{kind}>" * n for kind, n in expected.items()) + f"\n{prompt}"
+    if Counter(tags_in_prompt) != expected:
         each = " and ".join(
-            f"one <{kind.name}> for each of {wanted[kind.name]} {kind.noun}s"
+            f"one <{kind.name}> for each of {expected[kind.name]} {kind.noun}s"
             for kind in kinds
-            if kind.name in wanted
+            if kind.name in expected
         )
-        needed = f"{each}, or no tag" if wanted else "no tag without --image, --video or --audio"
+        needed = f"{each}, or no tag" if expected else "no tag without --image, --video or --audio"
         tags = " ".join(f"<{kind}>" for kind in tags_in_prompt)
         raise ValueError(f"the prompt says {tags}; it may have {needed}")
     return prompt

@@ -39,7 +39,7 @@ from dflop_jax.schedule.bucket_search import min_groups
 from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.schedule.costs import segment_directions
 from dflop_jax.schedule.memory_plan import peak_residual_bytes
-from dflop_jax.schedule.rank_permutation import buffer_shares
+from dflop_jax.schedule.rank_permutation import exchange_capacities
 from dflop_jax.simulate.steps import Noise, simulate_schedules, simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import in_flight_changes, in_flight_limit, submesh_resources
 from dflop_jax.simulate.task_order import peak_groups_in_flight
@@ -177,7 +177,7 @@ class PlanEvaluator:
             schedule_batch(b, plan, *priced, step=i, work=work) for i, b in enumerate(batches)
         ]
         if prices is None:  # else its programs are compiled for the rooms that it has
-            rooms = buffer_shares(plan.layout, schedules, batches)
+            rooms = exchange_capacities(plan.layout, schedules, batches)
             plan = plan.with_layout(exchange_capacities=rooms)
         traces = [simulate_step(plan, s, *priced) for s in schedules]
         plan = self._with_prediction(plan, schedules, traces)

@@ -44,12 +44,12 @@ class Column(NamedTuple):
 Keyed = Mapping[str, float]  # numbers by name of a submesh, a module, a process, ...
 
 
-def _number(*column: Any, default: Any = 0.0, is_tracked: bool = False) -> Any:
+def _scalar(*column: Any, default: Any = 0.0, is_tracked: bool = False) -> Any:
     shown = {"column": Column(*column)._replace(is_tracked=is_tracked)}
     return field(metadata=shown) if default is MISSING else field(default=default, metadata=shown)
 
 
-def _by_key(*column: Any, is_tracked: bool = False) -> Any:
+def _keyed(*column: Any, is_tracked: bool = False) -> Any:
     shown = {"column": Column(*column)._replace(is_tracked=is_tracked)}
     return field(default_factory=dict, metadata=shown)
 
@@ -59,57 +59,57 @@ class StepMetrics:
     """The metrics of one optimizer step, the fields of a row of metrics.jsonl. Numbers that are not
     finite are null in the file. docs/watching.md explains every field."""
 
-    step: int = _number(default=MISSING)  # from 0
-    loss: float = _number(default=MISSING, is_tracked=True)  # per supervised token, all modules
-    supervised_tokens: int = _number(default=MISSING)  # tokens of the batch with a weight above 0
-    step_s: float = _number("s", default=MISSING, is_tracked=True)  # since the previous step's end
-    learning_rate: float = _number()  # of parts without their own rate
-    learning_rates: Keyed = _by_key(is_tracked=True)  # of each part that trains
-    losses: Keyed = _by_key()  # of each module, before it is weighted
-    grad_norm: float = _number(is_tracked=True)  # global, before clipping
-    skipped: SkippedUpdate | None = _number(default=None)  # None: parameters changed
+    step: int = _scalar(default=MISSING)  # from 0
+    loss: float = _scalar(default=MISSING, is_tracked=True)  # per supervised token, all modules
+    supervised_tokens: int = _scalar(default=MISSING)  # tokens of the batch with a weight above 0
+    step_s: float = _scalar("s", default=MISSING, is_tracked=True)  # since the previous step's end
+    learning_rate: float = _scalar()  # of parts without their own rate
+    learning_rates: Keyed = _keyed(is_tracked=True)  # of each part that trains
+    losses: Keyed = _keyed()  # of each module, before it is weighted
+    grad_norm: float = _scalar(is_tracked=True)  # global, before clipping
+    skipped: SkippedUpdate | None = _scalar(default=None)  # None: parameters changed
     # Tokens of samples in the last module.
-    tokens_per_s: float = _number("", "tokens / s", is_tracked=True)
+    tokens_per_s: float = _scalar("", "tokens / s", is_tracked=True)
     # FLOPs of the model, without padding and recomputation.
-    model_flops: float = _number("FLOP", "model FLOP a step")
-    model_flops_by_module: Keyed = _by_key("FLOP")
+    model_flops: float = _scalar("FLOP", "model FLOP a step")
+    model_flops_by_module: Keyed = _keyed("FLOP")
     # `model_flops` / `step_s`.
-    flops_per_s: float = _number("FLOP/s", "model FLOP / s", is_tracked=True)
+    flops_per_s: float = _scalar("FLOP/s", "model FLOP / s", is_tracked=True)
     # `flops_per_s` divided by the peak of all devices, or of the devices of a module.
-    mfu: float | None = _number("%", "MFU", default=None, is_tracked=True)
-    mfu_by_module: Keyed = _by_key("%", "MFU, {}", "MFU")
-    flops_per_s_by_module: Keyed = _by_key("FLOP/s", "model FLOP / s, {}", "model FLOP a second")
+    mfu: float | None = _scalar("%", "MFU", default=None, is_tracked=True)
+    mfu_by_module: Keyed = _keyed("%", "MFU, {}", "MFU")
+    flops_per_s_by_module: Keyed = _keyed("FLOP/s", "model FLOP / s, {}", "model FLOP a second")
     # Share of padding in a module's tokens.
-    padding_fraction: Keyed = _by_key("%", "padding, {}", "padding", is_tracked=True)
+    padding_fraction: Keyed = _keyed("%", "padding, {}", "padding", is_tracked=True)
     # Maximum over mean tokens of a data rank, minus 1, over all groups.
-    imbalance: Keyed = _by_key("%", "imbalance, {}", "imbalance: fullest over mean data rank")
-    phase_s: Keyed = _by_key("s", "{}, of a step")  # mean over devices; the sum is `step_s`
-    busy_fraction: Keyed = _by_key("%", is_tracked=True)  # of the makespan, by submesh
+    imbalance: Keyed = _keyed("%", "imbalance, {}", "imbalance: fullest over mean data rank")
+    phase_s: Keyed = _keyed("s", "{}, of a step")  # mean over devices; the sum is `step_s`
+    busy_fraction: Keyed = _keyed("%", is_tracked=True)  # of the makespan, by submesh
     # Maximum over devices (in use, peak so far) or processes (host).
-    memory_bytes: Keyed = _by_key("bytes", "memory, {}", "memory in use")
-    groups: Mapping[str, int] = _by_key()  # number of groups by MODULE:ROWSxTOKENS
-    compiles: int = _number(default=0)  # programs compiled during the step
-    n_bad: int = _number(default=0)  # samples that could not be decoded and were replaced
-    schedule_wait_s: float = _number("s")
-    save_wait_s: float = _number("s")
-    schedule_s: float = _number("s", "schedule solved in")  # in the scheduler's process
-    schedule_work: int = _number(default=0)  # units of work of the solver
-    made_by: str = _number(default="")  # the method that found the schedule
-    makespan_s: float = _number("s", "makespan, scheduled")
-    lower_bound_s: float = _number("s")  # lower bound on the makespan of every schedule
+    memory_bytes: Keyed = _keyed("bytes", "memory, {}", "memory in use")
+    groups: Mapping[str, int] = _keyed()  # number of groups by MODULE:ROWSxTOKENS
+    compiles: int = _scalar(default=0)  # programs compiled during the step
+    n_bad: int = _scalar(default=0)  # samples that could not be decoded and were replaced
+    schedule_wait_s: float = _scalar("s")
+    save_wait_s: float = _scalar("s")
+    schedule_s: float = _scalar("s", "schedule solved in")  # in the scheduler's process
+    schedule_work: int = _scalar(default=0)  # units of work of the solver
+    made_by: str = _scalar(default="")  # the method that found the schedule
+    makespan_s: float = _scalar("s", "makespan, scheduled")
+    lower_bound_s: float = _scalar("s")  # lower bound on the makespan of every schedule
     # Lower bound by the integer program; 0: it was not solved.
-    integer_bound_s: float = _number("s")
+    integer_bound_s: float = _scalar("s")
     # `makespan_s` / `lower_bound_s` - 1.
-    schedule_gap: float = _number("%", "schedule over its proved bound", default=math.nan)
+    schedule_gap: float = _scalar("%", "schedule over its proved bound", default=math.nan)
     # Bytes of features sent to other data ranks of the node, or to other nodes, by SOURCE > TARGET.
-    moved_in_node: Keyed = _by_key("bytes")
-    moved_across_nodes: Keyed = _by_key("bytes")
+    moved_in_node: Keyed = _keyed("bytes")
+    moved_across_nodes: Keyed = _keyed("bytes")
     # State of the correction after the last sampled step: sampling (1: on), farthest_factor,
     # predicted_gain_s, overhead_s; empty if predictions are not corrected.
-    correction: Keyed = _by_key()
+    correction: Keyed = _keyed()
     # Seconds of computing without waiting, of the 32 slowest processes; empty for one process.
-    process_s: Keyed = _by_key("s")
-    own: Keyed = _by_key("", "own metric {}, median", is_tracked=True)  # from user callbacks
+    process_s: Keyed = _keyed("s")
+    own: Keyed = _keyed("", "own metric {}, median", is_tracked=True)  # from user callbacks
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:

@@ -59,7 +59,7 @@ class Progress:
         self._n_done += 1
         self._recent_step_s.append(row.step_s)
         mean_s = sum(self._recent_step_s) / len(self._recent_step_s)
-        text = describe(row, mean_s * max(0, self._total - self._n_done))
+        text = step_text(row, mean_s * max(0, self._total - self._n_done))
         self._bar.update(self._task, completed=self._n_done, description=text)
         last = self._n_done >= self._total
         if not self._console.is_terminal and (self._n_done % self._log_interval == 0 or last):
@@ -70,7 +70,7 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def describe(row: StepMetrics, remaining_s: float) -> str:
+def step_text(row: StepMetrics, remaining_s: float) -> str:
     """Return one line of figures."""
     busy = row.busy_fraction
     texts = [f"loss {number(row.loss, digits=4)}", f"{number(row.tokens_per_s)} tok/s"]

@@ -164,7 +164,7 @@ def plan_lines(run: RunRecord) -> list[str]:
     ]
 
 
-def markdown(run: RunRecord, pictures: list[str]) -> str:
+def summary_text(run: RunRecord, pictures: list[str]) -> str:
     """Return the text of summary.md; `pictures` are files beside it."""
     lines = [f"# Run {run.name}", "", "| figure | value |", "|---|---:|"]
     lines += [f"| {figure.label} | {figure.text} |" for figure in figures(run)]
@@ -184,5 +184,5 @@ def write_summary(folder: str | Path) -> None:
     if panels := run.panels:
         draw(panels, {}, run.folder / TIMELINE)
     draw([], {run.name: run.rows.curve()}, run.folder / LOSS)
-    text = markdown(run, [TIMELINE, LOSS] if panels else [LOSS])
+    text = summary_text(run, [TIMELINE, LOSS] if panels else [LOSS])
     (run.folder / SUMMARY).write_text(text, encoding="utf-8")

@@ -176,7 +176,7 @@ def tokens_read(
     return rank_traffic(sent, source.rank, amount, read, target.rank, n)
 
 
-def buffer_shares(
+def exchange_capacities(
     layout: Layout, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
 ) -> tuple[ExchangeCapacity, ...]:
     """Return the exchange buffer sizes with the lowest cost over these schedules."""

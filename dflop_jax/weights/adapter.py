@@ -120,7 +120,7 @@ def adapted_tensors(
 def _join_adapters(parts: Sequence[_AdaptedPart], n_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Return A and B of a checkpoint tensor; `peft` scales them by alpha / (sum of the ranks)."""
     pairs = [
-        as_matrices(t, *(gather_to_host(pair[k], t.layer, t.name) for k in "ab"))
+        to_file_pair(t, *(gather_to_host(pair[k], t.layer, t.name) for k in "ab"))
         for t, pair in parts
     ]
     whole_a = np.concatenate([a for a, _ in pairs])
@@ -133,7 +133,7 @@ def _join_adapters(parts: Sequence[_AdaptedPart], n_rows: int) -> tuple[np.ndarr
     return whole_a, whole_b
 
 
-def as_matrices(t: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def to_file_pair(t: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return an adapter in a file's layout, A [rank, *in] and B [out, rank, ...], from the layout
     of parameters, a [*in, rank] and b [rank, *out]. `t` is the adapted kernel."""
     layout, rank = t.layout, a.shape[-1]

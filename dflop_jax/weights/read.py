@@ -38,7 +38,7 @@ def read_params(
     structs: Tree,
     rows: Mapping[str, Sequence[int]] = MappingProxyType({}),
     initial: Callable[[], Tree] | None = None,
-    cuts: Tree = None,
+    zero_specs: Tree = None,
 ) -> Tree:
     """Read parameters of a module into the shards of this process. The host holds one chunk of a
     tensor at a time.
@@ -48,7 +48,7 @@ def read_params(
       structs: shapes, dtypes and shardings by part; layers are stacked along the first dim.
       rows: by stacked part, the layers that `structs` have, in order; all if it is not there.
       initial: makes parameters like `structs`, for those that the folder's map leaves out.
-      cuts: ZeRO sharding of `structs` over data ranks; None: no ZeRO sharding.
+      zero_specs: ZeRO sharding of `structs` over data ranks; None: no ZeRO sharding.
 
     Raises:
       ValueError: the folder has no tensor for a parameter and `initial` is None.
@@ -59,14 +59,14 @@ def read_params(
             by_path.setdefault((tensor.part, tensor.path), []).append(tensor)
     initial_leaves: dict[Any, jax.Array] = {}
 
-    def one(path: Any, struct: jax.ShapeDtypeStruct, cut: ZeroSpec | None = None) -> jax.Array:
+    def read(path: Any, struct: jax.ShapeDtypeStruct, spec: ZeroSpec | None = None) -> jax.Array:
         part, *inner = (key.key for key in path)
         if tensors := by_path.get((part, tuple(inner))):
             stacked = tensors[0].layer is not None
             tensors = [tensors[i] for i in rows.get(part) or range(len(tensors))]
             leaf = _ParameterReader(folder, tensors, np.dtype(struct.dtype), stacked)
             assert struct.sharding is not None, "read_params needs the sharding of parameters"
-            shards = leaf.shards(cut, struct.shape, struct.sharding)
+            shards = leaf.shards(spec, struct.shape, struct.sharding)
             return jax.make_array_from_single_device_arrays(
                 struct.shape, struct.sharding, shards, dtype=struct.dtype
             )
@@ -79,7 +79,7 @@ def read_params(
             )
         return initial_leaves[path]
 
-    return jax.tree.map_with_path(one, structs, *([cuts] if cuts else []))
+    return jax.tree.map_with_path(read, structs, *([zero_specs] if zero_specs else []))
 
 
 @dataclass(frozen=True)

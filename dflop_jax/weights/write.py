@@ -95,7 +95,7 @@ def write_folder(
       ValueError: the folder exists, or a parameter is missing or partly on another process.
     """
     check_dtype(dtype)
-    tensors = sorted(_tensors(map_, modules, source, dtype), key=lambda t: t.name)
+    tensors = sorted(_all_tensors(map_, modules, source, dtype), key=lambda t: t.name)
     config = dict(source.config if source else map_.config)
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
@@ -120,7 +120,7 @@ def segment_tensors(modules: ModuleParams, source: Folder) -> dict[str, WrittenT
     }
 
 
-def _tensors(
+def _all_tensors(
     map_: WeightMap, modules: Sequence[ModuleParams], source: Folder | None, dtype: str | None
 ) -> Iterator[WrittenTensor]:
     for parts in group_by_name(map_.tensors).values():

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dflop_jax.report.progress import Progress, describe
+from dflop_jax.report.progress import Progress, step_text
 from tests.report.runs import make_row
 
 
@@ -33,10 +33,10 @@ def test_a_line_says_how_training_goes():
     assert run(10, log_interval=4).splitlines()[0] == (
         "step 4/10  loss 1.250  2,000 tok/s  1.50 TFLOP/s  busy enc 60% llm 80%  left 12 s"
     )
-    assert "  1.50 TFLOP/s  MFU 41.2%  busy" in describe(make_row(0, mfu=0.412), 0.0)
+    assert "  1.50 TFLOP/s  MFU 41.2%  busy" in step_text(make_row(0, mfu=0.412), 0.0)
     many = {f"m{i}": i / 10 for i in range(5)}
-    assert "busy 0%-40%" in describe(make_row(0, busy_fraction=many), 0.0)
-    assert "busy" not in describe(make_row(0, busy_fraction={}), 0.0)
+    assert "busy 0%-40%" in step_text(make_row(0, busy_fraction=many), 0.0)
+    assert "busy" not in step_text(make_row(0, busy_fraction={}), 0.0)
 
 
 def test_a_terminal_gets_a_bar_and_its_cursor_back():

@@ -9,7 +9,7 @@ from dflop_jax.records import Load, crossing_traffic, home_ranks, rank_nodes, ra
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.rank_permutation import (
     best_permutation,
-    buffer_shares,
+    exchange_capacities,
     local_tokens,
     nearest_slots,
     tokens_read,
@@ -142,7 +142,7 @@ def test_exchange_buffers_take_most_groups_in_one_round():
     plan = plan_of(4, 4)
     batches = [batch(seed) for seed in range(6)]
     schedules = [solve(b, plan, work=50) for b in batches]
-    (room,) = buffer_shares(plan.layout, schedules, batches)
+    (room,) = exchange_capacities(plan.layout, schedules, batches)
     assert (room.source, room.target) == ("a", "b")
     needs = [
         moved.max_amount / (g.shape.size * g.microbatches)

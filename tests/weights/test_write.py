@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from dflop_jax import weights
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.weights import Folder, ModuleParams, write, write_adapter, write_folder
-from dflop_jax.weights.adapter import as_matrices
+from dflop_jax.weights.adapter import to_file_pair
 from dflop_jax.weights.write import copy_processor_files
 from models import hf, llava
 from models.composed import PublishedComposition
@@ -134,7 +134,7 @@ def test_adapters_are_products_in_the_layout_of_the_file(layout):
     a = rng.normal(size=(*layout.shape[:n_in], 3))
     b = rng.normal(size=(3, *layout.shape[n_in:]))
     t = SimpleNamespace(layout=layout, name="kernel", layer=None)
-    file_a, file_b = as_matrices(t, a, b)
+    file_a, file_b = to_file_pair(t, a, b)
     product = file_b.reshape(len(file_b), 3) @ file_a.reshape(3, -1)
     want = weights.to_file_layout(t, np.tensordot(a, b, axes=1), None, np.dtype(float))
     np.testing.assert_allclose(product.reshape(want.shape), want, atol=1e-12)

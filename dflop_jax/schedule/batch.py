@@ -166,7 +166,7 @@ class Batch:
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
-        """The modules except the anchor; rows of a microbatch share their capacity."""
+        """The modules other than the anchor, whose capacity all rows of a microbatch share."""
         return tuple(m for m in self.modules if m != self.anchor)
 
     @cached_property
@@ -248,8 +248,8 @@ def sub_microbatch_shape(layout: Layout, module: str) -> Shape:
     if len(shapes) != 1:
         names = ", ".join(s.name for s in shapes)
         raise ValueError(
-            f"up to {layout.fan_in} groups of {module!r} feed one group, but they have the shapes "
-            f"{names}; give the module one shape, or set the plan's fan_in to 1"
+            f"up to {layout.fan_in} groups of {module!r} feed one group, in shapes {names}; "
+            "give the module one shape, or set the plan's fan_in to 1"
         )
     return shapes[0]
 

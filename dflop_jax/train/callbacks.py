@@ -1,4 +1,4 @@
-"""Callbacks of a user's own code, and the records that they get."""
+"""Callbacks that run a user's code, and the records that they get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflop_jax.train.run_context import import_object
 class HeldOutLoss:
     """Loss and token accuracy of held-out samples."""
 
-    loss: float  # nan without a supervised token
+    loss: float  # nan if no token is supervised
     accuracy: float | None  # of the last module with a loss; None if it predicts no tokens
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`HeldOutLoss` after `step` steps; `by_source` for each dataset of a mixture, by name."""
+    """Held-out loss after `step` steps; `by_source`: by name of a mixture's dataset."""
 
     step: int
     loss: float
@@ -43,11 +43,11 @@ class FitResult:
 
     run_dir: Path
     losses: tuple[float, ...]  # of the steps that this call ran
-    evaluation: Evaluation | None  # of the last step; None without held-out samples
+    evaluation: Evaluation | None  # after the last step; None without held-out samples
     compiles_after_warmup: int
     steps_done: int  # of the whole run
-    preempted: bool  # a signal ended it before its last step
-    stopped_by: str = ""  # why a callback ended it before its last step
+    preempted: bool  # whether a signal ended the run before its last step
+    stopped_by: str = ""  # the reason if a callback ended the run before its last step
 
 
 @dataclass(frozen=True)
@@ -55,38 +55,38 @@ class StepDone:
     """A step that is done on all processes."""
 
     step: int
-    loss: float  # per supervised token of the global batch, added up over modules with a loss
-    losses: Mapping[str, float]  # by module, each without its weight in that sum
+    loss: float  # per supervised token of the global batch, summed over modules with a loss
+    losses: Mapping[str, float]  # by module, without the module's weight in that sum
     grad_norm: float
-    updated: bool  # the parameters were; otherwise the step was skipped
-    row: StepMetrics | None  # all figures, on process 0
+    updated: bool  # whether the parameters were updated; otherwise the step was skipped
+    row: StepMetrics | None  # all metrics of the step, on process 0
 
 
 class Callback:
-    """Override what is of interest. Methods run in the thread that dispatches steps: slow ones hold
-    the devices up, and an error ends the run."""
+    """Base class of callbacks; override some of its methods. They run in the thread that dispatches
+    steps: a slow one makes the devices wait, and an error ends the run."""
 
-    everywhere: ClassVar[bool] = False  # called on every process, not on process 0 only
+    everywhere: ClassVar[bool] = False  # whether to call it on every process, not only on process 0
     _stop_reason = ""
 
     def before_step(self, step: int) -> None:
-        """A step is about to be dispatched."""
+        """Called before a step is dispatched."""
 
     def after_step(self, done: StepDone) -> Mapping[str, float] | None:
-        """A step is done, while devices work on the next one. The metrics that process 0 returns
-        go to `own` in metrics.jsonl, the summary and the trackers."""
+        """Called when a step is done, while devices work on the next one. The metrics that process
+        0 returns are added as `own` to metrics.jsonl, the summary and the trackers."""
 
     def after_evaluation(self, step: int, row: Evaluation) -> None:
-        """The held-out samples were evaluated after `step` steps."""
+        """Called after the held-out samples were evaluated after `step` steps."""
 
     def after_save(self, step: int, folder: Path) -> None:
-        """The checkpoint after `step` steps is whole, in a folder."""
+        """Called when `folder` has the complete checkpoint after `step` steps."""
 
     def at_end(self, result: FitResult) -> None:
-        """The run is over."""
+        """Called when the run is over."""
 
     def stop(self, why: str) -> None:
-        """End the run after the steps under way, saved and evaluated, as if it were done."""
+        """End the run after the pending steps, saved and evaluated as at its regular end."""
         self._stop_reason = why or type(self).__name__
 
 
@@ -96,29 +96,29 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = (), *, is_process_0: bool = True) -> None:
         self.active = [c for c in callbacks if is_process_0 or c.everywhere]
         for c in self.active:
-            c._stop_reason = ""  # of a run before
+            c._stop_reason = ""  # of an earlier run
 
     @property
     def stop_reason(self) -> str:
         return next((c._stop_reason for c in self.active if c._stop_reason), "")
 
     def after_step(self, done: StepDone) -> dict[str, float]:
-        """The metrics that callbacks add; ValueError unless they are numbers of different names."""
+        """Return the metrics that callbacks add; ValueError unless numbers of unique names."""
         user_metrics: dict[str, float] = {}
         for c in self.active:
             for name, value in (c.after_step(done) or {}).items():
                 if name in user_metrics or not hasattr(value, "__float__"):
                     raise ValueError(
                         f"{type(c).__name__}.after_step: {name!r} is {value!r}; return numbers, "
-                        "each under a name of its own"
+                        "each under a unique name"
                     )
                 user_metrics[name] = float(value)
         return user_metrics
 
 
 def import_callbacks(paths: Sequence[str]) -> list[Callback]:
-    """Import the callbacks that command-line flags name: each an object, or a class or function
-    without arguments that makes one; ValueError for anything else."""
+    """Import the callbacks that command-line flags name: an object, or a class or function without
+    arguments that returns one; ValueError for anything else."""
     callbacks: list[Callback] = []
     for path in paths:
         candidate: Any = import_object("--callbacks", path)

@@ -1,4 +1,4 @@
-"""The plan of a run before its first step: given, a checkpoint's or a new one."""
+"""Chooses the plan of a run before its first step: a given, stored or new plan."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from dflop_jax.train.run_context import RunContext
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before the first of its steps under a plan."""
+    """A run before its first step under a plan."""
 
     context: RunContext
     source: Source
-    held_out: Source | None  # to evaluate on
+    held_out: Source | None  # the samples to evaluate on
     state: RunState  # before that step; its plan is the executor's
     ex: Executor
     saver: Checkpointer
-    folder: RunFolder | None  # of process 0
+    folder: RunFolder | None  # on process 0
     progress: Progress
-    start_s: float  # seconds that choosing, compiling and restoring took
-    ends_s: float  # when `train.max_hours` are over, by `time.monotonic`
+    start_s: float  # seconds of choosing, compiling and restoring
+    ends_s: float  # when `train.max_hours` are over, in `time.monotonic` seconds
     callbacks: Callbacks
 
     @property
@@ -68,7 +68,7 @@ class PlannedRun:
 
 
 def check_same_config(config: Config, peers: ProcessGroup) -> None:
-    """ValueError unless every process has the same configuration."""
+    """Raise ValueError unless every process has the same configuration."""
     own_values = msgspec.json.decode(msgspec.json.encode(config))
     primary_values = peers.broadcast("config", own_values, dict)
     for name, value in primary_values.items():
@@ -80,7 +80,7 @@ def check_same_config(config: Config, peers: ProcessGroup) -> None:
 
 
 def describe_context(context: RunContext) -> str:
-    """Devices and model of a run, in a line."""
+    """Return a line about the devices and the model of a run."""
     n_processes = context.peers.n_processes
     if context.hardware:
         devices = f"{context.hardware.name}, which are not here"
@@ -106,7 +106,7 @@ def describe_context(context: RunContext) -> str:
 
 
 def describe_data(source: Source, train: TrainConfig, requested_batch: int) -> str:
-    """Data and steps of a run, in a line; `train` is that of `with_step_count`."""
+    """Return a line about the data and the steps of a run; `train` is from `with_step_count`."""
     n, batch = len(source), train.global_batch
     lowered = f" (train.global_batch {requested_batch} is lowered, there are no more)"
     return (
@@ -136,17 +136,17 @@ def choose_plan(
     progress: Progress,
     on_checked: Callable[[], None],
 ) -> tuple[Executor, RunState, TimedPlan | None]:
-    """Choose the plan to train under, all processes together; profile and search where needed.
+    """Choose the plan to train under, on all processes together; profile and search if needed.
     ValueError if the checkpoint is of another model, or no plan fits.
 
     Args:
-      stored: the state of the checkpoint that is resumed.
-      given_executor, profile: of a given plan, which go before those of the checkpoint.
-      on_checked: called once all is checked that can be checked without measuring.
+      stored: the state of the checkpoint to resume.
+      given_executor, profile: of the plan that the user gave; preferred to the checkpoint's.
+      on_checked: called once everything is checked that needs no measurement.
 
     Returns:
       The executor; the state with plan, profile, prices and settings of this run; and the timed
-      plan where the choice compiled it.
+      plan if the choice compiled it.
     """
     settings = run_settings(context)
     state = _reuse_on_all(context, stored, given_executor, profile, settings, progress.log)
@@ -200,7 +200,7 @@ def _reuse_on_all(
     settings: dict[str, Any],
     log: Callable[[str], None],
 ) -> RunState:
-    """Return the state with process 0's given or stored plan and profile, prices on process 0."""
+    """Return the state with process 0's given or stored plan and profile, and there its prices."""
     is_given, peers = profile is not None, context.peers
     given_plan = given_executor.plan if given_executor else None
     state = replace(stored or RunState(), plan=given_plan, profile=profile, prices=None)
@@ -227,7 +227,7 @@ def _reuse_on_all(
 def check_before_measuring(
     context: RunContext, source: Source, profile: Profile | None, plan: Plan | None
 ) -> None:
-    """ValueError, before anything is measured, for what no measurement would change."""
+    """Raise ValueError, before measuring, for errors that do not depend on measurements."""
     if profile is not None:
         check_layers(context, profile, "the profile", "profile again")
     elif plan is None:
@@ -239,7 +239,7 @@ def check_before_measuring(
 
 
 def predict_plan(context: RunContext, profile: Profile, prices: Prices, timed: TimedPlan) -> Plan:
-    """The timed plan with predictions by its measured times; batches are scheduled by `prices`."""
+    """Return the timed plan with predictions by its measured times; `prices` schedule batches."""
     ex, config = timed.executor, context.config
     plan, n = ex.plan, config.train.global_batch
     loads = itertools.cycle(loads_that_fit(plan, profile.data.loads))
@@ -247,10 +247,10 @@ def predict_plan(context: RunContext, profile: Profile, prices: Prices, timed: T
         schedule_batch([*itertools.islice(loads, n)], plan, prices, ex.trainable, step=k)
         for k in range(config.plan.sampled_batches)
     ]
-    # Step ends by which the plan was chosen: those were timed on a state that was not needed.
+    # Step ends keep the prices that the plan was chosen by; those timed here used another state.
     measured = replace(timed.prices(profile.model), step_end=prices.step_end)
     trace = simulate_schedules(plan, schedules, measured, ex.trainable, synchronous=ex.awaited)
-    busy_fraction = trace.busy_fraction()  # of links too
+    busy_fraction = trace.busy_fraction()  # includes links
     figures = replace(
         plan.predicted,
         makespan_s=trace.makespan_s / len(schedules),

@@ -1,4 +1,4 @@
-"""Feeds observed task times back into the schedules of later batches, while that pays."""
+"""Corrects the prices of later schedules by observed task times, if this shortens the steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dflop_jax.train.feed import PackedBatch
 
 def read_samples(rows: RowFile) -> Iterator[StepSample]:
     """Read the sampled steps of a run, oldest first. ValueError names a broken line."""
-    remedy = "remove the line, and schedules of steps that are run anew follow new times"
+    remedy = "remove the line; steps that run again are then scheduled by new times"
     return read_rows(rows.path, StepSample, "a sampled step", remedy)
 
 
 def restore_learnt(
     prices: Prices, stored: CorrectionState | None, samples: RowFile, first_step: int
 ) -> CorrectionState:
-    """Return what is known of these prices before the first step: what a checkpoint `stored`, and
-    the samples beyond it. Samples of steps to come under other prices are dropped."""
+    """Return the correction of these prices before the first step, from the checkpoint's `stored`
+    and from later samples. Drops samples of coming steps that were taken under other prices."""
     key = rules.price_digest(prices)
     samples.drop_except(lambda s: s.step < first_step or s.prices == key)
     learnt = stored if stored and stored.prices == key else CorrectionState(key)
@@ -34,19 +34,19 @@ def restore_learnt(
 
 class Corrector:
     """Adaptive correction of one run, on process 0 (DFLOP, arXiv 2603.25120; our rules are in
-    `schedule.correction`). `learnt` is what `worker` schedules by; steps that it knows are not
-    sampled: this run takes the decisions of the one that was resumed."""
+    `schedule.correction`). The worker schedules by `learnt`. Steps that `learnt` includes are not
+    sampled again: a resumed run repeats the decisions of the run before."""
 
     def __init__(self, run: PlannedRun, worker: ScheduleWorker, learnt: CorrectionState):
         self._run, self._prices, self._worker = run, run.prices, worker
         self._learnt = learnt
         self._gain_s = self._overhead_s = 0.0  # of the last full window
         self._spent_s = 0.0  # in this window
-        self._gain_is_pending = False  # what a full window gains
-        self._n_logged = 0  # switches of sampling
+        self._gain_is_pending = False  # whether the gain of a full window is being predicted
+        self._n_logged = 0  # logged switches of sampling
 
     def learnt(self, step: int) -> CorrectionState:
-        """The state for the checkpoint after `step` steps."""
+        """Return the state for the checkpoint after `step` steps."""
         return rules.drop_old_changes(self._learnt, step)
 
     @property
@@ -60,8 +60,8 @@ class Corrector:
         }
 
     def after_step(self, trace: Trace, batch: PackedBatch) -> None:
-        """Learn from a finished step, if it is one to sample; later batches are scheduled by what
-        was learnt. The first time that sampling begins and ends is logged."""
+        """Learn from a finished step if it is to be sampled; later batches are scheduled by the
+        result. The first start and end of sampling are logged."""
         was_sampling = self._learnt.is_on
         if batch.step > self._learnt.last and self._learnt.is_sampling(batch.step):
             self._sample(trace, batch)
@@ -71,13 +71,13 @@ class Corrector:
         if is_sampled == was_sampling or self._n_logged == 2:
             return
         self._n_logged += 1
-        text = "task times are sampled, by which schedules are corrected"
+        text = "sampling task times, to correct schedules"
         if not is_sampled:
             factor = self._learnt.correction.max_factor
             text = (
-                f"schedules follow task times that are up to {factor:.2f}x off the predicted "
-                f"ones, which by prediction saves {1e3 * self._gain_s:.1f} ms a step; "
-                f"sampling took {1e3 * self._overhead_s:.1f} ms a step"
+                f"schedules use measured task times, up to {factor:.2f}x off the predicted "
+                f"ones; predicted saving: {1e3 * self._gain_s:.1f} ms a step; "
+                f"sampling costs {1e3 * self._overhead_s:.1f} ms a step"
             )
         self._run.progress.log(f"step {batch.step}: {text}")
 
@@ -98,7 +98,7 @@ class Corrector:
         self._learnt = rules.add_sample(rules.drop_old_changes(previous, step), sample)
 
     def _decide(self, batch: PackedBatch) -> None:
-        """Have the gain of a full window predicted for this batch; decide once it is known."""
+        """Predict the gain of a full window for this batch; decide once the gain is known."""
         learnt = self._learnt
         if not self._gain_is_pending:
             corrected_prices = rules.correct_prices(self._prices, learnt.correction)

@@ -30,21 +30,21 @@ logger = logging.getLogger("dflop_jax.train")
 
 @dataclass(frozen=True)
 class _HeldOutBatch:
-    """Held-out samples of one dataset, scheduled."""
+    """A scheduled batch of held-out samples of one dataset."""
 
     dataset: str
     indices: list[int]
     loads: list[Load]
     schedule: Schedule
-    positions: list[int]  # in the batch, of the samples that this process needs
+    positions: list[int]  # positions in the batch of the samples that this process needs
 
 
 class HeldOutEvaluator:
-    """Evaluates the held-out samples of a run, all processes together. `row` is the newest
-    evaluation; `best` the step and the loss of the saved one of the lowest, (None, inf) for none.
+    """Evaluates the held-out samples of a run, on all processes together. `row` is the newest
+    evaluation; `best` is (step, loss) of the saved evaluation with the lowest loss, or (None, inf).
 
-    A batch holds samples of one dataset. Samples that no compiled shape holds are left out, and
-    named. Batches are decoded for every evaluation, while the devices run those before.
+    A batch holds samples of one dataset. Samples that no compiled shape holds are left out, and a
+    warning names them. Every evaluation decodes its batches while the devices run earlier ones.
     """
 
     def __init__(self, run: PlannedRun, packer: Packer):
@@ -77,7 +77,7 @@ class HeldOutEvaluator:
         self.row: Evaluation | None = None
 
     def _read_best(self) -> tuple[int | None, float]:
-        """The best saved evaluation of the run before it was resumed, where it is to be kept."""
+        """Return (step, loss) of the best saved evaluation of a resumed run if it is to be kept."""
         run = self._run
         best: tuple[int | None, float] = None, math.inf
         if run.folder and run.context.config.checkpoint.keep_best:
@@ -88,7 +88,7 @@ class HeldOutEvaluator:
         return run.context.peers.broadcast("best", best, tuple[int | None, float])
 
     def evaluate(self, step: int) -> Evaluation:
-        """Evaluate the parameters after `step` steps, all of them finished, and report it."""
+        """Evaluate the parameters after `step` finished steps, and report the result."""
         run = self._run
         with run.context.time_log.track(EVALUATION):
             self.row = row = self._compute_losses(step)
@@ -102,7 +102,7 @@ class HeldOutEvaluator:
         return row
 
     def _compute_losses(self, step: int) -> Evaluation:
-        """Evaluate the current parameters, or their average where the run keeps one."""
+        """Evaluate the current parameters, or their moving average if the run has one."""
         ex, peers = self._run.ex, self._packer.peers
         # Lists by dataset.
         sums, denominators = defaultdict[str, list](list), defaultdict[str, list](list)
@@ -146,7 +146,7 @@ class HeldOutEvaluator:
 def _samples_that_fit(
     source: Source, indices_by_dataset: Mapping[str, list[int]], plan: Plan
 ) -> dict[str, list[int]]:
-    """Those of the samples that some bucket of the plan holds, by dataset."""
+    """Return the samples that some bucket of the plan holds, by dataset."""
     all_indices = [i for indices in indices_by_dataset.values() for i in indices]
     loads = [source.load(i) for i in all_indices]
     too_large = {all_indices[k] for k in oversize_samples(loads, plan)}
@@ -164,8 +164,8 @@ def _samples_that_fit(
 
 
 def draw_held_out_samples(source: Source, n: int, seed: int) -> dict[str, list[int]]:
-    """Draw `n` of the held-out samples by the seed: by dataset of a mixture in proportion to its
-    size, at least one of each where `n` suffices; else by ""."""
+    """Draw `n` of the held-out samples by the seed. A mixture's datasets get shares by their size,
+    at least one sample each if `n` suffices; a single dataset has the key ""."""
     dataset_of = getattr(source, "dataset_of", None)
     members: dict[str, list[int]] = {}
     for i in range(len(source)):
@@ -173,7 +173,7 @@ def draw_held_out_samples(source: Source, n: int, seed: int) -> dict[str, list[i
     if len(members) == 1:
         members = {"": list(range(len(source)))}
     counts = split_proportionally([len(m) for m in members.values()], n)
-    rng = np.random.default_rng([seed, 3])  # another stream than what draws the records
+    rng = np.random.default_rng([seed, 3])  # not the random stream that draws the records
     drawn = {
         name: sorted(rng.permutation(indices)[:count].tolist())
         for (name, indices), count in zip(members.items(), counts, strict=True)

@@ -1,4 +1,4 @@
-"""Batches ready to run: scheduled, decoded and packed in the background, each process its part."""
+"""Schedules, decodes and packs batches in the background; each process packs its part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.step_figures import max_by_name, measure_imbalance, sum_by_name
 
 WEIGHTS = "weights"  # the field that a module with a loss reads
-_FEED = "feed/"  # prefix of the messages that are sent ahead of the steps
+_FEED = "feed/"  # prefix of the messages that are sent before a step needs them
 
 
 def modules_with_loss(model: MultimodalModel) -> tuple[str, ...]:
@@ -38,10 +38,10 @@ def modules_with_loss(model: MultimodalModel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The loss of a global batch: each module's sum over its denominator, weighted and added up."""
+    """The loss of a global batch: each module's sum over its denominator, weighted and summed."""
 
     denominators: dict[str, float]  # by module with a loss, the sum of its token weights
-    factors: dict[str, float]  # by the same, the weight of its mean loss
+    factors: dict[str, float]  # by module with a loss, the weight of its mean loss
 
     @classmethod
     def for_model(cls, model: MultimodalModel, denominators: Mapping[str, float]) -> BatchLoss:
@@ -50,7 +50,7 @@ class BatchLoss:
 
     @property
     def scales(self) -> dict[str, float]:
-        """The factor of every token's loss, by module; any where no token has a weight."""
+        """The factor of every token's loss, by module; arbitrary if no token has a weight."""
         return {m: self.factors[m] / (n or 1.0) for m, n in self.denominators.items()}
 
     @property
@@ -58,28 +58,28 @@ class BatchLoss:
         return any(self.denominators.values())
 
     def means(self, sums: Mapping[str, float], name: str = "loss_sum") -> dict[str, float]:
-        """A sum of the batch (`StepResult.sums`), by module, over its denominator."""
+        """Return each module's sum over the batch (`StepResult.sums`), over its denominator."""
         return {m: sums.get(f"{m}.{name}", 0.0) / (n or 1.0) for m, n in self.denominators.items()}
 
     def total(self, sums: Mapping[str, float]) -> float:
-        """The loss that is trained on."""
+        """Return the loss that is trained on."""
         return sum(self.factors[m] * mean for m, mean in self.means(sums).items())
 
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """Counts of a batch that the processes add up. Traffic is by "source > target", forward."""
+    """Counts of a batch, summed over processes. Traffic is by "source > target", forward."""
 
-    bad: list[int]  # samples that were first found undecodable
-    used_tokens: dict[str, int]  # without padding, by module
-    flops: dict[str, float]  # that these tokens need in a training step, by module
+    bad: list[int]  # samples that were newly found undecodable
+    used_tokens: dict[str, int]  # tokens without padding, by module
+    flops: dict[str, float]  # FLOPs of these tokens in a training step, by module
     loss_weights: dict[str, float]  # by module with a loss, the sum over its tokens
-    supervised_tokens: int  # of the last of these modules
-    # By "group/feeding group", the most features that a rank reads from another one: see
-    # `Routes.route`.
+    supervised_tokens: int  # of the last module with a loss
+    # By "group/feeding group", the largest number of features that a rank reads from another rank:
+    # see `Routes.route`.
     max_crossing: dict[str, int]
-    in_node: dict[str, float]  # bytes
-    across_nodes: dict[str, float]
+    in_node: dict[str, float]  # bytes that stay in a node
+    across_nodes: dict[str, float]  # bytes between nodes
 
     @classmethod
     def total(cls, process_counts: Sequence[BatchCounts]) -> BatchCounts:
@@ -100,7 +100,7 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A global batch as the executor takes it, and its figures."""
+    """A global batch in the executor's form, and its metrics."""
 
     step: int
     loads: tuple[Load, ...]
@@ -122,7 +122,7 @@ class Waits:
     save_s: float = 0.0
 
     def idle_by_cause(self, idle_s: float) -> dict[str, float]:
-        """Split the seconds that devices idled among these causes."""
+        """Split the seconds that devices idled among the causes."""
         idle: dict[str, float] = {}
         for name, s in ((SAVE, self.save_s), (SCHEDULE, self.schedule_s), (DATA, self.data_s)):
             idle[name] = min(s, idle_s)
@@ -131,7 +131,7 @@ class Waits:
 
 
 def find_local_ranks(programs: Programs) -> LocalRanks:
-    """The data ranks that lie on this process's devices."""
+    """Return the data ranks that are on this process's devices."""
     process = jax.process_index()
     filled: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
     counted: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
@@ -156,7 +156,7 @@ class Packer:
     needed: Mapping[str, PieceFlops]  # by module
 
     def find_needed_samples(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
-        """Positions in the batch of the samples that this process needs."""
+        """Return positions in the batch of the samples that this process needs."""
         return local_samples(self.plan.layout, schedule, loads, self.ranks)
 
     def pack(
@@ -171,7 +171,7 @@ class Packer:
         draws: str = "",
     ) -> PackedBatch:
         """Return the host arrays of a scheduled batch; `key` and `step` name it in messages,
-        `draws` seeds what is drawn for its tokens (see `pack_groups`)."""
+        `draws` is the seed of random draws for its tokens (see `pack_groups`)."""
         layout = self.plan.layout
         packed = pack_groups(
             layout, schedule, samples, loads, model=self.model, ranks=self.ranks, draws=draws
@@ -203,7 +203,7 @@ class Packer:
     def _count_tokens(
         self, schedule: Schedule, packed: Sequence[PackedGroup], bad: Sequence[int]
     ) -> BatchCounts:
-        """Count this process's part."""
+        """Return the counts of this process's part."""
         modules = self.plan.layout.modules
         used_tokens, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
         weights, supervised = dict.fromkeys(modules_with_loss(self.model), 0.0), 0
@@ -221,7 +221,7 @@ class Packer:
     def _count_traffic(
         self, schedule: Schedule, packed: Sequence[PackedGroup]
     ) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
-        """The last three of `BatchCounts`, of what the ranks of this process read."""
+        """Return the last three of `BatchCounts`, for features that this process's ranks read."""
         max_crossing: dict[str, int] = {}
         in_node: dict[str, float] = defaultdict(float)
         across_nodes: dict[str, float] = defaultdict(float)
@@ -247,11 +247,11 @@ class Packer:
 def feed_batches(
     loader: Loader, worker: ScheduleWorker | None, packer: Packer, steps: range
 ) -> Generator[tuple[PackedBatch, Waits], None, None]:
-    """Yield the batch of each of the steps, with what training waited for it."""
+    """Yield the batch of each step, and the time that training waited for it."""
     scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
     def select(step: int) -> list[int]:
-        # Here a batch that cannot be scheduled raises ValueError.
+        # A batch that cannot be scheduled raises ValueError here.
         solved, wait_s = worker.get(step) if worker else (None, 0.0)
         schedule = packer.peers.broadcast(f"{_FEED}schedule", solved, Schedule, step=step)
         loads = loader.loads(step)
@@ -270,7 +270,7 @@ def feed_batches(
     try:
         wait_start_s = time.perf_counter()
         for batch, wait_s in batches:
-            # The solver only costs training what was not hidden behind the batches ready ahead.
+            # Solver time delays training only if it was not hidden behind batches that were ready.
             waited_s = time.perf_counter() - wait_start_s
             schedule_s = min(wait_s, waited_s)
             yield batch, Waits(schedule_s, waited_s - schedule_s)

@@ -1,5 +1,5 @@
-"""The parameters of checkpoints, whatever plan they were saved under: those that a run begins with,
-those that answer or are exported, as lazy arrays or on devices; and adapters beside their base."""
+"""Reads the parameters of checkpoints, saved under any plan: to start a run from them, to generate
+or to export, as lazy arrays or on devices; and adapters together with their base."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dflop_jax.weights.adapter import adapted_tensors
 
 log = logging.getLogger("dflop_jax.train")
 T = TypeVar("T")
-# (segment, maker of its fresh parameters) -> parameters to begin with
+# (segment, function that makes its fresh parameters) -> initial parameters
 Initializer = Callable[[Segment, Callable[[], Params]], Params]
 
 
@@ -48,7 +48,7 @@ class LoadedParams:
 def load_params(
     run: str | Path, model: MultimodalModel, placement: jax.Device | Mapping[str, Params]
 ) -> LoadedParams:
-    """Load the parameters of a run, adapters folded in, on one device as they were saved, or with
+    """Load the parameters of a run with adapters merged, on one device as they were saved, or with
     the shapes, dtypes and shardings of each module; see `use_newest_checkpoint`."""
 
     def load(reader: CheckpointReader, folder: Path) -> LoadedParams:
@@ -65,11 +65,11 @@ def load_params(
 
 
 def use_newest_checkpoint(run: str | Path, read: Callable[[CheckpointReader, Path], T]) -> T:
-    """Return the result of `read` for the newest whole checkpoint of a run folder, or for the given
-    checkpoint folder. A damaged checkpoint is logged, and the one before it is taken.
+    """Return the result of `read` for the newest complete checkpoint of a run folder, or for the
+    given checkpoint folder. A damaged checkpoint is logged, and the previous one is used.
 
     Raises:
-      ValueError: no such folder, or no (whole) checkpoint in it.
+      ValueError: there is no such folder, or no (complete) checkpoint in it.
       StorageError, OtherVersion: it cannot be read.
     """
     store, steps = _find_checkpoints(Path(run))
@@ -78,11 +78,11 @@ def use_newest_checkpoint(run: str | Path, read: Callable[[CheckpointReader, Pat
             return read(store.open(step), store.folder(step))
         except CorruptCheckpoint as e:
             log.warning("checkpoint of step %d is damaged, using an older one: %s", step, e)
-    raise ValueError(f"{run}: no checkpoint is whole; take another run, or train it again")
+    raise ValueError(f"{run}: no checkpoint is complete; use another run, or train it again")
 
 
 def _find_checkpoints(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
-    """Return the store that `path` is or lies in, and the steps to try, newest first."""
+    """Return the store that contains `path`, and the steps to try, newest first."""
     if path.name.isdigit() and (steps := CheckpointStore(path.parent).steps()):
         store, step = CheckpointStore(path.parent), int(path.name)
         if step not in steps:
@@ -93,14 +93,14 @@ def _find_checkpoints(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     for root in (path / CHECKPOINTS, path):
         if steps := CheckpointStore(root).steps():
             return CheckpointStore(root), steps
-    reason = "it is no run folder"
+    reason = "it is not a run folder"
     if (path / CONFIG).exists():
-        reason = "the run has saved none yet (see --checkpoint.every_s)"
+        reason = "the run has not saved one yet (see --checkpoint.every_s)"
     raise ValueError(f"{path}: no checkpoint in it; {reason}; name another")
 
 
 def _make_device_array(struct: jax.ShapeDtypeStruct, array: LazyArray) -> jax.Array:
-    @cache  # devices may hold the same
+    @cache  # several devices may hold the same box
     def read_box(*bounds: tuple[int, int]) -> np.ndarray:
         return array[tuple(slice(*b) for b in bounds)].astype(struct.dtype, copy=False)
 
@@ -113,12 +113,12 @@ def _make_device_array(struct: jax.ShapeDtypeStruct, array: LazyArray) -> jax.Ar
 
 @dataclass(frozen=True, eq=False)
 class LazyArray:
-    """An array of which `array[row]` reads a row along the first dim, `array[slices]` a box, and
-    `np.asarray(array)` all."""
+    """An array that is read when indexed: `array[row]` reads a row along the first dim,
+    `array[slices]` a box, `np.asarray(array)` all."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[tuple[slice, ...]], np.ndarray]  # a box, by slices of its first dims
+    read: Callable[[tuple[slice, ...]], np.ndarray]  # reads a box, by slices of its first dims
 
     def __getitem__(self, index: int | tuple[slice, ...]) -> np.ndarray:
         if isinstance(index, tuple):
@@ -134,11 +134,9 @@ def open_params(
     reader: CheckpointReader, model: MultimodalModel, *, average: bool = False
 ) -> dict[str, Params]:
     """Return a checkpoint's parameters of each module as `LazyArray`s, layers stacked; `average`:
-    the average over steps of what trains. ValueError if it is of another model, or has none."""
+    the moving average of trained ones. ValueError if it is of another model or has no average."""
     if average and not any(f"/{EMA_KEY}/" in name for name in reader.specs):
-        raise ValueError(
-            f"{reader}: has no average of the parameters; train with train.ema, or leave out --ema"
-        )
+        raise ValueError(f"{reader}: has no moving average; train with train.ema, or omit --ema")
 
     def open_array(module: str, path: Any, struct: jax.ShapeDtypeStruct) -> LazyArray:
         leaf_name, shape = jax.tree_util.keystr(path, simple=True, separator="/"), struct.shape
@@ -168,7 +166,7 @@ def open_params(
 
 
 def apply_lazily(function: Callable[..., Any], *arrays: Any) -> LazyArray:
-    """Apply a function to arrays, or to as many rows of each, on the host when it is read."""
+    """Apply a function to arrays, or to the rows that are read, on the host."""
     struct = jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
 
     def compute(index: tuple[slice, ...]) -> np.ndarray:
@@ -179,15 +177,15 @@ def apply_lazily(function: Callable[..., Any], *arrays: Any) -> LazyArray:
 
 
 def make_initializer(model: MultimodalModel, weights: Sequence[str]) -> Initializer | None:
-    """Return how to begin with the checkpoints of `weights`, checked to fit; None for none.
+    """Return the function that reads a segment from `weights`, checked to fit, or None.
 
     Args:
       weights: one folder of transformers for the whole model, or MODULE=FOLDER for some modules;
-        what these leave out (a connector) begins fresh. A run's folder, or FOLDER@STEP, stands for
-        the parameters in its newest checkpoint, or that one.
+        other modules (a connector) start with fresh parameters. A run's folder, or FOLDER@STEP,
+        means the parameters in its newest checkpoint, or in that of STEP.
 
     Raises:
-      ValueError: a folder does not hold this model or module, or these have no published weights.
+      ValueError: a folder does not have this model or module, or these have no published weights.
     """
     if not weights:
         return None
@@ -218,8 +216,8 @@ def make_initializer(model: MultimodalModel, weights: Sequence[str]) -> Initiali
 
 
 def find_published_folders(weights: Sequence[str]) -> dict[str, str]:
-    """The published folders that a run with these `model.weights` began with, by module ("": the
-    whole model); of one that began with another run's parameters, those of that run."""
+    """Return the published folders of a run with these `model.weights`, by module ("": the whole
+    model). If the run started from another run, return that run's folders."""
     folders: dict[str, str] = {}
     for module, path, run, _ in map(parse_weights, weights):
         if not run:
@@ -233,8 +231,8 @@ def find_published_folders(weights: Sequence[str]) -> dict[str, str]:
 
 
 def parse_weights(item: str) -> tuple[str, str, str, str]:
-    """The module of an item of `model.weights` ("": the whole model), its path, and the folder and
-    the step ("": the newest) of the run whose checkpoint the path means ("": it means none)."""
+    """Parse an item of `model.weights` into (its module, "" for the whole model; its path; the run
+    folder that the path names, "" if none; that run's step, "" for the newest)."""
     module, _, path = item.rpartition("=")
     run, step = path, ""
     if "@" in path and not Path(path).exists():
@@ -244,7 +242,7 @@ def parse_weights(item: str) -> tuple[str, str, str, str]:
 
 def _open_run(path: str, run: str, step: str) -> CheckpointReader:
     if step and not step.isdecimal():
-        raise ValueError(f"model.weights={path}: {step!r} is no step; give RUN@STEP, or RUN")
+        raise ValueError(f"model.weights={path}: {step!r} is not a step; give RUN@STEP, or RUN")
     checkpoint = Path(run, CHECKPOINTS, f"{int(step):08d}") if step else run
     return use_newest_checkpoint(checkpoint, lambda reader, _: reader)
 
@@ -252,8 +250,8 @@ def _open_run(path: str, run: str, step: str) -> CheckpointReader:
 def read_segment_params(
     reader: CheckpointReader, segment: Segment, init_fresh: Callable[[], Params]
 ) -> Params:
-    """Read a segment's parameters from a checkpoint under any plan; adapters that it lacks are
-    fresh. ValueError if it is of another model."""
+    """Read a segment's parameters from a checkpoint of any plan; adapters that it lacks are fresh.
+    ValueError if it is of another model."""
     module, checkpoint_name = segment.plan.module, f"the checkpoint of step {reader.step}"
     names = [name.split("/") for name in reader.specs]  # params/MODULE/PART/...
     stored_parts = {name[2] for name in names if name[:2] == ["params", module]}
@@ -264,7 +262,7 @@ def read_segment_params(
     if unexpected_parts := sorted(stored_parts - set(segment.module.inputs)):
         raise ValueError(
             f"{checkpoint_name} has {', '.join(unexpected_parts)} of {module}, which this model "
-            "has not (adapters need train.lora_rank; or begin with an export, which merges them)"
+            "lacks (adapters need train.lora_rank; or start from an export, which merges them)"
         )
     leaves: list[Any] = []
     fresh_leaves: list[Any] = []
@@ -285,7 +283,7 @@ def read_segment_params(
 
 
 def find_weight_map(model: MultimodalModel, module: str) -> Any:
-    """Return where published weights have the parameters of the whole model (""), or of a module;
+    """Return where published weights have the parameters of a module, or of the whole model ("");
     ValueError if it has no published form."""
     if not module and hasattr(model, "weights"):
         return model.weights
@@ -299,21 +297,19 @@ def find_weight_map(model: MultimodalModel, module: str) -> Any:
 
 
 def check_only_adapters(config: Config, model: MultimodalModel, frozen: Sequence[str]) -> None:
-    """ValueError unless a run's adapters and initial published weights are its whole model."""
+    """Raise ValueError unless adapters and published weights make up the run's whole model."""
     groups = trained_groups(model, ())
     if LORA not in groups:
-        raise ValueError(
-            "the run has no adapters; train with train.lora_rank, or leave out --adapter"
-        )
+        raise ValueError("the run has no adapters; train with train.lora_rank, or omit --adapter")
     if other_groups := [name for name in groups if name != LORA and name not in frozen]:
         raise ValueError(
             f"the run also trains {', '.join(other_groups)}, which adapters do not hold; "
-            "leave out --adapter, or train under train.stage=full without rates of theirs"
+            "omit --adapter, or use train.stage=full without learning rates for them"
         )
     if base_run := _find_trained_base(config.model.weights):
         raise ValueError(
-            f"the run began with what {base_run} trained, which adapters do not hold; leave "
-            f"out --adapter, or give an export of {base_run} as --weights"
+            f"the run started from parameters of {base_run}, which adapters do not hold; "
+            f"omit --adapter, or give an export of {base_run} as --weights"
         )
 
 
@@ -331,7 +327,7 @@ def warn_unexportable_adapters(config: Config, model: Any, frozen: Sequence[str]
 
 
 def _find_trained_base(weights: Sequence[str]) -> str:
-    """The run that `model.weights` begin with and that trained more than adapters; "" for none."""
+    """Return the run in `model.weights` that trained more than adapters; "" if there is none."""
     for _, _, run, _ in map(parse_weights, weights):
         if not run:
             continue
@@ -345,7 +341,7 @@ def _find_trained_base(weights: Sequence[str]) -> str:
 
 
 def find_tokenizer_folders(config: Config) -> list[Path]:
-    """Folders with tokenizer, template and processors: the data's, then the last module's first."""
+    """Return folders with tokenizer, template and processors: the data's, then the modules'."""
     weight_folders = find_published_folders(config.model.weights).values()
     names = [config.data.tokenizer, *reversed(weight_folders), config.model.size]
     return [Path(name) for name in names if name and Path(name).is_dir()]
@@ -354,7 +350,7 @@ def find_tokenizer_folders(config: Config) -> list[Path]:
 def read_merged_params(
     reader: CheckpointReader, model: Any, *, average: bool
 ) -> list[ModuleParams]:
-    """Like `open_params`, with adapters folded in when parameters are read."""
+    """Return `open_params` with adapters merged when parameters are read."""
     return [
         ModuleParams(name, fold_adapters(model.modules[name], params, apply_lazily))
         for name, params in open_params(reader, model, average=average).items()

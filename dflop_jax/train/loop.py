@@ -1,4 +1,4 @@
-"""The steps of a run: feed, dispatch, log, save, evaluate, and stop when asked."""
+"""The steps of a run: feed, dispatch, log, save, evaluate, and stop on request."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from dflop_jax.train.step_log import StepLog
 
 class StepProfiler:
     """Writes one trace of `train.profile_steps`, for XProf and Perfetto. `drain` waits for all
-    dispatched steps, so that nothing else runs on the devices."""
+    dispatched steps, so that only the traced steps run on the devices."""
 
     def __init__(self, run: PlannedRun, first_step: int, drain: Callable[[], None]):
         config, self._log, self._drain = run.context.config, run.progress.log, drain
         requested = profiled_steps(config.train.profile_steps)
         self._steps = range(max(requested.start, first_step), requested.stop)
-        # One folder for each process: jax names the files by host alone.
+        # One folder per process: jax names the files by host only.
         name = f"process-{run.context.peers.process_index:05d}"
         self._folder = Path(config.run_dir, XPROF, name)
         self._on = False
@@ -58,7 +58,7 @@ class StepProfiler:
         if self._steps and step == self._steps[0]:
             self._drain()
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every call of the host would drown the rest
+            options.python_tracer_level = 0  # host calls would hide the rest
             jax.profiler.start_trace(
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
@@ -80,7 +80,7 @@ FIRST_STEP = "first step"
 
 
 class TrainLoop:
-    """One process's part in the steps of a run. It ends early to change to `next_plan`."""
+    """One process's part of the steps of a run. It ends early to change to `next_plan`."""
 
     def __init__(self, run: PlannedRun):
         context, ex = run.context, run.ex
@@ -93,18 +93,18 @@ class TrainLoop:
         loader = partial(make_loader, self.config, run.source, model=context.model)
         self.loader = loader(partial(oversize_samples, plan=ex.plan))
         self._corrector: Corrector | None = None
-        self._redecider = Redecider(run, loader().loads)  # before too large ones are replaced
+        self._redecider = Redecider(run, loader().loads)  # before it replaces oversized samples
         self.next_plan: NewPlan | None = None
         self._evaluator: HeldOutEvaluator | None = None
         self._reported_stall_s = 0.0
-        self._save_requested = False  # by process 0, as time goes
+        self._save_requested = False  # set by process 0 when `checkpoint.every_s` are over
         self._stop_reason = ""
-        # States of saves that await the end of their last steps.
+        # States of saves whose last steps are pending.
         self._pending_states: list[tuple[RunState, Future[Mapping[str, Any]]]] = []
-        self._unreported_saves: list[int] = []  # steps whose saves go to callbacks
+        self._unreported_saves: list[int] = []  # saved steps that callbacks do not know yet
 
     def run(self, stack: ExitStack) -> FitResult:
-        """Run the steps that are left, and save what they reached."""
+        """Run the remaining steps, and save the result."""
         config, context, state = self.config, self._run.context, self._run.state
         first_step = 0
         if state.loader:
@@ -119,7 +119,7 @@ class TrainLoop:
         self.log = StepLog(self._run, self.loader, counter, self._corrector)
         steps = range(first_step, config.train.steps)
         if first_step and steps and self._is_evaluation_due(first_step):
-            self._evaluate(first_step)  # the run may have ended before it did
+            self._evaluate(first_step)  # a run that ended early has not evaluated yet
         batches = feed_batches(self.loader, worker, self.packer, steps)
         with preemption(self.progress.log) as signal_received:
             context.time_log.switch_to(TRAINING)
@@ -131,7 +131,7 @@ class TrainLoop:
                 )
             context.sections.tasks = TaskProgress
             context.time_log.switch_to(END)
-            if self.next_plan is not None:  # a signal may have come while it was searched
+            if self.next_plan is not None:  # a signal may have come during the search
                 preempted |= any(self.peers.all_gather("asked", signal_received.is_set(), bool))
             steps_done = self._steps_done
             with context.time_log.track(SAVE):
@@ -152,7 +152,7 @@ class TrainLoop:
         elif self._stop_reason:
             self.progress.log(f"stopped after step {steps_done}: {self._stop_reason}")
         if error := self.saver.error_text:
-            raise RunFailed(f"what was trained is not saved: {error}; make room, resume")
+            raise RunFailed(f"the last steps are not saved: {error}; free disk space and resume")
         return FitResult(
             Path(config.run_dir),
             tuple(self.log.losses),
@@ -164,7 +164,7 @@ class TrainLoop:
         )
 
     def _start_worker(self, stack: ExitStack, first_step: int) -> ScheduleWorker | None:
-        """Start the schedule solver, on process 0, and the correction of its prices."""
+        """Start the schedule solver and the correction of its prices, on process 0."""
         folder, prices, config = self._run.folder, self._run.prices, self.config.schedule
         if folder is None:
             return None
@@ -191,7 +191,7 @@ class TrainLoop:
     def _run_steps(
         self, batches: Iterator[tuple[PackedBatch, Waits]], signal_received: threading.Event
     ) -> bool:
-        """Run the steps; returns whether a signal or `train.max_hours` cut them short."""
+        """Run the steps; return whether a signal or `train.max_hours` ended them early."""
         pending: tuple[StepHandle, PackedBatch, Waits] | None = None
         signalled = False
 
@@ -233,7 +233,7 @@ class TrainLoop:
                     handle = self.ex.run_step(
                         batch.schedule, batch.groups, batch.loss.scales, norm_limit=limit
                     )
-                # The step before is awaited only now, so that the devices never wait for the host.
+                # Wait for the previous step only now, so that the devices never wait for the host.
                 finish()
                 pending = (handle, batch, waits)
                 profiler.after_step(batch.step)
@@ -246,7 +246,7 @@ class TrainLoop:
         return signalled and self._steps_done < self.config.train.steps
 
     def _run_due_actions(self, steps_done: int, drain: Callable[[], None]) -> None:
-        """Save, evaluate and look for another plan where that is due."""
+        """Save, evaluate and search for another plan when each is due."""
         if steps_done == self.config.train.steps:
             return
         save_every, redecide_every = self.config.checkpoint.every, self.config.plan.redecide_every
@@ -266,7 +266,7 @@ class TrainLoop:
         return bool(self._evaluator and every and steps_done % every == 0)
 
     def _evaluate(self, steps_done: int) -> Evaluation:
-        """Evaluate the state after finished steps; the best one is saved."""
+        """Evaluate the state after finished steps; save it if it is the best one."""
         evaluator = self._evaluator
         assert evaluator is not None
         row = evaluator.evaluate(steps_done)
@@ -277,17 +277,17 @@ class TrainLoop:
             if self.peers.broadcast(f"whole/{steps_done}", is_saved, bool):
                 evaluator.best = steps_done, row.loss
                 self.saver.store.best = steps_done
-                self.progress.log("  the best so far: its checkpoint is kept")
+                self.progress.log("  best so far; its checkpoint is kept")
         return row
 
     def _is_due_to_save(self) -> bool:
-        """Whether to save by time; not while a save is pending, which the next one waits for."""
+        """Return whether `checkpoint.every_s` are over and no save is pending."""
         every_s = self.config.checkpoint.every_s
         since_s = time.monotonic() - self._saved_s
         return every_s > 0 and since_s >= every_s and not self.saver.is_busy
 
     def _save(self, steps_done: int) -> None:
-        """Begin to save the state, unless it is saved already."""
+        """Start to save the state, unless it is saved already."""
         self._save_requested = False
         if steps_done == self._saved_step:
             return
@@ -306,13 +306,13 @@ class TrainLoop:
             self._unreported_saves.append(steps_done)
 
     def _complete_saves(self) -> None:
-        """Complete the states whose steps are all finished: only then the skips are known."""
+        """Complete the states whose steps are all finished, as skipped steps are known then."""
         while self._pending_states and self._pending_states[0][0].step <= self._steps_done:
             state, pending = self._pending_states.pop(0)
             pending.set_result(msgspec.to_builtins(replace(state, skips=self.log.skips)))
 
     def _report_saves(self) -> None:
-        """Call the callbacks for checkpoints that are whole now."""
+        """Call the callbacks for newly completed checkpoints."""
         if not self._unreported_saves or self.saver.is_busy:
             return
         saved_steps = self.saver.store.steps()
@@ -329,7 +329,7 @@ def mark_sections(
     for step in itertools.count(first_step):
         sections.begin(DATA)
         batch = next(batches, None)
-        # A step's section ends with the wait for the step before; the first has none.
+        # A step's section includes the wait for the previous step; the first step has none.
         sections.begin(TRAINING if step > first_step else FIRST_STEP, step)
         if batch is None:
             return

@@ -1,4 +1,4 @@
-"""What of a model trains (stages, frozen parts, LoRA), at which learning rates, and the optimizer.
+"""The trained parts of a model (stages, frozen parts, LoRA), their learning rates, the optimizer.
 
 Parts are named by the freeze groups of the model's modules ("connector", "lora", ...).
 """
@@ -54,8 +54,8 @@ def configure_model(model: MultimodalModel, config: TrainConfig) -> MultimodalMo
         )
     elif set_fields := [n for n in ADAPTER_FIELDS if getattr(config, n) != getattr(TrainConfig, n)]:
         raise ValueError(
-            f"train.{set_fields[0]} is about adapters, which train.lora_rank=0 turns off; set a "
-            f"rank, or leave {set_fields[0]} out"
+            f"train.{set_fields[0]} configures adapters, which train.lora_rank=0 turns off; set a "
+            f"rank, or omit {set_fields[0]}"
         )
     return model
 
@@ -66,21 +66,21 @@ def _require_method(
     method = getattr(model, signature.partition("(")[0], None)
     if method is None:
         raise ValueError(
-            f"{flags}, but a {type(model).__name__} has no {signature}; leave it out, or give the "
-            "model one"
+            f"{flags}, but a {type(model).__name__} has no {signature}; omit it, or add one to the "
+            "model"
         )
     return method
 
 
 def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
-    """Return what trains of a model: with LoRA the adapters, and under the stage `full` the parts
-    that `train.learning_rates` names. ValueError for contradictions and unknown parts."""
+    """Return the trained parts of a model: with LoRA the adapters, and under the stage `full` also
+    the parts in `train.learning_rates`. ValueError for contradictions and unknown parts."""
     all_groups, stage = trained_groups(model, ()), f"train.stage={config.stage}"
-    trained_groups(model, config.freeze)  # whether the names are right
+    trained_groups(model, config.freeze)  # raises for unknown names
     selected = _groups_of_stage(config.stage, model, all_groups)
     rates = named_numbers(config.learning_rates, RATES)
     if LORA in all_groups:
-        # What adapters adapt stays fixed, and so the rest of its group.
+        # The weights that adapters change stay fixed, like the rest of their group.
         adapted_groups = {
             group
             for groups in (m.freeze_groups for m in model.modules.values())
@@ -90,22 +90,22 @@ def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedPa
         if frozen := sorted(adapted_groups - selected):
             raise ValueError(
                 f"train.lora_targets adapts {', '.join(map(repr, frozen))}, which {stage} freezes; "
-                "set train.lora_rank=0, choose the stage full, or leave them out of "
+                "set train.lora_rank=0, use the stage full, or remove them from "
                 "train.lora_targets"
             )
-        if config.stage == "full":  # beside adapters, parts with a rate of their own
+        if config.stage == "full":  # besides adapters, parts with their own learning rate
             selected &= set(rates)
         selected = (selected - adapted_groups) | {LORA}
     required = selected if config.stage != "full" else selected & {LORA}
     for name in sorted(required & set(config.freeze)):
         flag = "train.lora_rank" if name == LORA else stage
-        raise ValueError(f"train.freeze names {name!r}, which {flag} trains; drop one of the two")
+        raise ValueError(f"train.freeze names {name!r}, which {flag} trains; omit one of the two")
     trained = [g for g in all_groups if g in selected and g not in config.freeze]
     for field, names in ((RATES, rates), (DECAYS, named_numbers(config.weight_decays, DECAYS))):
         for name in (n for n in names if n not in trained):
             problem = "is frozen" if name in all_groups else "the model does not have"
             raise ValueError(
-                f"train.{field} names {name!r}, which {problem}; what trains is "
+                f"train.{field} names {name!r}, which {problem}; trained parts: "
                 f"{', '.join(trained)}"
             )
     return TrainedParts(
@@ -122,24 +122,24 @@ def _groups_of_stage(stage: str, model: MultimodalModel, all_groups: tuple[str, 
     if "connector" not in all_groups:
         raise ValueError(
             f"train.stage=connector, but the model has no part of that name, only "
-            f"{', '.join(all_groups)}; freeze what shall not train by train.freeze"
+            f"{', '.join(all_groups)}; freeze the other parts by train.freeze"
         )
     return {"connector"}
 
 
-# Parameters of these names are vectors in spirit (even when stacked): weight decay leaves them out.
+# Names of parameters that act as vectors (even when stacked), without weight decay.
 UNDECAYED = frozenset({"bias", "scale"})
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """Steps before the one that has the peak rate, which is at most the last one."""
+    """Return the steps before the one with the peak rate, which is at most the last one."""
     n_steps = math.ceil(round(config.warmup_ratio * config.steps, 6))
     return min(n_steps or config.warmup_steps, config.steps - 1)
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up (step 0 trains already), then `train.schedule` down to `final_lr_fraction` of
-    the peak when all steps are done."""
+    """Return the rate by step: a linear warm-up (the rate of step 0 is above 0), then
+    `train.schedule` down to `final_lr_fraction` of the peak when all steps are done."""
     peak, warmup = config.learning_rate, warmup_steps(config)
     final, n_left = config.final_lr_fraction, config.steps - warmup
     start = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
@@ -156,7 +156,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def learning_rates(config: TrainConfig) -> np.ndarray:
-    """The learning rate of every step, on the host."""
+    """Return the learning rate of every step, on the host."""
     # optax relies on implicit promotion, which the user may have forbidden.
     with jax.numpy_dtype_promotion("standard"):
         rates = jax.jit(learning_rate(config))(np.arange(config.steps))
@@ -164,8 +164,8 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
 
 
 def make_decay_mask(params: Any, undecayed: frozenset[str] = frozenset()) -> Any:
-    """Tree of booleans: whether weight decay applies to a parameter, which it does not to vectors
-    and to those of the model's `undecayed` names."""
+    """Return a tree of booleans: whether weight decay applies to a parameter. It does not apply to
+    vectors and to the model's `undecayed` names."""
 
     def is_decayed(path: Any, leaf: Any) -> bool:
         return leaf.ndim > 1 and last_key(path) not in UNDECAYED | undecayed
@@ -176,8 +176,8 @@ def make_decay_mask(params: Any, undecayed: frozenset[str] = frozenset()) -> Any
 def add_weight_decay(
     default: float, by_group: Mapping[str, float]
 ) -> optax.GradientTransformationExtraArgs:
-    """Add decayed weights to the updates, by the decay of the freeze group in `by_group`, else by
-    `default`. An update takes the group of each part as `groups`."""
+    """Add weights times their decay to the updates: `by_group` has the decay of freeze groups,
+    `default` is that of the others. An update takes the group of each part as `groups`."""
 
     def update(
         updates: Any,
@@ -206,7 +206,7 @@ def add_weight_decay(
 def with_moments_dtype(
     tx: optax.GradientTransformation, dtype: Any
 ) -> optax.GradientTransformation:
-    """Keep the moments in a dtype between steps, and compute in float32."""
+    """Store the moments in a dtype between steps, and compute in float32."""
 
     def cast(state: Any, params: Any, dtype: Any) -> Any:
         moments = partial(jax.tree.map, lambda a: a.astype(dtype))

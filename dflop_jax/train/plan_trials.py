@@ -1,4 +1,4 @@
-"""Compiles plans and times their programs, all processes together."""
+"""Compiles plans and times their programs, on all processes together."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from dflop_jax.schedule.count_program import CountProgram, canonicalize, program
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.run_context import RunContext, count_compiles
 
-REPEATS = 5  # timed runs of a program: their median tells
+REPEATS = 5  # timed runs of a program, whose median counts
 T = TypeVar("T")
 Sync = Callable[[], None]
-_REQUEST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
+_REQUEST = "finalist"  # message key by which process 0 sends plans to try, then the chosen one
 
 
 def describe_plan(plan: Plan) -> str:
@@ -63,12 +63,12 @@ def run_with_memory_check(
     work: Callable[[Sync], T],
     limit_s: float | None = None,
 ) -> T:
-    """Return the result of `work`, which all processes do together; it calls its argument where
-    they wait for each other. PlanTooLarge on all of them if one runs out of memory.
+    """Return the result of `work`, which all processes run together; it calls its argument where
+    they wait for each other. If one runs out of memory, all raise PlanTooLarge.
 
     Args:
-      limit_s: longest wait for the others after this process has run out, after which the run
-        ends: they may wait on their devices for what it did not send. None: nothing is sent.
+      limit_s: how long to wait for the others after this process ran out of memory; then the run
+        ends, since they may wait on their devices for its data. None: `work` sends nothing.
     """
 
     def agree(own_shortage: tuple[str, float] | None = None) -> None:
@@ -84,7 +84,7 @@ def run_with_memory_check(
         shortage = _find_shortage(peers, plan, action, e)
         if shortage is None:
             raise
-    # The error is gone by now, and with it the arrays that its traceback holds.
+    # The error is freed by now, and the arrays in its traceback with it.
     if shortage:
         too_large = PlanTooLarge(*shortage)
         timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, peers.fail, (str(too_large), 2))
@@ -92,7 +92,7 @@ def run_with_memory_check(
         timer.start()
         try:
             agree(shortage)
-        except RunFailed:  # the others did not come
+        except RunFailed:  # the others did not arrive
             raise too_large from None
         finally:
             timer.cancel()
@@ -102,7 +102,7 @@ def run_with_memory_check(
 
 @contextmanager
 def translate_memory_errors(peers: ProcessGroup, plan: Plan, action: str) -> Iterator[None]:
-    """Raise PlanTooLarge in place of XLA's error where this process runs out of memory."""
+    """Raise PlanTooLarge instead of XLA's error if this process runs out of memory."""
     try:
         yield
     except RuntimeError as e:
@@ -114,7 +114,7 @@ def translate_memory_errors(peers: ProcessGroup, plan: Plan, action: str) -> Ite
 def _find_shortage(
     peers: ProcessGroup, plan: Plan, action: str, error: RuntimeError
 ) -> tuple[str, float] | None:
-    """The arguments of `PlanTooLarge` if this process has run out of memory."""
+    """Return the arguments of `PlanTooLarge` if this process has run out of memory."""
     if not is_out_of_memory(error):
         return None
     n_bytes = short_bytes(error, jax.local_devices())
@@ -144,12 +144,12 @@ class TimedPlan:
 
     executor: Executor
     n_programs: int  # of this process
-    n_found: int  # of these, in the cache
-    calibrations: tuple[Calibration, ...]  # of all processes, on process 0; else empty
+    n_found: int  # number of these found in the cache
+    calibrations: tuple[Calibration, ...]  # of all processes, on process 0; empty on others
 
     def prices(self, profile: ModelProfile) -> Prices:
-        """Prices of the compiled programs, on process 0. The seconds that content adds, which are
-        taken off the timed ones, the concurrency and untimed step ends are the profile's."""
+        """Return prices of the compiled programs, on process 0. The profile provides the seconds of
+        content (subtracted from the timed ones), the concurrency and untimed step ends."""
         ex, layout = self.executor, self.executor.plan.layout
         measured = merge_calibrations(
             layout,
@@ -177,8 +177,8 @@ class TimedPlan:
 def compile_and_time(
     context: RunContext, ex: Executor, *, time_step_ends: bool = False, repeats: int = REPEATS
 ) -> TimedPlan:
-    """Compile and time the programs of an executor that has a state (`init`); timed step ends
-    change that state. PlanTooLarge, on every process, if memory of one does not hold it."""
+    """Compile and time the programs of an executor that has a state (`init`); timing step ends
+    changes that state. All processes raise PlanTooLarge if one runs out of memory."""
     peers, limit_s = context.peers, context.config.distributed.peer_timeout_s
 
     def compile_all(sync: Sync) -> int:
@@ -196,8 +196,8 @@ def compile_and_time(
 
 
 def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
-    """The integer program of a plan's batches, kept in the cache folder since cvxpy takes more than
-    a second and 73 MB to import. None where the plan's groups are not balanced."""
+    """Return the integer program of a plan's batches, from the cache folder if possible: importing
+    cvxpy takes more than a second and 73 MB. None if the plan's groups are not balanced."""
     if plan.scheduling.grouping != "balanced":
         return None
     sizes = program_sizes(plan.layout)
@@ -209,18 +209,18 @@ def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
 
 @dataclasses.dataclass(frozen=True)
 class TimingRequest:
-    """A request of process 0 to all: time a plan's programs."""
+    """A request of process 0 to all processes: time a plan's programs."""
 
     plan: Plan
-    schedule: Schedule | None = None  # also run this step
-    prices: PriceList | None = None  # the plan is chosen
+    schedule: Schedule | None = None  # a step to run, too
+    prices: PriceList | None = None  # set if the plan is chosen
 
 
 class PlanTrials:
-    """Times the programs of plans, and runs a whole step of one that may be taken.
+    """Times the programs of plans, and runs a whole step of plans that may be chosen.
 
-    Process 0 searches and calls `prices` and `try_step`, then `choose`; the others are in
-    `serve_requests` meanwhile. Times are kept in the cache folder, so that the same run comes to
+    Process 0 searches and calls `prices` and `try_step`, then `choose`; the other processes run
+    `serve_requests` meanwhile. Times are stored in the cache folder, so that an equal run chooses
     the same plan and schedules again, and compiles no other plan.
     """
 
@@ -230,8 +230,8 @@ class PlanTrials:
         self._timed_plans: dict[str, TimedPlan] = {}
 
     def prices(self, plan: Plan) -> Prices:
-        """Prices of a plan's own programs, or the profile's where no plan is to be timed; process 0
-        only. PlanTooLarge if memory of a process does not hold it."""
+        """Return prices of a plan's own programs, or the profile's if no plan is to be timed; on
+        process 0 only. PlanTooLarge if a process runs out of memory."""
         if not self._context.config.plan.finalists:
             return layout_prices(plan.layout, CostModel(self._profile.model))
 
@@ -244,7 +244,7 @@ class PlanTrials:
         return load_or_compute(PriceList, file, time_programs).prices
 
     def try_step(self, plan: Plan, prices: Prices) -> None:
-        """Run one step of a plan where memory is limited, as `prices` does."""
+        """Run one step of a plan if memory is limited; raises as `prices` does."""
         if self._context.plannable_bytes:
             loads, n = self._profile.data.loads, self._context.config.train.global_batch
             trainable = self._executor(plan).trainable
@@ -252,21 +252,21 @@ class PlanTrials:
             self._run_on_all(TimingRequest(plan, schedule))
 
     def choose(self, plan: Plan, prices: Prices) -> None:
-        """End `serve_requests` on the other processes; process 0 only."""
+        """End `serve_requests` on the other processes; on process 0 only."""
         request = TimingRequest(plan, prices=PriceList.from_prices(prices))
         self._context.peers.broadcast(_REQUEST, request, TimingRequest)
 
     def serve_requests(self) -> tuple[Plan, Prices]:
-        """Run what process 0 requests until it has chosen a plan; returns it with its prices."""
+        """Run process 0's requests until it has chosen a plan; return the plan with its prices."""
         while True:
             request = self._context.peers.broadcast(_REQUEST, None, TimingRequest)
             if request.prices:
                 return request.plan, request.prices.prices
-            with suppress(PlanTooLarge):  # process 0 knows it, too
+            with suppress(PlanTooLarge):  # process 0 raises it, too
                 self._run_request(request)
 
     def take_timed_plan(self, plan: Plan) -> TimedPlan | None:
-        """Return the compiled executor of a plan, None if it was not tried; close the others."""
+        """Return the compiled executor of a plan, or None if it was not tried; close the others."""
         timed = self._timed_plans.pop(self._plan_key(plan), None)
         if timed:
             timed.executor.replace_plan(plan)
@@ -286,7 +286,7 @@ class PlanTrials:
             raise
 
     def _run_request(self, request: TimingRequest) -> TimedPlan:
-        """Time a plan and run its step, if there is one; a plan that is too large is closed."""
+        """Time a plan and run its step, if there is one; close a plan that is too large."""
         plan, name = request.plan, self._plan_key(request.plan)
         ex, timed = self._executor(plan), self._timed_plans.pop(name, None)
         config, peers = self._context.config, self._context.peers
@@ -305,12 +305,12 @@ class PlanTrials:
             ex.state = TrainState()  # the next plan needs the memory
             if not fits:
                 self._executors.pop(name).close()
-                gc.collect()  # what only cycles hold
+                gc.collect()  # objects in reference cycles
         self._timed_plans[name] = timed
         return timed
 
     def _executor(self, plan: Plan) -> Executor:
-        """The executor of a plan, with all that the plan says by now."""
+        """Return the executor of a plan, updated to the plan's newest fields."""
         name = self._plan_key(plan)
         if name not in self._executors:
             self._executors[name] = make_executor(self._context, plan)
@@ -318,7 +318,7 @@ class PlanTrials:
         return self._executors[name]
 
     def _plan_key(self, plan: Plan) -> str:
-        """A hash of what a plan's times depend on."""
+        """Return a hash of everything that a plan's times depend on."""
         trained = self._context.trained
         train = self._context.config.train
         stepping = train.optimizer, train.moments_dtype

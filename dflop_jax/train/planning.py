@@ -35,20 +35,20 @@ from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.profiling import OnProgress, tensor_degrees, with_default_degrees
 from dflop_jax.train.run_context import RunContext
 
-SHOWN_PLACEMENTS = 10  # that an explanation compares; each more is made exact
+SHOWN_PLACEMENTS = 10  # placements that an explanation compares; each is simulated exactly
 
 
 def make_plan(
     context: RunContext, profile: Profile, on_progress: OnProgress | None = None, **options: Any
 ) -> SearchResult:
-    """Return the policy's best plan for this model, data and devices; `options` are
-    `search_plan`'s. ValueError if the profile is of another model, or no plan fits."""
+    """Return the policy's best plan for this model, data and devices; `options` are those of
+    `search_plan`. ValueError if the profile is of another model, or no plan fits."""
     arguments = {**_search_arguments(context, profile), **options}
     return search_plan(profile.model, profile.data, **arguments, on_progress=on_progress)
 
 
 def explain_memory_savings(context: RunContext, profile: Profile, plan: Plan) -> list[Saving]:
-    """Return the memory that each module of a plan saves, and the seconds that this costs."""
+    """Return the memory that each module of a plan saves, and what this costs in seconds."""
     spec = SearchSpec(**_search_arguments(context, profile))
     return savings(build_evaluator(profile.model, profile.data, spec), plan)
 
@@ -82,7 +82,7 @@ def _is_allowed_submesh(context: RunContext, m: SubmeshPlan) -> bool:
 
 
 def check_layers(context: RunContext, profile: Profile, profile_name: str, remedy: str) -> None:
-    """ValueError where a profile is of another model."""
+    """Raise ValueError if a profile is of another model."""
     modules, problem = context.model.modules, ""
     layers = {name: m.n_layers for name, m in modules.items()}
     if profile.model.n_layers != layers:
@@ -96,8 +96,8 @@ def check_layers(context: RunContext, profile: Profile, profile_name: str, remed
 
 
 def check_plannable(context: RunContext) -> None:
-    """ValueError, before anything is measured, where the policy has no placement, or the model's
-    state alone is more than memory holds."""
+    """Raise ValueError, before measuring, if the policy has no placement, or if the model's state
+    alone exceeds the memory."""
     check_named_remat(context)
     modules, config = context.model.modules, with_default_degrees(context)
     kinds = {name: layer_kinds_of(m) for name, m in modules.items()}
@@ -113,17 +113,17 @@ def check_plannable(context: RunContext) -> None:
         raise ValueError(
             f"no plan fits into {limit / GIB:.2f} GiB per device: parameters, gradients and "
             f"optimizer state, split over all {context.n_devices} devices, need "
-            f"{min_bytes / GIB:.2f} GiB of each; take more devices or more memory, or train less "
+            f"{min_bytes / GIB:.2f} GiB each; use more devices or more memory, or train less "
             "(train.stage, train.freeze, train.lora_rank)"
         )
 
 
 def min_state_bytes(context: RunContext) -> float:
-    """Bytes of the model's state on a device, split evenly over all: a lower bound of any plan."""
+    """Return the bytes of the model's state per device if split evenly: any plan's lower bound."""
     tx, n_bytes = make_optimizer(context.config.train), 0.0
     dims_by_layer = parameter_dims(context.model, tx, context.trained.frozen)
     for name, module in context.model.modules.items():
-        # Gradients and, where programs read other parameters, masters.
+        # Gradients and, if programs read another dtype, masters.
         copies = 2 if working_dtype_of(module).itemsize < 4 else 1
         kinds = Counter(layer_kinds_of(module)).items()
         layers = [(dims_by_layer["layer_dims"][layer_key(name, kind)], n) for kind, n in kinds]
@@ -135,7 +135,7 @@ def min_state_bytes(context: RunContext) -> float:
 
 
 def check_named_remat(context: RunContext) -> None:
-    """ValueError where values are to be kept by name and a module's layers name none."""
+    """Raise ValueError if values are to be saved by name and a module's layers name none."""
     if context.config.train.remat != "named":
         return
     for name, module in context.model.modules.items():
@@ -143,21 +143,21 @@ def check_named_remat(context: RunContext) -> None:
         n_bytes = _max_residual_bytes(module, shape, "named")
         if n_bytes <= _max_residual_bytes(module, shape, "layers"):
             raise ValueError(
-                f"train.remat=named: the layers of {name!r} name no value to keep; take layers or "
-                f"dots, or have them name one ({', '.join(SAVED_NAMES)})"
+                f"train.remat=named: the layers of {name!r} name no value to save; use layers or "
+                f"dots, or name one ({', '.join(SAVED_NAMES)})"
             )
 
 
 def _max_residual_bytes(module: Module, shape: Shape, remat: Remat) -> float:
-    """Residual bytes of the largest kind of layer of a module."""
+    """Return the residual bytes of the largest kind of layer of a module."""
     kinds = single_kind_modules(module).values()
     return max(residual_bytes(TraceSpec(kind, "layers", shape, remat=remat), 2) for kind in kinds)
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change, and the seconds that the best placement then takes for as many samples as before,
-    with one bucket; None: nothing fits."""
+    """A change, and the seconds of the best placement under it for the same number of samples, with
+    one bucket; None: nothing fits."""
 
     change: str
     makespan_s: float | None
@@ -166,9 +166,9 @@ class WhatIf:
 def evaluate_changes(
     context: RunContext, profile: Profile, on_progress: OnProgress | None = None
 ) -> list[WhatIf]:
-    """Return the results of searches with one thing changed each, the present state first."""
+    """Return the results of searches that each change one thing, first of the unchanged state."""
     arguments, model = _search_arguments(context, profile), profile.model
-    # All search as far as the present state does, else less need would look worse.
+    # All searches use the limits of the unchanged state; otherwise a smaller need would look worse.
     spec = with_limits(SearchSpec(**arguments), model, profile.data.loads)
     arguments["config"] = spec.config
     n, batch, limit = (arguments[k] for k in ("n_devices", "global_batch", "memory_bytes"))
@@ -200,16 +200,16 @@ def evaluate_changes(
 
 
 def check_trainable(config: Config) -> None:
-    """ValueError where flags contradict each other in a run that trains."""
+    """Raise ValueError if flags of a training run contradict each other."""
     plan, checkpoint, train, data = config.plan, config.checkpoint, config.train, config.data
     held_out_flag = "data.factory" if data.factory else "data.eval_path" if data.eval_path else ""
-    reason = "a data.factory has its own" if data.factory else "train.eval_samples is 0"
+    reason = "a data.factory provides its own" if data.factory else "train.eval_samples is 0"
     stop_step = profiled_steps(train.profile_steps).stop
     problems: tuple[tuple[object, str], ...] = (
         (
             plan.hardware,
-            f"plan.hardware={plan.hardware} plans for devices that are not here; leave it empty to "
-            "train",
+            f"plan.hardware={plan.hardware} plans for devices that this machine lacks; leave it "
+            "empty to train",
         ),
         (
             plan.redecide_every and not checkpoint.saves,
@@ -228,16 +228,16 @@ def check_trainable(config: Config) -> None:
         ),
         (
             data.eval_path and (data.factory or not train.eval_samples),
-            f"data.eval_path={data.eval_path} is not evaluated on: {reason}; leave it out, or say "
-            "how many samples",
+            f"data.eval_path={data.eval_path} is not evaluated on: {reason}; omit it, or set "
+            "train.eval_samples",
         ),
         (
             train.eval_fraction and held_out_flag,
-            f"train.eval_fraction={train.eval_fraction:g}: {held_out_flag} says what is held out; "
-            "leave one of them out",
+            f"train.eval_fraction={train.eval_fraction:g}: {held_out_flag} already sets the "
+            "held-out samples; omit one of them",
         ),
         (
-            stop_step > train.steps and not train.epochs,  # whose steps follow from the data
+            stop_step > train.steps and not train.epochs,  # their steps follow from the data
             f"train.profile_steps={train.profile_steps}, but with train.steps={train.steps} the "
             f"last step is number {train.steps - 1}; choose earlier ones",
         ),

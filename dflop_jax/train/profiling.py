@@ -46,7 +46,7 @@ from dflop_jax.train.run_context import RunContext
 
 OnProgress = Callable[[int, int], None]
 Measured = TypeVar("Measured", ModelProfile, Hardware)
-TENSOR_DEGREES = (1, 2, 4, 8)  # of tensor parallelism, of which every module is profiled
+TENSOR_DEGREES = (1, 2, 4, 8)  # tensor-parallel degrees at which every module is profiled
 
 
 def check_not_empty(source: Source) -> None:
@@ -55,8 +55,8 @@ def check_not_empty(source: Source) -> None:
 
 
 def profile_data(context: RunContext, source: Source) -> DataProfile:
-    """Loads of up to `profile_samples` samples, evenly spread over the dataset, and of the largest
-    ones where the source names them."""
+    """Return loads of up to `profile_samples` samples, evenly spread over the dataset, and of the
+    largest ones if the source names them."""
     check_not_empty(source)
     n = min(len(source), context.config.plan.profile_samples)
     tail_indices: list[int] = getattr(source, "largest_samples", list)()
@@ -67,7 +67,7 @@ def profile_data(context: RunContext, source: Source) -> DataProfile:
 
 
 def tensor_degrees(context: RunContext) -> list[int]:
-    """Degrees of tensor parallelism to profile, inside a node, and on CPU inside a process."""
+    """Return the tensor-parallel degrees to profile: within a node, on CPU within a process."""
     max_degree = min(with_default_degrees(context).max_model, context.node)
     return [
         d
@@ -80,8 +80,8 @@ def tensor_degrees(context: RunContext) -> list[int]:
 def _select_timing_devices(
     context: RunContext, degree: int, *, on_every_process: bool
 ) -> list[tuple[jax.Device, ...]]:
-    """Blocks of devices that time programs of a tensor-parallel degree at once: of every process,
-    of every host where a process has too few, or only the first of these."""
+    """Return blocks of devices that time programs of a tensor-parallel degree at once: one per
+    process, or per host if a process has too few devices, or only the first block."""
     by_process: dict[int, list[jax.Device]] = {}
     for d in context.devices:
         by_process.setdefault(d.process_index, []).append(d)
@@ -93,7 +93,7 @@ def _select_timing_devices(
 
 
 def with_default_degrees(context: RunContext) -> PlanConfig:
-    """Fill in the largest tensor-parallel and pipeline degrees where `plan.*` gives none."""
+    """Return the plan config with default maximum tensor-parallel and pipeline degrees."""
     config = context.config.plan
     if config.max_model and config.max_stage:
         return config
@@ -106,7 +106,7 @@ def with_default_degrees(context: RunContext) -> PlanConfig:
 
 
 def parameter_counts(module: Module) -> dict[str, int]:
-    """Number of parameters of each part of a module."""
+    """Return the number of parameters of each part of a module."""
     return {
         part_name: sum(leaf.size for leaf, _ in param_structs(module, part_name))
         * (n_stacked_layers(module, part_name) if part_name in stacked_parts(module) else 1)
@@ -117,8 +117,8 @@ def parameter_counts(module: Module) -> dict[str, int]:
 def profile_model(
     context: RunContext, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
-    """Return the model's timings and the links of its devices, from the cache where it has them.
-    Processes with devices of their own measure a part each, otherwise process 0 all of it."""
+    """Return the model's timings and its devices' links, from the cache if it has them. Processes
+    that own devices measure a part each, otherwise process 0 measures all."""
     model = context.model
     shapes, degrees = _probe_shapes(context, data), tensor_degrees(context)
     if context.hardware:
@@ -133,8 +133,8 @@ def profile_model(
 
 
 def _probe_shapes(context: RunContext, data: DataProfile) -> dict[str, list[Shape]]:
-    """The shapes to time, on CPU devices those whose programs the host's memory holds; for all
-    processes together. ValueError if the largest sample alone needs more memory."""
+    """Return the shapes to time; on CPU, those whose programs fit into the host's memory. Runs on
+    all processes together. ValueError if the largest sample alone needs more memory."""
     model = context.model
     shapes = shapes_to_time(data, model, context.token_multiple)
     if context.hardware or context.devices[0].platform != "cpu":
@@ -155,7 +155,7 @@ def _time_model(
     on_progress: OnProgress | None,
 ) -> ModelProfile:
     model, peers, n_devices = context.model, context.peers, len(context.devices)
-    # Process 0's: what jax may take of a device, and so what is needed, differs a little.
+    # From process 0: jax's memory limit, and so the required degrees, differ a little.
     degrees = peers.broadcast("profile/degrees", degrees, list[int])
     devices = [d for d in context.devices if d.process_index == peers.process_index]
 
@@ -166,7 +166,7 @@ def _time_model(
 
     def measure() -> ModelProfile | None:
         is_cpu = context.devices[0].platform == "cpu"
-        every = not is_cpu or len({*context.hosts}) == peers.n_processes  # else they share cores
+        every = not is_cpu or len({*context.hosts}) == peers.n_processes  # not on shared cores
         blocks = [_select_timing_devices(context, d, on_every_process=every) for d in degrees]
         sync = partial(peers.barrier, "profile/alone")
         timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
@@ -189,15 +189,15 @@ def _measure_cached(
     record_type: type[Measured],
     measure: Callable[[], Measured | None],
 ) -> Measured:
-    """Return the record in process 0's cache, else what all processes measure together."""
+    """Return the record in process 0's cache, or one that all processes measure together."""
     peers, folder, record, file = context.peers, Path(context.config.cache_dir), None, Path()
     if peers.is_primary:
         file = folder / f"{name}-{key()}.json"
-        with suppress(ValueError):  # none yet, or one of another version
+        with suppress(ValueError):  # there is none yet, or one of another version
             record = load(record_type, file)
         if record is None and not os.access(folder, os.W_OK):
             raise ValueError(
-                f"cache_dir={folder}: cannot be written, and what is measured would be lost; "
+                f"cache_dir={folder}: cannot be written, so measurements would be lost; "
                 "choose another --cache_dir"
             )
     record = peers.broadcast(f"{name}/cached", record, record_type | None)
@@ -210,7 +210,7 @@ def _measure_cached(
 
 
 def measure_hardware(context: RunContext) -> Hardware:
-    """Return the devices' data sheet with links as measured; for all processes together."""
+    """Return the devices' data sheet with measured links; runs on all processes together."""
     kind, hosts = context.devices[0].device_kind, context.hosts or ("",)
     node = node_size(context.devices, hosts)
 
@@ -230,7 +230,7 @@ def measure_hardware(context: RunContext) -> Hardware:
 def _measure_concurrency(
     context: RunContext, shape: Shape, local_devices: Sequence[jax.Device]
 ) -> float:
-    """Return, on process 0, the rate of all devices over that of one."""
+    """Return the rate of all devices relative to one device's, on process 0."""
     model, devices, peers = context.model, context.devices, context.peers
     if len(devices) == 1 or devices[0].platform != "cpu":
         return float(len(devices))
@@ -248,6 +248,6 @@ def _measure_concurrency(
 def make_profile(
     context: RunContext, source: Source, on_progress: OnProgress | None = None
 ) -> Profile:
-    """Profile the data of a source and the model on the devices at hand."""
+    """Profile the data of a source and the model on the available devices."""
     data = profile_data(context, source)
     return Profile(profile_model(context, data, on_progress), data)

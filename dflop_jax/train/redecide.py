@@ -1,10 +1,10 @@
-"""Whether another plan would now pay, by the samples of recent steps.
+"""Decides whether to change to another plan, from the samples of recent steps.
 
-Every `plan.redecide_every` steps process 0 compares the loads of recent samples with those that a
-plan was last searched for. Where they differ by more than chance it searches for another plan and
-simulates both, while the other processes wait. The run changes plans where the steps that are left
-save more than the change costs: it saves, and resumes under the other plan in the same process, so
-that losses agree to rounding.
+Every `plan.redecide_every` steps process 0 compares the loads of recent samples with those that the
+plan was last searched for. If they differ by more than chance, it searches for another plan and
+simulates both, while the other processes wait. The run changes plans if the remaining steps save
+more time than the change costs: it saves, and resumes under the other plan in the same process.
+Losses agree to rounding.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.planning import make_plan
 
-# Standard errors by which means of samples differ that differ by more than chance; twice as many
-# find a change of the data in four times as many steps.
+# Standard errors by which means must differ to count as a change; twice as many would find a change
+# of the data after four times as many steps.
 _MIN_STANDARD_ERRORS = 3.0
-_MIN_SAVING = 0.03  # share of a step that a plan must save: less is within what predictions are off
+_MIN_SAVING = 0.03  # share of a step that a plan must save; predictions err by less
 
 
 @dataclass(frozen=True)
 class NewPlan:
-    """A plan that pays, and the profile that it was made from."""
+    """A plan to change to, and the profile that it was made from."""
 
     plan: Plan
     profile: Profile
 
 
 def find_drift(profiled: Sequence[Load], recent_loads: Sequence[Load]) -> float:
-    """Return the largest relative change of a module's mean tokens or content; 0 if by chance."""
+    """Return the largest relative change of a module's mean tokens or content beyond chance."""
     max_change, loads = 0.0, (*profiled, *recent_loads)
     for module in dict.fromkeys(m for load in loads for m in load.pieces):
         for amounts in _tokens_and_content(loads, module):
@@ -50,7 +50,7 @@ def find_drift(profiled: Sequence[Load], recent_loads: Sequence[Load]) -> float:
 
 
 def _tokens_and_content(loads: Sequence[Load], module: str) -> np.ndarray:
-    """Tokens and features of the content of each sample in a module, [1 + features, loads]."""
+    """Return tokens and content features of each sample in a module, [1 + features, loads]."""
     n_features = max((len(c) for load in loads for c in load.content_of(module)), default=1)
     amounts = np.zeros((1 + n_features, len(loads)))
     for i, load in enumerate(loads):
@@ -73,10 +73,10 @@ def make_recent_profile(
 def predict_saving(
     plan: Plan, new_plan: Plan, profile: Profile, config: Config
 ) -> tuple[float | None, str]:
-    """Simulate the share of a step that the new plan saves; None, and why, where `plan` stays."""
+    """Simulate the share of a step that the new plan saves; None and the reason if `plan` stays."""
     data, n = profile.data, config.train.global_batch
     if new_plan.layout == plan.layout:
-        return None, "the plan is still the best"
+        return None, "the current plan is still the best"
     loads = (*data.loads, *data.tail)
     if newly_excluded := {*oversize_samples(loads, new_plan)} - {*oversize_samples(loads, plan)}:
         return None, f"the best plan leaves out {len(newly_excluded)} samples that are trained on"
@@ -95,14 +95,14 @@ def predict_saving(
 
 
 class Redecider:
-    """Looks for a plan that pays; `loads` gives those of a batch with its too large samples."""
+    """Searches for a better plan; `loads` returns a step's loads before any are replaced."""
 
     def __init__(self, run: PlannedRun, loads: Callable[[int], list[Load]]):
         self._run, self._loads = run, loads
-        self._profile = run.profile  # that a plan was last searched for
+        self._profile = run.profile  # the profile that a plan was last searched for
 
     def propose_plan(self, steps_done: int, step_s: Sequence[float]) -> NewPlan | None:
-        """Return the plan to change to, None to go on; for all processes together. `step_s` are
+        """Return the plan to change to, or None; runs on all processes together. `step_s` are the
         seconds of the steps since the last call, on process 0."""
         peers, new = self._run.context.peers, None
         if peers.is_primary:
@@ -113,14 +113,14 @@ class Redecider:
     def _search_if_changed(
         self, steps_done: int, step_s: Sequence[float]
     ) -> tuple[NewPlan | None, str]:
-        """Search where the samples have changed; returns the plan that pays, and why."""
+        """Search if the samples have changed; return a plan that saves time, and a message."""
         context, restart_s = self._run.context, self._run.start_s
         config = context.config
         n = -(-config.plan.profile_samples // config.train.global_batch)
         steps = range(max(0, steps_done - min(n, config.plan.redecide_every)), steps_done)
         recent_loads = [load for step in steps for load in self._loads(step)]
         if not (changed := find_drift(self._profile.data.loads, recent_loads)):
-            return None, "samples are as those that were planned for"
+            return None, "samples have not changed since planning"
         text = f"samples changed by {changed:.0%}; searching for another plan"
         self._run.progress.log(f"after step {steps_done}: {text}")
         data = make_recent_profile(self._profile.data, recent_loads, steps)
@@ -128,7 +128,7 @@ class Redecider:
         try:
             new_plan = make_plan(context, self._profile).plan
         except ValueError as e:
-            return None, f"no plan for the samples of late: {e}"
+            return None, f"no plan for the recent samples: {e}"
         saving, reason = predict_saving(self._run.ex.plan, new_plan, self._profile, config)
         if saving is None:
             return None, reason
@@ -138,5 +138,5 @@ class Redecider:
         message = (
             f"another plan would save {saving:.0%} of a step, {saved_s:.1f} s in {steps_left} "
             f"steps, and cost {restart_s:.1f} s: "
-        ) + ("changing to it" if is_worthwhile else "going on")
+        ) + ("changing to it" if is_worthwhile else "keeping the current one")
         return (NewPlan(new_plan, self._profile) if is_worthwhile else None), message

@@ -1,4 +1,4 @@
-"""The state of a run beside its arrays, and how all processes find and restore a checkpoint."""
+"""The state of a run besides its arrays; how all processes find and restore a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.step_figures import SkippedSteps
 
 log = logging.getLogger(__name__)
-VERSION = 5  # of `RunState` in checkpoints
+VERSION = 5  # version of `RunState` in checkpoints
 _PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
 _MEMORY, _FROZEN = "memory of a device", "frozen parts"
 _RECORDED_FLAGS = ("model.", "data.", "train.", "plan.")
-# Flags of plan.* that do not decide between plans.
+# Flags of plan.* that do not affect the choice of a plan.
 _NO_CHOICE = {"plan.devices", "plan.hardware", "plan.redecide_every"}
-# A profile is measured anew where one of these differs.
+# The profile is measured again if one of these changes.
 _PROFILE_SETTINGS = {
     "plan.max_model",
     "plan.profile_samples",
@@ -45,7 +45,7 @@ _PROFILE_SETTINGS = {
     *(f"data.{name}" for name in LIMITS),
     _KIND,
 }
-# A plan is searched anew where one of these differs, or a flag of plan.* but _NO_CHOICE.
+# The plan is searched again if one of these changes, or a flag of plan.* outside _NO_CHOICE.
 _PLAN_SETTINGS = _PROFILE_SETTINGS | {
     "train.global_batch",
     "train.remat",
@@ -54,27 +54,27 @@ _PLAN_SETTINGS = _PROFILE_SETTINGS | {
     _MEMORY,
     _FROZEN,
 }
-# Share by which a device's memory may differ from that of the run before: jax's limit depends a
-# little on what else was in memory when jax started, and plans leave as much free.
+# Relative tolerance for a device's memory in a resumed run: jax's limit depends a little on other
+# programs' memory when jax started, and plans leave this share free.
 _MEMORY_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run beside its arrays, which checkpoints store. None: to be made anew."""
+    """The state of a run besides its arrays, as checkpoints store it. None: to be made again."""
 
     step: int = 0  # steps that are done
     loader: dict[str, Any] = field(default_factory=dict)  # see `Loader.state`
     plan: Plan | None = None
     profile: Profile | None = None
-    prices: PriceList | None = None  # that batches are scheduled by
+    prices: PriceList | None = None  # prices that schedule batches
     settings: dict[str, Any] = field(default_factory=dict)  # see `run_settings`
-    learnt: CorrectionState | None = None  # where the run corrects its prices
+    learnt: CorrectionState | None = None  # if the run corrects its prices
     skips: SkippedSteps = field(default_factory=SkippedSteps)
     version: int = VERSION
 
     def continue_from(self, stored: RunState) -> RunState:
-        """The stored state with this one's plan, profile, prices and settings."""
+        """Return the stored state with this one's plan, profile, prices and settings."""
         fields_kept = {n: getattr(self, n) for n in ("plan", "profile", "prices", "settings")}
         return replace(stored, **fields_kept)
 
@@ -85,12 +85,12 @@ def read_state(record: Mapping[str, Any]) -> RunState:
         raise OtherVersion(f"its state has version {version}, this program reads {VERSION}")
     try:
         return msgspec.convert(record, RunState)
-    except msgspec.ValidationError as e:  # what the checksums cover is as it was written
+    except msgspec.ValidationError as e:  # the checksums exclude damage, so the version differs
         raise OtherVersion(f"its state is of another version of this program: {e}") from None
 
 
 def run_settings(context: RunContext) -> dict[str, Any]:
-    """Return the flags that checkpoints record and the devices of a run, by name."""
+    """Return a run's recorded flags and its devices, by name."""
     return flag_settings(context.config) | {
         _PROCESSES: context.peers.n_processes,
         _DEVICES: len(context.devices),
@@ -101,7 +101,7 @@ def run_settings(context: RunContext) -> dict[str, Any]:
 
 
 def flag_settings(config: Config) -> dict[str, Any]:
-    """Return the flags of model, data, training and planning, by dotted name, as JSON has them."""
+    """Return the flags of model, data, training and planning, by dotted name, as JSON values."""
     flags = {leaf.name: leaf.value(config) for leaf in fields()}
     recorded = {n: v for n, v in flags.items() if n.startswith(_RECORDED_FLAGS)}
     return {n: [*v] if isinstance(v, tuple) else v for n, v in recorded.items()}
@@ -122,14 +122,14 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 
 def describe_changed_flags(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Name the flags of model, data and training that differ, with both values; "" for none."""
+    """Name the flags of model, data and training that differ, with both values; "" if none does."""
     changes = find_changes(before, now).items()
     prefixes = "model.", "data.", "train."
     return ", ".join(f"{name} {text}" for name, text in changes if name.startswith(prefixes))
 
 
 def is_other_device_count(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the numbers of devices or processes differ."""
+    """Return whether the numbers of devices or processes differ."""
     return bool({_PROCESSES, _DEVICES} & find_changes(before, now).keys())
 
 
@@ -139,9 +139,9 @@ def reuse_state(
     """Return the state with the plan, profile and prices that a resumed run can use, and a line for
     the log ("": none).
 
-    The stored plan and prices serve where no setting that decides between plans differs, the stored
-    profile where none differs that it was measured under; numbers of devices and processes may. A
-    given plan or profile goes before the stored one. ValueError if other parts train now.
+    The stored plan and prices are used if no setting that affects the plan changed; the stored
+    profile is used if none changed that it was measured under, apart from numbers of devices and
+    processes. A given plan or profile takes precedence. ValueError if other parts train now.
     """
     before = stored.settings
     changes = {
@@ -159,14 +159,14 @@ def reuse_state(
         )
     if profile is None and not _PROFILE_SETTINGS & changes.keys():
         profile = stored.profile
-        if profile and _DEVICES in changes:  # the same share of the devices computes at once
+        if profile and _DEVICES in changes:  # the share of devices that compute at once stays
             model, n = profile.model, now[_DEVICES]
             concurrency = min(float(n), model.concurrency * n / before[_DEVICES])
             profile = replace(profile, model=replace(model, concurrency=concurrency))
     if not changes and plan in (None, stored.plan):
         return replace(stored, profile=profile), ""
     names = "; ".join(f"{name} {text}" for name, text in changes.items())
-    message = "" if plan else f"{names}: planning anew"
+    message = "" if plan else f"{names}: planning again"
     return replace(stored, plan=plan, profile=profile, prices=None), message
 
 
@@ -176,10 +176,10 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """How a run goes on."""
+    """How to resume a run."""
 
-    at: int | None = None  # step of the checkpoint, else the newest; newer ones are set aside
-    reset_optimizer: bool = False  # which may then be another one
+    at: int | None = None  # step of the checkpoint, None: the newest; newer ones are set aside
+    reset_optimizer: bool = False  # the new optimizer may differ
 
 
 @dataclass(frozen=True)
@@ -188,15 +188,15 @@ class Unreadable:
 
     step: int
     why: str  # DAMAGED, OTHER_VERSION or PASSED_OVER
-    error: str  # the message of what was raised; "" for PASSED_OVER
+    error: str  # the message of the error; "" for PASSED_OVER
 
 
 def find_checkpoint(
     folder: Path, peers: ProcessGroup, unreadable: list[Unreadable], at: int | None = None
 ) -> tuple[RunState, CheckpointReader] | None:
     """Return the newest checkpoint that every process can open, older than those in `unreadable`;
-    None if there is none at all. Newer ones that cannot be opened are logged and added to
-    `unreadable`, as are those that are newer than step `at`. ValueError if none can be read."""
+    None if there is none. Newer ones that cannot be opened are logged and added to `unreadable`,
+    like those that are newer than step `at`. ValueError if none can be read."""
     store = CheckpointStore(folder)
     below = min((u.step for u in unreadable), default=None)
     steps = [s for s in store.steps() if below is None or s < below] if peers.is_primary else []
@@ -223,10 +223,10 @@ def find_checkpoint(
         return None
     if any(u.why == OTHER_VERSION for u in unreadable):
         raise ValueError(
-            f"{folder}: this version of the program reads none of the checkpoints; resume by the "
+            f"{folder}: this version of the program cannot read the checkpoints; resume with the "
             "one that wrote them, or choose another --run_dir"
         )
-    raise ValueError(f"{folder}: no checkpoint is whole; start again with --overwrite")
+    raise ValueError(f"{folder}: no checkpoint is complete; start again with --overwrite")
 
 
 def gather_unreadable(peers: ProcessGroup, key: str, error: Unreadable | None) -> Unreadable | None:
@@ -248,15 +248,15 @@ def restore(
     *,
     reset_optimizer: bool = False,
 ) -> RunState:
-    """Load a checkpoint's arrays, or those of an older one where it is damaged, and return the
-    state of the one that was used. Newer ones are set aside: this run saves those steps again.
-    ValueError if the checkpoint is of another model, or none can be read."""
+    """Load a checkpoint's arrays, or those of an older one if it is damaged, and return the state
+    of the loaded one. Newer ones are set aside: this run saves those steps again. ValueError if the
+    checkpoint is of another model, or none can be read."""
     while True:
         state, reader = checkpoint
         try:
             saver.restore(reader, reset_optimizer=reset_optimizer)
             break
-        except CorruptCheckpoint as e:  # on every process
+        except CorruptCheckpoint as e:  # raised on every process
             error = Unreadable(state.step, DAMAGED, str(e))
             worst = gather_unreadable(peers, f"damaged/{state.step}", error)
             unreadable.append(worst or error)

@@ -1,4 +1,4 @@
-"""What a run works on: devices, model and data of a configuration, the other processes, and the
+"""The context of a run: devices, model and data of a configuration, the other processes, and the
 cache of compiled programs."""
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from dflop_jax.report.wall_time import CONNECT, DATA, EVALUATION, SAVE, TRAINING
 from dflop_jax.train.optimizer import TrainedParts, configure_model, find_trained_parts
 from dflop_jax.train.run_dir import resolve_run_dir
 
-_USER_CACHE_DIR: str | None = jax.config.values["jax_compilation_cache_dir"]  # before any run
+_USER_CACHE_DIR: str | None = jax.config.values["jax_compilation_cache_dir"]  # as the user set it
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def use_cache(folder: str | Path) -> None:
-    """Keep compiled programs in `folder`, or in JAX_COMPILATION_CACHE_DIR where that is set."""
+    """Store compiled programs in `folder`, or in JAX_COMPILATION_CACHE_DIR if that is set."""
     cache_dir = _USER_CACHE_DIR or str(Path(folder).resolve() / "xla")
     jax.config.update("jax_compilation_cache_dir", cache_dir)
-    # The quick ones too: a run begins with dozens, which together take seconds.
+    # Stores quick ones too: a run starts with dozens, which take seconds in all.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compiler._cache_write = _cache_write  # type: ignore[assignment]
 
@@ -48,11 +48,11 @@ def use_cache(folder: str | Path) -> None:
 def _cache_write(
     key: str, compile_s: float, name: str, backend: Any, executable: Any, *_: object
 ) -> None:
-    """Replace jax's own function, which keeps only what process 0 compiled."""
+    """Replace jax's own function, which stores only programs that process 0 compiled."""
     min_seconds: float = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     if compile_s >= min_seconds:
         put: Callable[..., None] = compilation_cache.put_executable_and_time
-        with suppress(OSError):  # a full disk costs time in the next run only
+        with suppress(OSError):  # a full disk only slows the next run down
             put(key, name, executable, backend, int(compile_s))
 
 
@@ -64,7 +64,7 @@ class CompileCounts:
 
 @contextmanager
 def count_compiles() -> Iterator[CompileCounts]:
-    """Count the programs that this process compiles and finds in the cache in here."""
+    """Count the programs that this process compiles or finds in the cache inside the context."""
     counts = CompileCounts()
 
     def on_event(event: str, **_: str | int) -> None:
@@ -83,26 +83,26 @@ def count_compiles() -> Iterator[CompileCounts]:
 
 
 def select_devices(n: int) -> list[jax.Device]:
-    """Return the first `n` devices, all for 0, simulated on CPU; ValueError if fewer exist."""
+    """Return the first `n` devices, or all if 0, simulated on CPU; ValueError if fewer exist."""
     if n > 0:
-        with suppress(RuntimeError):  # devices are in use already
+        with suppress(RuntimeError):  # devices are already initialized
             jax.config.update("jax_num_cpu_devices", n)
     devices = jax.devices()
     if n > len(devices):
         raise ValueError(
             f"plan.devices={n} but only {len(devices)} {devices[0].platform} devices exist; lower "
-            "it (0 takes all)"
+            "it (0: all)"
         )
     return devices[:n] if n else devices
 
 
 def import_object(flag: str, path: str) -> Callable[..., Any]:
-    """Return what an import path MODULE:FUNCTION names."""
+    """Return the object that an import path MODULE:FUNCTION names."""
     module, _, function = path.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as e:
-        text = f"{flag}={path!r}: {e}; give MODULE:FUNCTION, importable from here"
+        text = f"{flag}={path!r}: {e}; give MODULE:FUNCTION, importable from the current folder"
         raise ValueError(text) from None
 
 
@@ -111,17 +111,17 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     factory = import_object("model.factory", config.factory)
     kernel = config.attention_kernel
     if kernel == "auto":
-        return factory(config.size, config.dtype)  # which need not know of kernels
+        return factory(config.size, config.dtype)  # such a factory needs no argument for kernels
     if "attention_kernel" not in inspect.signature(factory).parameters:
         raise ValueError(
-            f"model.attention_kernel={kernel}: {config.factory} takes none; leave it at auto"
+            f"model.attention_kernel={kernel}: {config.factory} has no kernels; leave it at auto"
         )
     return factory(config.size, config.dtype, attention_kernel=kernel)
 
 
 def build_trained_model(config: Config, chip: str = "") -> MultimodalModel:
     """Return the model of a configuration with its adapters and loss terms; ValueError if it cannot
-    be built, or a given chip lacks its attention kernel."""
+    be built, or a given chip cannot run its attention kernel."""
     kernel = config.model.attention_kernel
     if chip and kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
         raise ValueError(
@@ -132,16 +132,16 @@ def build_trained_model(config: Config, chip: str = "") -> MultimodalModel:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every stage of a run works on."""
+    """Everything that all stages of a run need."""
 
     config: Config
     model: MultimodalModel
     devices: list[jax.Device]
     peers: ProcessGroup
-    hardware: Hardware | None = None  # that is planned for without devices
-    hosts: tuple[str, ...] = ()  # of each process; () for one process
+    hardware: Hardware | None = None  # of the devices to plan for, if these are not available
+    hosts: tuple[str, ...] = ()  # host of each process; () for one process
     time_log: TimeLog = field(default_factory=TimeLog)
-    sections: Sections = field(default_factory=Sections)  # where the main thread is
+    sections: Sections = field(default_factory=Sections)  # progress of the main thread
 
     @property
     def n_devices(self) -> int:
@@ -155,21 +155,21 @@ class RunContext:
 
     @property
     def bytes_limit(self) -> int:
-        """Bytes that jax takes of a device of this process; 0 where nobody says (CPU)."""
+        """Bytes of a local device that jax may use; 0 if unknown (CPU)."""
         local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         stats = local_devices[0].memory_stats() if local_devices else None
         return (stats or {}).get("bytes_limit", 0)
 
     @property
     def plannable_bytes(self) -> float:
-        """Bytes of a device that a plan may fill; 0 where nobody says (CPU)."""
+        """Bytes of a device that a plan may fill; 0 if unknown (CPU)."""
         if stated := self.config.plan.memory_bytes:
             return stated
         return self.hardware.plannable_bytes if self.hardware else PLANNED_SHARE * self.bytes_limit
 
     @property
     def node(self) -> int:
-        """Devices of a node: as configured, or of this host, or of the hardware planned for."""
+        """Devices of a node: as configured, or of the hardware to plan for, or of this host."""
         if stated := self.config.plan.node:
             return stated
         if self.hardware:
@@ -187,11 +187,11 @@ class RunContext:
 
     @property
     def trained(self) -> TrainedParts:
-        """Which parts of the model train, and how fast."""
+        """The parts of the model that train, and their learning rates."""
         return find_trained_parts(self.config.train, self.model)
 
     def source(self, split: str = "train") -> Source:
-        """Open the dataset, as the model wants its media and tokens; for all processes together."""
+        """Open the dataset for the model's media and tokens; runs on all processes together."""
         if factory := self.config.data.factory or getattr(self.model, "data_factory", ""):
             return import_object("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
@@ -210,7 +210,7 @@ class RunContext:
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )
-        if not data.path:  # scenes, which have no index
+        if not data.path:  # generated scenes have no index
             return open_source()
         # The other processes find the index that process 0 makes.
         primary_source = open_source() if self.peers.is_primary else None
@@ -219,7 +219,7 @@ class RunContext:
 
 
 def with_step_count(context: RunContext, n_samples: int) -> RunContext:
-    """Limit the batch to the samples that exist, and turn `train.epochs` into steps; the last step
+    """Limit the batch to the available samples, and convert `train.epochs` to steps; the last step
     is filled with samples of the next epoch. ValueError if a given warm-up is longer."""
     train = context.config.train
     batch, steps = min(train.global_batch, n_samples), train.steps
@@ -232,8 +232,8 @@ def with_step_count(context: RunContext, n_samples: int) -> RunContext:
 
 
 def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
-    """Find the devices, build the model, set up the compilation cache and join the other processes;
-    ValueError where that fails. `resume`: a time in `run_dir` means the newest run."""
+    """Find the devices, build the model, set up the compilation cache and connect the processes;
+    ValueError if that fails. `resume`: "{time}" in `run_dir` means the newest run."""
     if config.plan.hardware:
         return _make_planning_context(config)
     with writable_path(config.cache_dir, "choose another --cache_dir") as cache:
@@ -259,8 +259,8 @@ def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
 
 
 def _make_planning_context(config: Config) -> RunContext:
-    """Return a context for planning only; no device is touched."""
-    jax.config.update("jax_platforms", "cpu")  # a GPU's plugin asks for a driver else
+    """Return a context for planning only; no device is used."""
+    jax.config.update("jax_platforms", "cpu")  # a GPU's plugin would need a driver
     hardware = find_hardware(config.plan.hardware)
     if config.plan.devices < 1:
         raise ValueError(

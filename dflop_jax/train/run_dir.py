@@ -1,4 +1,4 @@
-"""The folder of a run: its name, which may have the time at which it began, and its settings."""
+"""The folder of a run: its name, which may contain its start time, and its settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIME_PLACEHOLDER = "{time}"
 
 def resolve_run_dir(pattern: str, peers: ProcessGroup, *, resume: bool) -> str:
     """Replace "{time}" in `pattern` by the time, the same on all processes. A run that is resumed
-    or restarted keeps its name: the newest that fits the pattern (and is of this launch)."""
+    or restarted keeps its name: the newest that matches the pattern (and is of this launch)."""
     if TIME_PLACEHOLDER not in pattern:
         return pattern
     name = _make_name(pattern, resume) if peers.is_primary else ""
@@ -37,14 +37,14 @@ def _make_name(pattern: str, resume: bool) -> str:
             return matching[-1]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name, n = pattern.replace(TIME_PLACEHOLDER, stamp), 1
-    while Path(name).exists():  # begun in the same second
+    while Path(name).exists():  # another run started in the same second
         n += 1
         name = pattern.replace(TIME_PLACEHOLDER, f"{stamp}-{n}")
     return name
 
 
 def read_run_config(folder: str | Path) -> Config:
-    """Read the configuration of a run; ValueError where there is none."""
+    """Read the configuration of a run; ValueError if there is none."""
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise ValueError(f"{folder}: no {CONFIG} in it; give a run folder or an experiment file")
@@ -54,11 +54,11 @@ def read_run_config(folder: str | Path) -> Config:
     except (OSError, msgspec.DecodeError) as e:
         raise ValueError(f"{file}: not a configuration ({e}); give the experiment file") from None
     if not {"model", "data", "train"} <= sections.keys():
-        raise ValueError(f"{file}: is not that of a run; give a run folder, which training wrote")
+        raise ValueError(f"{file}: not the configuration of a run; give a run folder")
     return config
 
 
 def is_restarted_run(folder: str | Path) -> bool:
-    """Whether the launch of this process has begun the run in this folder before. A script may
-    train in several folders, of which others may hold older runs."""
+    """Return whether this process's launch has already started the run in this folder. A script may
+    train in several folders, some of which may hold older runs."""
     return is_restart() and read_launch_name(folder) == launch_name()

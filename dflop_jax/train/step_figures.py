@@ -1,9 +1,9 @@
-"""Figures of a step beside its loss (seconds by phase, imbalance, memory, FLOP/s), skipped updates,
-and predictions of a run.
+"""Figures of a step besides its loss (seconds by phase, imbalance, memory, FLOP/s), skipped
+updates, and predictions of a run.
 
-The devices skip an update (`runtime.update`) by a limit that is known when the step is dispatched.
-The step before is in flight then, so norms count from the second step after theirs on, and a
-resumed run sets the same limits.
+The devices skip an update (`runtime.update`) by a limit that is set when the step is dispatched.
+The previous step is pending then, so a norm affects limits from the second step after its own on,
+and a resumed run sets the same limits.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from dflop_jax.records import (
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE, SkippedUpdate
 from dflop_jax.train.run_context import RunContext, with_step_count
 
-# Steps whose norms make the running median: more follow a falling norm later, fewer are moved by
-# a single batch.
+# Steps whose norms make up the running median: with more, it follows a falling norm more slowly;
+# with fewer, a single batch affects it.
 NORM_WINDOW = 128
-# Norms that are needed before one counts as a spike; in the first steps they change by themselves.
+# Minimum number of norms before one can count as a spike; norms change fast in the first steps.
 MIN_NORMS = NORM_WINDOW // 8
 NOT_FINITE, SPIKE = "not finite", "spike"
 
@@ -60,8 +60,8 @@ class SkippedSteps:
         return replace(self, in_a_row=0, norms=norms)
 
     def norm_limit(self, step: int, spike: float) -> float:
-        """The norm above which a step is skipped: `spike` times the running median; infinite with
-        `spike` 0 and while few norms are known."""
+        """Return the norm above which a step is skipped: `spike` times the running median; infinite
+        if `spike` is 0 or few norms are known."""
         past_norms = [norm for norm_step, norm in self.norms if norm_step < step - 1]
         if not spike or len(past_norms) < MIN_NORMS:
             return math.inf
@@ -69,36 +69,36 @@ class SkippedSteps:
 
 
 def describe_skip(skipped: SkippedUpdate) -> str:
-    """Why a step is skipped, and what to do."""
+    """Return why a step is skipped, and how to avoid it."""
     if skipped.why == SPIKE:
         return (
-            "its gradient norm is above train.loss_spike times the usual one; raise "
+            "its gradient norm is above train.loss_spike times the median; raise "
             "train.loss_spike (0: off), or lower train.learning_rate"
         )
     modules = ", then of ".join(skipped.modules) or "all modules together"
     return (
-        f"gradients of {modules} were not finite; lower train.learning_rate, or look at the "
+        f"gradients of {modules} were not finite; lower train.learning_rate, or check the "
         "samples that metrics.jsonl names there"
     )
 
 
-_MAX_PROCESSES = 32  # processes in a row of metrics: more would fill disk and trackers
+_MAX_PROCESSES = 32  # processes in a row of metrics; more would fill disk and trackers
 
 
 def phase_seconds(
     layout: Layout, trace: Trace, start_s: float, step_s: float, waits_s: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return what the mean device did in a step's seconds, which these add up to.
+    """Return the seconds per phase of a step on an average device; they sum to `step_s`.
 
     Args:
-      start_s: when the step's seconds begin, from the trace's start: before it where devices
-        waited for its first task, after it where the step before was still under way.
-      waits_s: what devices waited for before the trace's start, by name.
+      start_s: when the step's seconds start, relative to the trace: before its start if devices
+        waited for its first task, after it if the previous step was still running.
+      waits_s: seconds that devices waited before the trace's start, by cause.
     """
     devices = {m.name: len(m.devices) for m in layout.submeshes}
     n_devices = max(m.devices.stop for m in layout.submeshes)
     phases: dict[str, float] = {}
-    for e in trace.events:  # links between submeshes keep no device busy
+    for e in trace.events:  # links between submeshes occupy no device
         busy_s = devices.get(e.submesh, 0) * max(e.end_s - max(e.start_s, start_s), 0.0)
         if busy_s > 0:
             phases[e.direction] = phases.get(e.direction, 0.0) + busy_s / n_devices
@@ -109,8 +109,8 @@ def phase_seconds(
 def measure_imbalance(
     layout: Layout, schedule: Schedule, loads: Sequence[Load]
 ) -> dict[str, float]:
-    """Return by module how many more tokens the fullest data rank of a group has than the mean one,
-    relative, over all groups of a batch; 0 where it has no token."""
+    """Return by module the relative excess of tokens on a group's fullest data rank over the mean,
+    over all groups of a batch; 0 if the module has no token."""
     imbalance: dict[str, float] = {}
     for module in layout.modules:
         tokens, n_ranks = np.array(piece_tokens(loads, module), float), layout.data_ranks(module)
@@ -128,8 +128,8 @@ def slowest_processes(process_s: Mapping[int, float]) -> dict[str, float]:
 
 
 def measure_memory(devices: Iterable[jax.Device]) -> dict[str, float]:
-    """Return the bytes in use of this process: of its fullest device, now and at the peak, and of
-    the host; without what the backend or the system does not report."""
+    """Return the bytes in use by this process: on its fullest device, now and at the peak, and on
+    the host; omits values that the backend or the system does not report."""
     process = jax.process_index()
     stats = [d.memory_stats() or {} for d in devices if d.process_index == process]
     bytes_in_use: dict[str, float] = {}
@@ -160,7 +160,7 @@ def sum_by_name(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def peak_flops(
     config: Config, devices: Sequence[jax.Device], hardware: Hardware | None = None
 ) -> float | None:
-    """Peak FLOP/s of a device: `train.peak_flops`, else by chip and dtype; None on CPU."""
+    """Return a device's peak FLOP/s: `train.peak_flops`, or by chip and dtype; None on CPU."""
     if config.train.peak_flops:
         return config.train.peak_flops
     if hardware:
@@ -191,7 +191,7 @@ def measure_utilisation(
 
 
 def row_tokens(layout: Layout) -> dict[str, int]:
-    """Tokens of the shortest rows that are compiled of each module."""
+    """Return the tokens of the shortest compiled rows of each module."""
     return {m: min(s.tokens for s in layout.shapes(m)) for m in layout.modules if layout.shapes(m)}
 
 
@@ -202,13 +202,13 @@ class PredictedRun:
     steps: int
     run_s: float
     tokens_per_s: float  # without padding, in the last module
-    mfu: float | None  # None where no peak is known
+    mfu: float | None  # None if the peak is unknown
 
 
 def predict_run(context: RunContext, data: DataProfile, plan: Plan) -> PredictedRun:
     config, step_s = context.config, plan.predicted.makespan_s
     train = with_step_count(context, data.n_total).config.train
-    batches_per_s = train.global_batch / len(data.loads) / step_s  # of loads such as all of these
+    batches_per_s = train.global_batch / len(data.loads) / step_s  # batches of loads like these
     last, mfu = plan.layout.modules[-1], None
     tokens = sum(load.tokens(last) for load in data.loads)
     run_flops = context.n_devices * (peak_flops(config, context.devices, context.hardware) or 0.0)

@@ -1,4 +1,4 @@
-"""Turns finished steps into metrics rows, and keeps the trace of a typical late step."""
+"""Turns finished steps into rows of metrics, and stores the trace of a typical late step."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from dflop_jax.train.run_context import CompileCounts
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a process sends to process 0 about a finished step."""
+    """A process's message to process 0 about a finished step."""
 
     local_result: LocalResult
     compiles: int
-    stop: bool  # a signal came to this process
+    stop: bool  # whether this process got a signal
     memory_bytes: dict[str, float]
-    stop_reason: str  # why a callback ends the run
+    stop_reason: str  # the reason if a callback ends the run
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What process 0 sends to all about a finished step."""
+    """Process 0's message to all processes about a finished step."""
 
     done: StepDone
     compiles: int  # of all processes
     stop: bool
     stopped_by: str
-    save: bool  # the next state is to be saved
+    save: bool  # whether to save the next state
 
 
 class StepLog:
-    """Gathers what the processes saw of each step; process 0 (which has a folder) writes
+    """Gathers every process's results of each step; process 0 (which has a folder) writes
     metrics.jsonl, the progress bar and, at the end, trace.json."""
 
     def __init__(
@@ -55,7 +55,7 @@ class StepLog:
         self._run, self._config, self._peers = run, config.train, context.peers
         self._loader, self._corrector = loader, corrector
         self.skips = run.state.skips
-        self.end_reason = ""  # why skipped steps end the run, on process 0
+        self.end_reason = ""  # the reason if skipped steps end the run, on process 0
         self._peak_flops = figures.peak_flops(config, context.devices)
         self._rates = learning_rates(config.train)
         peak = config.train.learning_rate
@@ -74,8 +74,8 @@ class StepLog:
     def finish(
         self, handle: StepHandle, batch: PackedBatch, waits: Waits, stop: bool, save: bool
     ) -> StepOutcome:
-        """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
-        run, process 0's `save` to save. ValueError if no step so far had a supervised token."""
+        """Wait for a step on every process, log it and learn from it. `stop` ends the run on all
+        processes; process 0's `save` saves. ValueError if no step yet had a supervised token."""
         local_result = handle.local_result(self._peers.clock_offset_s)
         compiled, callbacks = self._counter.compiled, self._run.callbacks
         memory_bytes = figures.measure_memory(self._run.context.devices)
@@ -146,7 +146,7 @@ class StepLog:
         layout, n_devices = run.ex.plan.layout, run.context.n_devices
         start_s = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - start_s, 0.0)
-        # When devices began to wait for the first step is not known.
+        # It is unknown when devices started to wait for the first step.
         idle_s = math.inf if self._ended_s is None else max(result.started_s - start_s, 0.0)
         waits_s = waits.idle_by_cause(idle_s)
         run.context.time_log.step(batch.step, waits_s)
@@ -189,7 +189,7 @@ class StepLog:
         )
 
     def _find_skip(self, result: StepResult, step: int) -> SkippedUpdate | None:
-        """Log why a step changed no parameter; too many in a row set `end_reason`."""
+        """Log why a step was skipped; too many in a row set `end_reason`."""
         if result.applied:
             return None
         cause = figures.SPIKE if math.isfinite(result.grad_norm) else figures.NOT_FINITE
@@ -217,12 +217,12 @@ class StepLog:
         if not self._is_supervised and (n >= limit or batch.step == self._last_step):
             raise ValueError(
                 f"none of the first {n} samples has a supervised token; give answers a weight "
-                "above 0 (weight, loss and train of their turns), or raise data.max_tokens where "
-                "it cuts them away"
+                "above 0 (weight, loss and train of their turns), or raise data.max_tokens if "
+                "it cuts them off"
             )
 
     def exclude_pause(self) -> None:
-        """Do not count what ran since the last step, such as an evaluation, as step time."""
+        """Exclude work since the last step, such as an evaluation, from the step time."""
         self._ended_s = None
 
     def write_trace(self) -> None:

@@ -62,10 +62,10 @@ class Trainer:
     """A run of a configuration.
 
     Args:
-      plan, profile: made from the configuration when not given.
+      plan, profile: made from the configuration if not given.
       existing: what to do with another run in the folder: "error", "overwrite", or "resume" from
-        its newest whole checkpoint (from the start if it has none), or a `Resume`. A run that
-        `dflop launch` starts again is resumed in any case.
+        its newest complete checkpoint (from the start if it has none), or a `Resume`. A run that
+        `dflop launch` restarts is resumed in any case.
       dry: end before the first step; a folder made for it is removed.
       on_line: called on process 0 with a line about devices and model, then with one about the
         data, and with whether everything is checked that needs no measurement.
@@ -99,7 +99,7 @@ class Trainer:
         self._callbacks = Callbacks(callbacks, is_process_0=self.peers.is_primary)
         with broadcast_errors(self.peers):
             self._on_line = on_line if self.peers.is_primary else None
-            if self._on_line and not is_restart():  # the first start has shown it
+            if self._on_line and not is_restart():  # the first start has printed it
                 self._on_line(describe_context(self.context), False)
             self._initializer = make_initializer(self.context.model, config.model.weights)
             if self.peers.is_primary:
@@ -117,19 +117,19 @@ class Trainer:
                 if not len(self._held_out):
                     raise ValueError(
                         f"train.eval_samples={config.train.eval_samples}, but "
-                        f"{self._held_out.name} holds out no sample; set it to 0, or give more data"
+                        f"{self._held_out.name} holds out no sample; set it to 0, or add data"
                     )
             self.profile = profile
             self._checkpoints = Path(config.run_dir) / run_folder.CHECKPOINTS
             self._given_executor = plan_trials.make_executor(self.context, plan) if plan else None
 
     def fit(self) -> FitResult:
-        """Train to the last step and write the run folder. SIGINT, SIGTERM or SIGHUP save and end
-        it earlier, a second one ends the process.
+        """Train to the last step and write the run folder. SIGINT, SIGTERM or SIGHUP make it save
+        and end earlier; a second signal ends the process.
 
         Raises:
           ValueError: folder, checkpoint or given plan are of another run, no plan fits, or too many
-            samples are bad.
+            samples are undecodable.
           TransientError: another run writes to the folder.
         """
         losses: dict[int, float] = {}  # by step, each as it was run last
@@ -153,7 +153,7 @@ class Trainer:
         return result
 
     def _fit_plan(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
-        """Train under one plan, to the last step or until another plan pays."""
+        """Train under one plan, to the last step or until another plan saves time."""
         config, peers = self.config, self.peers
         peers.begin_run()
         check_same_config(config, peers)
@@ -194,7 +194,7 @@ class Trainer:
                 progress.log(f"resumed after step {state.step} of {config.train.steps}")
         if state.step < first_step:  # an older checkpoint was used
             progress.restart(state.step)
-        if folder:  # only now it is clear that the folder is of this run
+        if folder:  # only now is it certain that the folder is of this run
             self._start_writing(folder, state, is_resumed=stored is not None)
         is_same_plan = stored is not None and stored.plan == ex.plan
         self._compile(ex, state, timed, folder, progress, is_same_plan)
@@ -223,7 +223,7 @@ class Trainer:
         return result, loop.next_plan
 
     def _open_folder(self, stack: ExitStack, *, is_resumed: bool) -> RunFolder | None:
-        """Open the run folder on process 0; nothing in it changes yet."""
+        """Open the run folder on process 0, without changing it yet."""
         if not self.peers.is_primary:
             return None
         try:
@@ -233,7 +233,7 @@ class Trainer:
         stack.enter_context(folder)
         stack.callback(self.context.time_log.finish_writing)
         for _ in read_samples(folder.rows[run_folder.CORRECTIONS]):
-            pass  # a broken line is refused
+            pass  # raises for a broken line
         if not is_resumed:
             self.context.time_log.write_to(folder.rows[EVENTS])
         return folder
@@ -247,7 +247,7 @@ class Trainer:
         progress: Progress,
         is_same_plan: bool,
     ) -> None:
-        """Compile the programs if needed, time them for a new plan, and write and report it."""
+        """Compile the programs if needed; if the plan is new, time them, write it and report it."""
         is_same_plan = self.peers.broadcast("untimed", is_same_plan, bool)
         if timed is None:
             start_s = time.perf_counter()
@@ -271,10 +271,10 @@ class Trainer:
             self._on_line(
                 describe_data(self.source, self.config.train, self._requested_batch), True
             )
-            self._on_line = None  # once, also where plans change
+            self._on_line = None  # once, also if plans change
 
     def _start_writing(self, folder: RunFolder, state: RunState, *, is_resumed: bool) -> None:
-        """Begin to write to a folder, after the steps of `state`."""
+        """Start to write to a folder, after the steps of `state`."""
         config, time_log = self.config, self.context.time_log
         assert state.profile
         if self._existing == "resume":
@@ -306,7 +306,7 @@ def broadcast_errors(peers: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):  # which a lost process causes as well
+        if isinstance(error, jax.errors.JaxRuntimeError):  # a lost process causes it, too
             peers.wait_for_peer_loss()
         message = " ".join(str(error).split()) or type(error).__name__
         peers.fail(f"process {peers.process_index} stopped: {message}", exit_code_of(error))

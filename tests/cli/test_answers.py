@@ -199,7 +199,7 @@ def test_a_run_whose_only_checkpoint_is_damaged(left, capsys):
         args, _, wrote = ASKED[command][0]
         code, out, err = run(capsys, command, *args)
         assert (code, out) == (2, "")
-        assert err.splitlines()[-1].endswith("take another run, or train it again")
+        assert err.splitlines()[-1].endswith("use another run, or train it again")
         assert "Traceback" not in err
         assert not wrote or not Path(wrote).exists()
     assert changed(left) == []

@@ -42,13 +42,13 @@ WRONG = {
     f"train {ASK} --train.steps 3 --train.epochs 1": "give one of them",
     f"train {ASK} --data.columns chat": "write FIELD=COLUMN, such as messages=chat",
     f"train {ASK} --train.learning_rates 3": "write NAME=RATE, such as vision=2e-6",
-    "export qwen --out out": "qwen/config.json: is not that of a run; give a run folder",
+    "export qwen --out out": "qwen/config.json: not the configuration of a run; give a run folder",
     "check --data photos --page photos": "photos: is a folder; name a file in it",
     "train raises.py": "raises.py, line 2: ZeroDivisionError: division by zero; mend it there",
     # Impossible sizes.
     f"train {ASK} --train.eval_every 5": "give train.eval_samples or train.eval_fraction",
     f"train {ASK} --train.freeze vision,connector,llm": "leave one out of train.freeze",
-    f"train {ASK} --plan.memory_bytes 1e4": "take more devices or more memory, or train less",
+    f"train {ASK} --plan.memory_bytes 1e4": "use more devices or more memory, or train less",
     f"train {ASK} --data.max_tokens 3": "raise it",
 }
 

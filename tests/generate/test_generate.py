@@ -108,8 +108,8 @@ MISTAKES = [
     (["nano.py", "--prompts", "typo.jsonl"], "typo.jsonl:2: Object contains unknown field `im"),
     (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),
     (["nano.py", *ASK, "--checkpoint", "gone"], "gone: no such run folder; check --checkpoint"),
-    (["nano.py", *ASK, "--checkpoint", "empty"], "empty: no checkpoint in it; it is no run"),
-    (["nano.py", *ASK, "--run_dir", "young"], "young: no checkpoint in it; the run has saved"),
+    (["nano.py", *ASK, "--checkpoint", "empty"], "empty: no checkpoint in it; it is not a run"),
+    (["nano.py", *ASK, "--run_dir", "young"], "young: no checkpoint in it; the run has not saved"),
     (["empty", *ASK], "empty: no config.json in it; give a run folder or an experiment file"),
     (["broken", *ASK], "broken/config.json: not a configuration"),
     (["nano.py", *ASK, "--image", "gone.png"], "gone.png: no such picture; check --image"),
@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     assert load_params(tmp_path, model, jax.devices()[0]).step == 1
     assert "checkpoint of step 2 is damaged" in caplog.text
     (tmp_path / "checkpoints/00000001/manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match="no checkpoint is whole"):
+    with pytest.raises(ValueError, match="no checkpoint is complete"):
         load_params(tmp_path, model, jax.devices()[0])
 
 

@@ -186,15 +186,15 @@ def test_records_to_evaluate_on_stay_out_of_training(quick):
     "flags, says",
     [
         ("data.eval_path=x.json", "is not evaluated on: train.eval_samples is 0"),
-        ("data.eval_path=x.json data.factory=a:b", "not evaluated on: a data.factory has its own"),
-        ("train.eval_fraction=0.1 data.factory=a:b", "0.1: data.factory says what is held out"),
+        ("data.eval_path=x.json data.factory=a:b", "evaluated on: a data.factory provides its own"),
+        ("train.eval_fraction=0.1 data.factory=a:b", "0.1: data.factory already sets the held-out"),
         ("train.eval_fraction=0.1 train.eval_samples=2 data.eval_path=x.json",
-         "0.1: data.eval_path says what is held out"),
+         "0.1: data.eval_path already sets the held-out"),
         ("train.eval_every=2", "evaluates nothing: no sample is held out"),
         ("plan.redecide_every=4 checkpoint.every_s=0", "redecide_every=4 .* checkpoint.every_s=0"),
         ("train.steps=4 train.profile_steps=2:4", "profile_steps=2:4, but with train.steps=4"),
         ("checkpoint.keep_best=true", "keep_best needs checkpoints and held-out losses"),
-        ("plan.hardware=h100 plan.devices=8", "plans for devices that are not here"),
+        ("plan.hardware=h100 plan.devices=8", "plans for devices that this machine lacks"),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_each_other_are_refused(flags, says):

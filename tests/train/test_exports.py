@@ -199,8 +199,8 @@ def test_what_adapters_do_not_hold_is_named(train, frozen, says, caplog):
 
 @pytest.mark.parametrize(
     "before, says",
-    [({"lora_rank": 0}, "began with what a trained"), ({"lora_rank": 2}, ""),
-     ({"lora_rank": 2, "stage": "llm"}, "began with what a trained")],
+    [({"lora_rank": 0}, "started from parameters of a"), ({"lora_rank": 2}, ""),
+     ({"lora_rank": 2, "stage": "llm"}, "started from parameters of a")],
 )  # fmt: skip
 @pytest.mark.parametrize("item", ["b", "b@3", "llm=b"])
 def test_adapters_are_of_published_weights(before, says, item):

@@ -76,7 +76,7 @@ def test_fewer_devices_plan_anew_and_profile_nothing(killed, whole, capsys):
     fit_on_two(killed)
     said = " ".join(capsys.readouterr().err.split())
     assert "devices 2 (was 8)" in said
-    assert "planning anew" in said
+    assert "planning again" in said
     assert "profiling" not in said
     plan = load(Plan, killed / "plan.json")
     assert max(m.devices.stop for m in plan.layout.submeshes) <= 2

@@ -195,8 +195,8 @@ def propose_plan(tiles, step_s):
 
 def test_samples_as_planned_for_are_not_searched_for(searches):
     new, said = propose_plan(1, 1.0)
-    assert (new, said) == (None, "after step 20: samples are as those that were planned for")
-    assert "no plan for the samples of late: nothing fits" in propose_plan(5, 1.0)[1]
+    assert (new, said) == (None, "after step 20: samples have not changed since planning")
+    assert "no plan for the recent samples: nothing fits" in propose_plan(5, 1.0)[1]
     assert len(searches.asked) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_plan_has_to_pay_in_the_steps_that_are_left(searches, monkeypatch, sha
     new, said = propose_plan(3, step_s)
     assert f"would save {share:.0%} of a step" in said
     assert "in 80 steps, and cost 50.0 s" in said
-    assert said.endswith("changing to it" if pays else "going on")
+    assert said.endswith("changing to it" if pays else "keeping the current one")
     assert new == (NewPlan(other, searches.asked[0]) if pays else None)
 
 
@@ -229,7 +229,7 @@ def saved(buckets) -> tuple[float | None, str]:
 @pytest.mark.parametrize(
     "buckets, says",
     [
-        (PLAN.layout.buckets, "the plan is still the best"),
+        (PLAN.layout.buckets, "the current plan is still the best"),
         ((bucket(8, 80),), "the best plan leaves out 1 samples that are trained on"),
         ((bucket(64, 512),), "the best plan for them is not faster"),
     ],

@@ -115,7 +115,7 @@ def test_what_another_version_reads_is_not_to_be_overwritten(whole, damaged):
         damage(data_file(folder, step))
         damage(manifest(folder, step))
     said = refused(folder)
-    assert "resume by the one that wrote them" in said
+    assert "resume with the one that wrote them" in said
     assert "overwrite" not in said
     assert steps_saved(folder) == (6, 3)
 
@@ -126,7 +126,7 @@ def test_damage_everywhere_is_refused(whole, caplog, what):
     rows = essence(folder)
     for step in (3, 6):
         damage(what(folder, step))
-    assert "no checkpoint is whole; start again with --overwrite" in refused(folder)
+    assert "no checkpoint is complete; start again with --overwrite" in refused(folder)
     assert [w.split(",")[0] for w in warnings_of(caplog)] == [
         f"checkpoint of step {step} is damaged" for step in (6, 3)
     ]
@@ -204,7 +204,7 @@ def test_settings_that_decide_plans_are_named_and_planned_for(now, changes, keep
     state, message = reuse_state(STORED, now, None, None)
     assert (state.plan, state.prices, state.step) == (None, None, 9)
     assert state.profile == (PROFILE if keeps_profile else None)
-    assert message == f"{changes}: planning anew"
+    assert message == f"{changes}: planning again"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_other_trained_parts_are_refused_before_anything_is_planned():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 3}, "its state has version 3, this program reads 4"),
+        ({"version": 3}, "its state has version 3, this program reads 5"),
         ({"settings": 3}, "another version of this program: .*settings"),
     ],
 )

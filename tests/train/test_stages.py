@@ -157,13 +157,13 @@ def test_each_part_has_a_rate():
         ({"lora_rank": 2, "lora_targets": ("q_proj",)}, "'q_proj' matches no matrix"),
         ({"lora_targets": ("vision",)}, "train.lora_rank=0 turns off; set a rank"),
         ({"lora_dropout": 0.1}, "train.lora_rank=0 turns off; set a rank"),
-        ({"lora_alpha": 8.0}, "train.lora_rank=0 turns off; set a rank, or leave lora_alpha out"),
-        ({"learning_rates": ("audio=1e-5",)}, "'audio', which the model does not have; what train"),
+        ({"lora_alpha": 8.0}, "train.lora_rank=0 turns off; set a rank, or omit lora_alpha"),
+        ({"learning_rates": ("audio=1e-5",)}, "'audio', which the model does not have; trained"),
         (
             {"learning_rates": ("vision=1e-5",), "freeze": ("vision",)},
-            "names 'vision', which is frozen; what trains is connector, llm",
+            "names 'vision', which is frozen; trained parts: connector, llm",
         ),
-        ({"learning_rates": ("llm=1e-5",), "lora_rank": 2}, "'llm', which is frozen; what trains "),
+        ({"learning_rates": ("llm=1e-5",), "lora_rank": 2}, "'llm', which is frozen; trained "),
     ],
 )
 def test_contradictions_are_one_line(train, says):
@@ -176,7 +176,7 @@ def test_contradictions_are_one_line(train, says):
 def test_a_model_without_a_connector_or_adapters_says_so():
     modules = {"llm": llava.build("nano").modules["llm"]}
     text_only = types.SimpleNamespace(modules=modules)
-    with pytest.raises(ValueError, match=r"no part of that name, only llm; freeze what shall not"):
+    with pytest.raises(ValueError, match=r"no part of that name, only llm; freeze the other parts"):
         parts(text_only, stage="connector")
     with pytest.raises(ValueError, match=r"train.lora_rank=2, but a SimpleNamespace has no with_l"):
         parts(text_only, lora_rank=2)

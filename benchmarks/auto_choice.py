@@ -34,11 +34,11 @@ from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Load, ModelProfile
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper import data, policies
-from experiments.paper.answers import Answer, answer, on_all_cores
 from experiments.paper.cases import Case
-from experiments.paper.costs import profile_of
+from experiments.paper.costs import get_profile
+from experiments.paper.evaluation import Evaluation, evaluate, map_on_all_cores
 from experiments.paper.orch import LAYOUT, WHISPER, Omni
-from experiments.paper.systems import TOWERS
+from experiments.paper.setups import TOWERS
 from models.sizes import VISION
 
 KINDS = ("single image", "several images", "video", "audio")
@@ -61,7 +61,7 @@ class Drifting:
         now = np.random.default_rng([self.seed, seed]).dirichlet(np.ones(len(self.kinds)))
         share = seen if seed == 0 else (seen + now) / 2
         weights = dict(zip(self.kinds, share.tolist(), strict=True))
-        return data.loads(weights, LAYOUT, n, 7919 * seed + self.seed)
+        return data.draw_loads(weights, LAYOUT, n, 7919 * seed + self.seed)
 
 
 def random_case(seed: int) -> Case:
@@ -90,14 +90,14 @@ def perturbed(profile: ModelProfile, seed: int) -> ModelProfile:
     )
 
 
-def judged(case: Case, found: Answer) -> np.ndarray:
-    """Seconds of each reported batch, over all draws of perturbed prices; infinite without plan."""
+def judged(case: Case, found: Evaluation) -> np.ndarray:
+    """Mean seconds of each batch over all draws of perturbed prices; infinite without a plan."""
     if found.plan is None:
-        return np.full(case.n_reported, math.inf)
+        return np.full(case.batches, math.inf)
     names = [s.name for s in found.plan.layout.segments]
     seconds = []
     for draw in range(DRAWS):
-        prices = layout_prices(found.plan.layout, CostModel(perturbed(profile_of(case), draw)))
+        prices = layout_prices(found.plan.layout, CostModel(perturbed(get_profile(case), draw)))
         traces = [simulate_step(found.plan, step.schedule, prices, names) for step in found.steps]
         seconds.append([t.makespan_s for t in traces])
     return np.mean(seconds, axis=0)
@@ -116,12 +116,13 @@ class Row:
 
 
 def measure(case: Case) -> Row:
-    case = replace(case, batches=max(case.batches, min(MOST, SAMPLES // case.global_batch)))
-    found = {p: answer(case, p) for p in POLICIES}
+    if case.batches > 1:
+        case = replace(case, batches=max(case.batches, min(MOST, SAMPLES // case.global_batch)))
+    found = {p: evaluate(case, p) for p in POLICIES}
     each_s = {p: judged(case, a) for p, a in found.items()}
     step_s = {p: float(s.mean()) for p, s in each_s.items()}
     auto, best = found["auto"], min(POLICIES, key=lambda p: step_s[p])
-    behind_s, n = each_s["auto"] - each_s[best], case.n_reported
+    behind_s, n = each_s["auto"] - each_s[best], case.batches
     error_s = float(np.std(behind_s, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     return Row(
         case.name,
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases += [random_case(args.first + i) for i in range(args.random)]
     place = {case.name: i for i, case in enumerate(cases)}
     rows = Rows(args.json, lambda rows: sorted(rows, key=lambda r: place[r.setup]))
-    for row in on_all_cores(measure, cases):
+    for row in map_on_all_cores(measure, cases):
         rows.append(row)
     show(sorted(rows, key=lambda r: place[r.setup]))
     return 0

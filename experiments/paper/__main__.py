@@ -1,4 +1,4 @@
-"""All results of DFLOP's, DIP's and OrchMLLM's papers in simulation, with a report.
+"""Simulate all results of the DFLOP, DIP and OrchMLLM papers and write a report.
 
 Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
 Minutes:  about 15 on 2 cores; `--only policies` 12 more
@@ -16,28 +16,28 @@ from pathlib import Path
 import jax
 
 from experiments.paper import correction, dflop, dip, orch, overheads, policies, throughput
-from experiments.paper.answers import Key, prepare
-from experiments.paper.report import draw, write_report, write_timelines
-from experiments.paper.results import Result, print_result, say
+from experiments.paper.evaluation import Key, evaluate_all
+from experiments.paper.report import draw_bars, write_report, write_timelines
+from experiments.paper.results import Result, print_progress, print_result
 
-# Each result, and the answers that it asks for.
+# Result -> the function that makes it, and the evaluations that it needs.
 EXPERIMENTS: dict[str, tuple[Callable[[], Result], Sequence[Key]]] = {
-    "throughput": (throughput.throughput, throughput.KEYS),
-    "hours": (throughput.epochs, throughput.KEYS),
-    "idle": (dflop.idle, dflop.COMPARED),
-    "stages": (dflop.stages, dflop.COMPARED),
-    "ablation": (dflop.ablation, dflop.PARTS_KEYS),
-    "asymmetry": (dflop.asymmetry, dflop.ASYMMETRY_KEYS),
-    "scaling": (dflop.scaling, dflop.SCALING_KEYS),
-    "correction": (correction.run, correction.KEYS),
-    "overheads": (overheads.run, overheads.KEYS),
-    "dip": (dip.run, dip.KEYS),
-    "dip-ablation": (dip.ablation, dip.KEYS),
-    "orch": (orch.run, orch.KEYS),
-    "nodes": (orch.nodes, orch.KEYS),
-    "policies": (policies.run, policies.KEYS),
+    "throughput": (throughput.compare_throughput, throughput.KEYS),
+    "hours": (throughput.compare_epoch_hours, throughput.KEYS),
+    "idle": (dflop.compare_idle, dflop.COMPARISON_KEYS),
+    "stages": (dflop.compare_stages, dflop.COMPARISON_KEYS),
+    "ablation": (dflop.run_ablation, dflop.ABLATION_KEYS),
+    "asymmetry": (dflop.compare_load_ratios, dflop.ASYMMETRY_KEYS),
+    "scaling": (dflop.compare_nodes, dflop.SCALING_KEYS),
+    "correction": (correction.compare_corrections, correction.KEYS),
+    "overheads": (overheads.compare_overheads, overheads.KEYS),
+    "dip": (dip.compare_throughput, dip.KEYS),
+    "dip-ablation": (dip.run_ablation, dip.KEYS),
+    "orch": (orch.compare_throughput, orch.KEYS),
+    "nodes": (orch.compare_node_traffic, orch.KEYS),
+    "policies": (policies.compare_policies, policies.KEYS),
 }
-LONG = ("policies",)  # run only where named
+LONG = ("policies",)  # run only with --only
 
 
 def main() -> int:
@@ -47,26 +47,26 @@ def main() -> int:
     parser.add_argument("--out", default="runs/paper", metavar="DIR", help="default: runs/paper")
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, metavar="NAME", default=[])
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; a GPU's plugin wants one
+    jax.config.update("jax_platforms", "cpu")  # without devices a GPU plugin fails
     out = Path(args.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        print(f"error: {out}: cannot be written ({e.strerror}); choose another --out")
+        print(f"error: cannot write {out} ({e.strerror}); choose another --out")
         return 2
     start_s = time.perf_counter()
     names = args.only or [name for name in EXPERIMENTS if name not in LONG]
     keys = [key for name in names for key in EXPERIMENTS[name][1]]
-    prepare(keys)
+    evaluate_all(keys)
     results = []
     for i, name in enumerate(names):
-        say(f"{name} ({i + 1} of {len(names)})")
+        print_progress(f"{name} ({i + 1} of {len(names)})")
         result = EXPERIMENTS[name][0]()
         results.append(result)
         print_result(result)
         if result.bars:
-            draw(result, out / f"{result.name}.png")
-    timed = set(dflop.COMPARED[: len(dflop.SHOWN)]) <= set(keys)
+            draw_bars(result, out / f"{result.name}.png")
+    timed = set(dflop.COMPARISON_KEYS[: len(dflop.SHOWN_SYSTEMS)]) <= set(keys)
     page = write_timelines(dflop.SETUPS[0], out) if timed else None
     minutes = (time.perf_counter() - start_s) / 60
     report = write_report(results, out, page, minutes)

@@ -1,4 +1,4 @@
-"""What every system is asked about: a model, its data and its devices."""
+"""A case that every system is evaluated on: a model, its data and its devices."""
 
 from __future__ import annotations
 
@@ -11,42 +11,35 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.records import DataProfile, Hardware, Load, Plan, Schedule
 
 H100 = find_hardware("h100")
-MEMORY_SHARE = 0.95  # of a device's memory; the rest is the framework's
-SEEN, TAIL = 4_000, 64  # samples that planners know, and the largest of those that are reported
-TUNING = 8  # global batches that systems with true shapes are tuned on, of large ones 1
-_LARGE_BATCH = 1_024  # samples; of larger batches one is reported, since they differ less
-_TUNED = 100  # seed of the first batch that systems are tuned on
+MEMORY_SHARE = 0.95  # of device memory; the framework needs the rest
+PROFILE_SAMPLES, TAIL_SAMPLES = 4_000, 64  # random samples, and the largest evaluated ones
+TUNING_BATCHES = 8  # global batches that tune systems with dynamic shapes
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on devices. `loads(n, seed)` draws samples in arrival order; `batches` are reported
-    where they are not large."""
+    """A model on devices. `draw_loads(n, seed)` draws samples in arrival order. Cases with one of
+    `batches` to evaluate have large batches, which vary little, and also tune on a single one."""
 
     name: str
     model: Callable[[], MultimodalModel]
-    loads: Callable[[int, int], list[Load]]
+    draw_loads: Callable[[int, int], list[Load]]
     n_devices: int
     global_batch: int
     hardware: Hardware = H100
     batches: int = 2
 
     @property
-    def n_reported(self) -> int:
-        """Global batches that are simulated."""
-        return 1 if self.global_batch > _LARGE_BATCH else self.batches
-
-    @property
     def memory_bytes(self) -> float:
-        """What a device's plan may take."""
+        """Bytes of each device that a plan may use."""
         return MEMORY_SHARE * self.hardware.memory_bytes
 
 
 @dataclass(frozen=True)
 class Step:
-    """A reported batch as it was scheduled and simulated: `busy_s` are the seconds that each
-    segment computes, on average over its data ranks. Where shapes are true, `plan` has those of
-    this step, and `schedule` is that of the slowest replica."""
+    """A scheduled and simulated batch. `busy_s` has the mean computing seconds of each segment
+    over its data ranks. With dynamic shapes, `plan` has the shapes of this step and `schedule`
+    belongs to the slowest replica."""
 
     plan: Plan
     schedule: Schedule
@@ -55,35 +48,42 @@ class Step:
 
     @property
     def idle_share(self) -> float:
-        """Of the devices' time: that in which they compute nothing."""
-        spent_s = sum(
+        """Share of device time without computation."""
+        busy_device_s = sum(
             self.busy_s[s.name] * self.plan.layout.submesh(s.submesh).n_devices
             for s in self.plan.layout.segments
         )
-        return 1 - spent_s / (self.plan.layout.n_devices * self.makespan_s)
+        return 1 - busy_device_s / (self.plan.layout.n_devices * self.makespan_s)
 
 
 @cache
-def seen(case: Case) -> DataProfile:
-    """What the planner knows of the data: samples, and the largest of those that are reported."""
-    known = case.loads(SEEN, 0)
-    every = [*known, *(load for batch in reported(case) for load in batch)]
-    tail = {
+def profile_data(case: Case) -> DataProfile:
+    """The planner's data profile: random samples, and the largest samples of evaluation batches."""
+    samples = case.draw_loads(PROFILE_SAMPLES, 0)
+    candidates = [*samples, *(load for batch in evaluation_batches(case) for load in batch)]
+    tail_indices = {
         i
         for m in case.model().modules
-        for i in sorted(range(len(every)), key=lambda i: -every[i].tokens(m))[:TAIL]
+        for i in sorted(range(len(candidates)), key=lambda i: -candidates[i].tokens(m))[
+            :TAIL_SAMPLES
+        ]
     }
-    return DataProfile(case.name, len(every), tuple(known), tuple(every[i] for i in sorted(tail)))
+    return DataProfile(
+        case.name,
+        len(candidates),
+        tuple(samples),
+        tuple(candidates[i] for i in sorted(tail_indices)),
+    )
 
 
 @cache
-def reported(case: Case) -> tuple[tuple[Load, ...], ...]:
-    """Global batches that are simulated, none of which a system is chosen by."""
-    return tuple(tuple(case.loads(case.global_batch, 1 + i)) for i in range(case.n_reported))
+def evaluation_batches(case: Case) -> tuple[tuple[Load, ...], ...]:
+    """Global batches that evaluate systems; they never tune one."""
+    return tuple(tuple(case.draw_loads(case.global_batch, 1 + i)) for i in range(case.batches))
 
 
 @cache
-def tuning(case: Case) -> tuple[tuple[Load, ...], ...]:
-    """Global batches that systems with true shapes are chosen by."""
-    n = 1 if case.global_batch > _LARGE_BATCH else TUNING
-    return tuple(tuple(case.loads(case.global_batch, _TUNED + i)) for i in range(n))
+def tuning_batches(case: Case) -> tuple[tuple[Load, ...], ...]:
+    """Global batches that tune systems with dynamic shapes; seeds begin at 100."""
+    n = TUNING_BATCHES if case.batches > 1 else 1
+    return tuple(tuple(case.draw_loads(case.global_batch, 100 + i)) for i in range(n))

@@ -1,12 +1,12 @@
-"""Adaptive correction: some shapes take longer than predicted, and the schedule learns it.
+"""Adaptive correction: the scheduler learns that some shapes take longer than predicted.
 
 Command:  python -m experiments.paper --only correction
 Paper:    shapes that deviate are penalised; monitoring stays on only while its gain exceeds its
           overhead of about 4% of a step
 
-The plan is DFLOP's with static buckets; to one bucket smaller ones are added, so that samples have
-a choice. On the pretended hardware every program of one shape takes 1.6 times its prediction. The
-rule is the one this runtime has (dflop_jax/schedule/correction.py).
+The plan is DFLOP's with static buckets. A plan with one bucket gets smaller ones, so that samples
+have a choice. In simulation every program of one shape takes 1.6 times its prediction. The
+correction is the runtime's (dflop_jax/schedule/correction.py).
 """
 
 from __future__ import annotations
@@ -29,135 +29,135 @@ from dflop_jax.schedule.correction import (
     with_decision,
 )
 from dflop_jax.simulate.steps import simulate_step
-from experiments.paper.answers import TOKEN_MULTIPLE, answer
 from experiments.paper.cases import Case
-from experiments.paper.costs import prices_of
-from experiments.paper.results import Result, percent, say
-from experiments.paper.systems import LLAVA
+from experiments.paper.costs import get_prices
+from experiments.paper.evaluation import TOKEN_MULTIPLE, evaluate
+from experiments.paper.results import Result, print_progress
+from experiments.paper.setups import LLAVA
 
 SETUP = LLAVA["siglip-6b", "qwen2.5-7b"]
 KEYS = [(SETUP, "dflop")]
-STEPS, BATCHES = 24, 4  # steps of each loop, over so many batches in turn
-SLOW = 1.6
-_FIRST_SEED = 6  # of the batches, which are none of those that are reported
-OVERHEAD = 0.04  # of a step, while stage times are sampled
-WORK = 1000
-PARTS = (0.85, 0.7, 0.5)  # of a plan's only bucket
+STEPS, BATCHES = 24, 4  # steps of each loop, and batches that it cycles through
+SLOWDOWN = 1.6
+SAMPLING_OVERHEAD = 0.04  # share of a step, while stage times are sampled
+SCHEDULER_WORK = 1000  # units that a schedule may spend on one batch
+BUCKET_FRACTIONS = (0.85, 0.7, 0.5)  # sizes of the added buckets
 
 
-def several_buckets(plan: Plan) -> Plan:
-    """The plan, with smaller buckets beside its only one."""
+def add_smaller_buckets(plan: Plan) -> Plan:
+    """Add smaller buckets to a plan that has only one."""
     if len(plan.layout.buckets) > 1:
         return plan
     (largest,) = plan.layout.buckets
     last = plan.layout.modules[-1]
     smaller = [
-        Bucket.from_shapes({m: _scaled(s, part, whole_rows=m != last) for m, s in largest.shapes})
-        for part in PARTS
+        Bucket.from_shapes({m: _scale_shape(s, x, whole_rows=m != last) for m, s in largest.shapes})
+        for x in BUCKET_FRACTIONS
     ]
     return plan.with_layout(buckets=(largest, *smaller))
 
 
-def _scaled(shape: Shape, part: float, *, whole_rows: bool) -> Shape:
+def _scale_shape(shape: Shape, fraction: float, *, whole_rows: bool) -> Shape:
     if whole_rows:
-        return Shape(max(1, round(part * shape.rows)), shape.tokens)
-    return Shape(shape.rows, TOKEN_MULTIPLE * round(part * shape.tokens / TOKEN_MULTIPLE))
+        return Shape(max(1, round(fraction * shape.rows)), shape.tokens)
+    return Shape(shape.rows, TOKEN_MULTIPLE * round(fraction * shape.tokens / TOKEN_MULTIPLE))
 
 
-def hardware(predicted: Prices, plan: Plan, slow: Shape) -> Prices:
-    """True prices when the last module's programs of shape `slow` take longer than predicted."""
-    late = {s.name for s in plan.layout.segments_of(plan.layout.modules[-1])}
+def slow_down_shape(predicted: Prices, plan: Plan, slow_shape: Shape) -> Prices:
+    """Return true prices: the last module's programs of `slow_shape` exceed their prediction."""
+    segments = {s.name for s in plan.layout.segments_of(plan.layout.modules[-1])}
     programs = {
-        k: p.scaled(SLOW) if k.shape == slow and k.segment in late else p
+        k: p.scaled(SLOWDOWN) if k.shape == slow_shape and k.segment in segments else p
         for k, p in predicted.programs.items()
     }
     return replace(predicted, programs=programs)
 
 
 @dataclass
-class _Loop:
-    """The corrected loop: what is learnt of measured stage times, and when these are sampled."""
+class _CorrectionLoop:
+    """The correction's state over the steps of a run, and the sampling of stage times."""
 
     plan: Plan
     predicted: Prices
     names: list[str]
-    learnt: CorrectionState = field(
+    state: CorrectionState = field(
         default_factory=lambda: CorrectionState("", window=4, next_step=0)
     )
     n_sampled: int = 0
 
     def observe(self, step: int, batch: Sequence[Load], trace: Trace, schedule: Schedule) -> float:
-        """Learn of a step, if its stage times are sampled; seconds that this took."""
-        if not self.learnt.is_sampling(step):
+        """Add a step to the state if it samples stage times; return the overhead in seconds."""
+        if not self.state.is_sampling(step):
             return 0.0
-        overhead_s = OVERHEAD * trace.makespan_s
+        overhead_s = SAMPLING_OVERHEAD * trace.makespan_s
         expected = {k: p.static_s for k, p in self.predicted.programs.items()}
         ratios = log_ratios(task_times(trace, schedule), expected)
-        self.learnt = add_sample(self.learnt, StepSample(step, step + 1, "", ratios, 0.0, 0.0))
+        self.state = add_sample(self.state, StepSample(step, step + 1, "", ratios, 0.0, 0.0))
         self.n_sampled += 1
-        if self.learnt.is_full:
-            corrected = correct_prices(self.predicted, self.learnt.correction)
+        if self.state.is_full:
+            corrected = correct_prices(self.predicted, self.state.correction)
             gain_s = predicted_gain_s(batch, self.plan, self.predicted, corrected, self.names)
-            self.learnt = with_decision(self.learnt, gain_s, overhead_s)
+            self.state = with_decision(self.state, gain_s, overhead_s)
         return overhead_s
 
 
-def run(case: Case = SETUP, steps: int = STEPS) -> Result:
-    """Steps scheduled by predicted prices, by corrected ones, and by the true ones."""
-    chosen = answer(case, "dflop")
-    assert chosen.plan is not None, chosen.words
-    plan = several_buckets(chosen.plan)
-    names, predicted = [s.name for s in plan.layout.segments], prices_of(case, plan)
-    batches = [case.loads(case.global_batch, _FIRST_SEED + i) for i in range(BATCHES)]
+def compare_corrections(case: Case = SETUP, steps: int = STEPS) -> Result:
+    """Compare schedules by predicted, by corrected and by true prices."""
+    evaluation = evaluate(case, "dflop")
+    assert evaluation.plan is not None, evaluation.description
+    plan = add_smaller_buckets(evaluation.plan)
+    names, predicted = [s.name for s in plan.layout.segments], get_prices(case, plan)
+    batches = [case.draw_loads(case.global_batch, 6 + i) for i in range(BATCHES)]
 
     def scheduled(step: int, prices: Prices) -> Schedule:
         batch = batches[step % len(batches)]
-        return schedule_batch(batch, plan, prices, names, step=step, work=WORK)
+        return schedule_batch(batch, plan, prices, names, step=step, work=SCHEDULER_WORK)
 
     last = plan.layout.modules[-1]
     groups = (g for step in range(BATCHES) for g in scheduled(step, predicted).groups)
-    used = [g.shape for g in groups if g.module == last]
-    slow = max(sorted(set(used)), key=used.count)
-    true, loop = hardware(predicted, plan, slow), _Loop(plan, predicted, names)
-    spent: dict[str, list[float]] = {"as predicted": [], "corrected": [], "all known": []}
+    used_shapes = [g.shape for g in groups if g.module == last]
+    slow_shape = max(sorted(set(used_shapes)), key=used_shapes.count)
+    true_prices = slow_down_shape(predicted, plan, slow_shape)
+    loop = _CorrectionLoop(plan, predicted, names)
+    step_s: dict[str, list[float]] = {"as predicted": [], "corrected": [], "all known": []}
     for step in range(steps):
-        say(f"correction: step {step + 1} of {steps}")
-        for name, prices in zip(
-            spent, (predicted, correct_prices(predicted, loop.learnt.correction), true), strict=True
-        ):
+        print_progress(f"correction: step {step + 1} of {steps}")
+        corrected = correct_prices(predicted, loop.state.correction)
+        for name, prices in zip(step_s, (predicted, corrected, true_prices), strict=True):
             schedule = scheduled(step, prices)
-            trace = simulate_step(plan, schedule, true, names)
+            trace = simulate_step(plan, schedule, true_prices, names)
             batch = batches[step % len(batches)]
-            more_s = loop.observe(step, batch, trace, schedule) if name == "corrected" else 0.0
-            spent[name].append(trace.makespan_s + more_s)
-    return _result(case, plan, slow, spent, loop.n_sampled)
+            overhead_s = loop.observe(step, batch, trace, schedule) if name == "corrected" else 0.0
+            step_s[name].append(trace.makespan_s + overhead_s)
+    return _build_result(case, plan, slow_shape, step_s, loop.n_sampled)
 
 
-def _result(
-    case: Case, plan: Plan, slow: Shape, spent: Mapping[str, list[float]], n_sampled: int
+def _build_result(
+    case: Case, plan: Plan, slow_shape: Shape, step_s: Mapping[str, list[float]], n_sampled: int
 ) -> Result:
-    steps = len(spent["corrected"])
-    mean = {name: float(np.mean(each)) for name, each in spent.items()}
-    late = {name: float(np.mean(each[steps // 2 :])) for name, each in spent.items()}
+    steps = len(step_s["corrected"])
+    mean_s = {name: float(np.mean(seconds)) for name, seconds in step_s.items()}
+    late_s = {name: float(np.mean(seconds[steps // 2 :])) for name, seconds in step_s.items()}
     result = Result(
         "correction",
-        f"{case.name}: seconds a step when one shape of the LLM takes {SLOW} times its prediction",
-        "monitoring pays for itself: on while its gain exceeds an overhead of about 4%",
+        f"{case.name}: step seconds when one LLM shape takes {SLOWDOWN} times its prediction",
+        "monitoring stays on while its gain exceeds its overhead of about 4%",
         ("schedules", f"all {steps} steps", "second half", "less than without"),
-        unit="seconds a step",
+        unit="step seconds",
         labels=[str(i + 1) for i in range(steps)],
-        bars=dict(spent),
+        bars=dict(step_s),
     )
-    for name in spent:
-        less = 1 - late[name] / late["as predicted"]
-        result.rows.append([name, f"{mean[name]:.2f}", f"{late[name]:.2f}", percent(less)])
+    for name in step_s:
+        reduction = 1 - late_s[name] / late_s["as predicted"]
+        cells = [f"{mean_s[name]:.2f}", f"{late_s[name]:.2f}", f"{reduction:.0%}"]
+        result.rows.append([name, *cells])
     shapes = plan.layout.shapes(plan.layout.modules[-1])
     result.notes = [
-        f"stage times were sampled in {n_sampled} of {steps} steps, at {percent(OVERHEAD)} of one",
-        f"shape {slow.name} was slowed, one of {', '.join(s.name for s in shapes)}",
+        f"{n_sampled} of {steps} steps sampled stage times, with {SAMPLING_OVERHEAD:.0%} overhead",
+        f"shape {slow_shape.name} was slowed, one of {', '.join(s.name for s in shapes)}",
     ]
-    result.why = [
-        "the paper's rule and its deviating shapes are not known in detail; what a correction can "
-        "bring depends on whether the samples fit into other shapes"
+    result.differences = [
+        "the paper does not give its rule and its deviating shapes in detail; the gain of a "
+        "correction depends on whether the samples fit into other shapes"
     ]
     return result

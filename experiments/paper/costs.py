@@ -1,5 +1,5 @@
-"""Predicted times and bytes of the papers' models, which all systems share: a roofline over traced
-kernels."""
+"""Predicted times and bytes of the papers' models from a roofline over traced kernels. All systems
+share these costs."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from experiments.paper.cases import Case
 
 DTYPE = "bfloat16"
 DEGREES = (1, 2, 4, 8)  # of tensor parallelism
-MOST_DEVICES = 4096
-# Pieces and tokens of the shapes that are traced: rows of one piece each, or one row.
-ITEMS, TOKENS = (1, 4, 16, 64), (512, 2048, 8192, 16384)
+MAX_DEVICES = 4096
+# Traced shapes have this many rows of one piece each, or one row of this many tokens.
+PIECES, TOKENS = (1, 4, 16, 64), (512, 2048, 8192, 16384)
 
 
-def cost_model(case: Case) -> CostModel:
-    """Prices and bytes of the case's model on its devices, however many these are."""
-    return _cost_model(case.name, case.model, case.hardware)
+def get_cost_model(case: Case) -> CostModel:
+    """Return the cost model of the case's model on its hardware, for any number of devices."""
+    return _build_cost_model(case.name, case.model, case.hardware)
 
 
-def profile_of(case: Case) -> ModelProfile:
-    """What `cost_model` is made of."""
-    return cost_model(case).profile
+def get_profile(case: Case) -> ModelProfile:
+    """Return the profile behind `get_cost_model`."""
+    return get_cost_model(case).profile
 
 
-def prices_of(case: Case, plan: Plan) -> Prices:
-    return priced(plan.layout, cost_model(case))
+def get_prices(case: Case, plan: Plan) -> Prices:
+    return priced(plan.layout, get_cost_model(case))
 
 
 @cache
-def _cost_model(name: str, model: Callable[[], MultimodalModel], hardware: Hardware) -> CostModel:
-    made = model()
-    alone = made.piece_tokens
-    shapes = {
-        m: [Shape(n, alone[m]) for n in ITEMS] if m in alone else [Shape(1, t) for t in TOKENS]
-        for m in made.modules
-    }
-    return CostModel(roofline_profile(made, hardware, shapes, DEGREES, n_devices=MOST_DEVICES))
+def _build_cost_model(
+    name: str, build: Callable[[], MultimodalModel], hardware: Hardware
+) -> CostModel:
+    model = build()
+    shapes = {m: [Shape(1, t) for t in TOKENS] for m in model.modules}
+    shapes |= {m: [Shape(n, tokens) for n in PIECES] for m, tokens in model.piece_tokens.items()}
+    return CostModel(roofline_profile(model, hardware, shapes, DEGREES, n_devices=MAX_DEVICES))

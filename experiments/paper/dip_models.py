@@ -1,8 +1,8 @@
-"""The five models of DIP (arXiv 2504.14145), their data and devices, as far as they are known.
+"""The five models of DIP (arXiv 2504.14145), their data and devices.
 
 Published: LLMs, sizes of encoders and generators, 16 to 64 devices by tensor and pipeline degrees
-(VLMs), sequences of 8,192 tokens with up to 48 pictures of 728 px, 169 tokens each. `ASSUMED` says
-what is not.
+(VLMs), sequences of 8,192 tokens with up to 48 pictures of 728 px, 169 tokens each. `ASSUMED`
+lists the assumptions.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ from models.wan_layers import TIME_TOKENS
 from models.wan_sizes import WAN, TextToVideoSize, WanSize
 
 H200 = find_hardware("h200")
-SEQUENCE = 8192
-MOST_PICTURES = 48
-MOST_CLIPS = 16
-CLIP_TEXT = SEQUENCE // MOST_CLIPS  # tokens whose states condition a clip
+SEQUENCE_TOKENS = 8192
+MAX_PICTURES = 48
+MAX_CLIPS = 16
+CLIP_TEXT_TOKENS = SEQUENCE_TOKENS // MAX_CLIPS  # text tokens that condition a clip
 # Two seconds: 8 latent frames of 256 px by patches of 16 px.
-CLIP_TOKENS = TIME_TOKENS + CLIP_TEXT + 8 * 256
+CLIP_TOKENS = TIME_TOKENS + CLIP_TEXT_TOKENS + 8 * 256
 
 
-def _vit(width: int, n_layers: int, n_heads: int) -> VisionSize:
+def _vit_size(width: int, n_layers: int, n_heads: int) -> VisionSize:
     return VisionSize(728, 14, width, n_layers, n_heads, 4 * width, merge=4, post_norm=False)
 
 
-VITS: Mapping[str, VisionSize] = {"ViT-5B": _vit(3072, 44, 24), "ViT-22B": _vit(6144, 48, 48)}
+VITS: Mapping[str, VisionSize] = {
+    "ViT-5B": _vit_size(3072, 44, 24),
+    "ViT-22B": _vit_size(6144, 48, 48),
+}
 DITS: Mapping[str, WanSize] = {"DiT-5B": WAN["wan2.2-5b"], "DiT-30B": WanSize(48, 128, 50, 24576)}
 ASSUMED = (
-    "ViT-22B is that of arXiv 2302.05442 (48 layers of 6,144), ViT-5B has 44 layers of 3,072; both "
-    "look at 728 px by patches of 14 and give 169 tokens a picture (4 x 4 patches become one)",
-    "DiT-5B is Wan2.2-5B, DiT-30B is of the same form with 50 layers of 6,144 (MLP 24,576); Qwen2 "
-    "has the layers of Qwen2.5",
-    f"a VLM's sequence has {SEQUENCE} tokens and 0 to {MOST_PICTURES} pictures, each number as "
-    "likely as another; attention joins the whole sequence",
-    f"a T2V sequence has {SEQUENCE} tokens and 1 to {MOST_CLIPS} clips of {CLIP_TOKENS} tokens "
-    f"(2 s of 256 px and {CLIP_TEXT} of text), each number as likely as another, a clip in a row",
-    "a step is 64 sequences; devices are H100 in nodes of 8, 400 Gb/s each, H200 for VLM-L and "
-    "T2V-L, which the baseline does not hold in 80 GB (hidden states are not shared among tensor "
-    "ranks); VLMs on as many as one copy takes under the paper's degrees (16, 32, 64), T2V-S on "
-    "16, T2V-L on 64",
+    "ViT-22B follows arXiv 2302.05442 (48 layers of 6,144), ViT-5B has 44 layers of 3,072; both "
+    "use patches of 14 px and give 169 tokens per picture of 728 px (4 x 4 patches become one)",
+    "DiT-5B is Wan2.2-5B, DiT-30B has the same architecture with 50 layers of 6,144 (MLP 24,576); "
+    "Qwen2 has the layers of Qwen2.5",
+    f"a VLM's sequence has {SEQUENCE_TOKENS} tokens and 0 to {MAX_PICTURES} pictures, uniformly "
+    "distributed; attention covers the whole sequence",
+    f"a T2V sequence has {SEQUENCE_TOKENS} tokens and 1 to {MAX_CLIPS} clips of {CLIP_TOKENS} "
+    f"tokens (2 s of 256 px and {CLIP_TEXT_TOKENS} of text), uniform, one clip per row",
+    "a step has 64 sequences; devices are H100 in nodes of 8 with 400 Gb/s each, but H200 for "
+    "VLM-L and T2V-L: the baseline exceeds 80 GB (tensor ranks do not shard hidden states); VLMs "
+    "have one replica under the paper's degrees (16, 32, 64), T2V-S 16 and T2V-L 64 devices",
 )
 
 
@@ -81,7 +83,7 @@ class T2v:
 
 @dataclass(frozen=True)
 class _ClipRows(TextToVideo):
-    """Text to video whose clips are of one length, one in a row of the generator."""
+    """A text-to-video model with clips of one length; each fills a row of the generator."""
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
@@ -89,41 +91,47 @@ class _ClipRows(TextToVideo):
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Packed sequences with up to `MOST_PICTURES`, each of them a piece of so many patches."""
+class PictureSequences:
+    """Packed sequences with up to `MAX_PICTURES`, of `patches` patches each."""
 
     patches: int
 
     def __call__(self, n: int, seed: int) -> list[Load]:
-        counts = np.random.default_rng([seed, 0]).integers(0, MOST_PICTURES, n, endpoint=True)
-        return [Load({"vision": (self.patches,) * k, "llm": (SEQUENCE,)}) for k in counts.tolist()]
-
-
-@dataclass(frozen=True)
-class Clips:
-    """Packed sequences, and the clips that are made of them."""
-
-    def __call__(self, n: int, seed: int) -> list[Load]:
-        counts = np.random.default_rng([seed, 1]).integers(1, MOST_CLIPS, n, endpoint=True)
+        counts = np.random.default_rng([seed, 0]).integers(0, MAX_PICTURES, n, endpoint=True)
         return [
-            Load({"llm": (SEQUENCE,), "generator": (CLIP_TOKENS,) * k}) for k in counts.tolist()
+            Load({"vision": (self.patches,) * k, "llm": (SEQUENCE_TOKENS,)})
+            for k in counts.tolist()
         ]
 
 
-def _vlm(name: str, tower: str, decoder: str, n_devices: int, hardware: Hardware = H100) -> Case:
-    pictures = Pictures(VITS[tower].patches_per_tile)
+@dataclass(frozen=True)
+class ClipSequences:
+    """Packed sequences, and the clips generated from them."""
+
+    def __call__(self, n: int, seed: int) -> list[Load]:
+        counts = np.random.default_rng([seed, 1]).integers(1, MAX_CLIPS, n, endpoint=True)
+        return [
+            Load({"llm": (SEQUENCE_TOKENS,), "generator": (CLIP_TOKENS,) * k})
+            for k in counts.tolist()
+        ]
+
+
+def _vlm_case(
+    name: str, tower: str, decoder: str, n_devices: int, hardware: Hardware = H100
+) -> Case:
+    pictures = PictureSequences(VITS[tower].patches_per_tile)
     return Case(name, Vlm(tower, decoder), pictures, n_devices, GLOBAL_BATCH, hardware)
 
 
-def _t2v(name: str, decoder: str, dit: str, n_devices: int, hardware: Hardware = H100) -> Case:
-    return Case(name, T2v(decoder, dit), Clips(), n_devices, GLOBAL_BATCH, hardware)
+def _t2v_case(name: str, decoder: str, dit: str, n_devices: int, hardware: Hardware = H100) -> Case:
+    return Case(name, T2v(decoder, dit), ClipSequences(), n_devices, GLOBAL_BATCH, hardware)
 
 
 GLOBAL_BATCH = 64
 CASES = (
-    _vlm("VLM-S", "ViT-5B", "llama3-8b", 16),
-    _vlm("VLM-M", "ViT-5B", "qwen2.5-32b", 32),
-    _vlm("VLM-L", "ViT-22B", "qwen2.5-72b", 64, H200),
-    _t2v("T2V-S", "llama3-8b", "DiT-5B", 16),
-    _t2v("T2V-L", "qwen2.5-32b", "DiT-30B", 64, H200),
+    _vlm_case("VLM-S", "ViT-5B", "llama3-8b", 16),
+    _vlm_case("VLM-M", "ViT-5B", "qwen2.5-32b", 32),
+    _vlm_case("VLM-L", "ViT-22B", "qwen2.5-72b", 64, H200),
+    _t2v_case("T2V-S", "llama3-8b", "DiT-5B", 16),
+    _t2v_case("T2V-L", "qwen2.5-32b", "DiT-30B", 64, H200),
 )

@@ -1,4 +1,4 @@
-"""OrchMLLM's three modalities on up to 2,560 H100: throughput, MFU, overhead, nodes.
+"""OrchMLLM with three modalities on up to 2,560 H100: throughput, MFU, overhead, node traffic.
 
 Command:  python -m experiments.paper --only orch nodes
 Paper:    arXiv 2503.23830: 84B on 2,560 H100 at 41.6% MFU, up to 3.1 times Megatron-LM, overhead
@@ -17,30 +17,34 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Load
 from experiments.paper import data
-from experiments.paper.answers import MEGATRON, answer
-from experiments.paper.cases import Case, reported
+from experiments.paper.cases import Case, evaluation_batches
 from experiments.paper.costs import DTYPE
-from experiments.paper.dispatching import exchange, features, home_nodes
-from experiments.paper.results import Result, ratio
+from experiments.paper.evaluation import MEGATRON, evaluate
+from experiments.paper.feature_exchange import (
+    count_feature_bytes,
+    count_home_nodes,
+    measure_exchange,
+)
+from experiments.paper.results import Result
 from models.composed import Composition
 from models.sizes import AUDIO, DECODERS, VISION, AudioSize, ModelSize, VisionSize
 
 MIXTURE, LAYOUT = "three modalities", "anyres"
-ROW = 8192  # tokens of an LLM row of which needed FLOPs are counted
+ROW_TOKENS = data.ASSUMED.max_tokens  # of an LLM row, for the needed FLOPs
 ASSUMED = (
-    "84B: Qwen2.5-72B, a tower of 5.5B (45 layers of 3,200 over 384 px, patches of 14) and an "
-    "encoder of Whisper's form with 5.0B (64 layers of 2,560); smaller ones are of our choosing: "
-    "39B with Qwen2.5-32B, the same tower and Whisper large, 9B with Qwen2.5-7B, the 1B tower and "
+    "84B: Qwen2.5-72B, a tower of 5.5B (45 layers of 3,200 over 384 px, patches of 14) and a "
+    "Whisper encoder of 5.0B (64 layers of 2,560); the smaller models are our choice: 39B with "
+    "Qwen2.5-32B, the same tower and Whisper large, 9B with Qwen2.5-7B, the 1B tower and "
     "Whisper large",
-    "samples are the tables' single pictures, several pictures, clips and sounds, as many of each "
-    "and each with its text; what a sample has of one modality says nothing about the others",
-    "4 samples a device and step; H100 in nodes of 8, 400 Gb/s a device",
+    "samples are single pictures, several pictures, clips and sounds in equal numbers, each with "
+    "its text; the modalities of a sample are independent",
+    "4 samples per device and step; H100 in nodes of 8, 400 Gb/s per device",
 )
 
 
 @dataclass(frozen=True)
 class Omni:
-    """A tower, perhaps an encoder of sounds, and an LLM."""
+    """A vision tower, an optional audio encoder, and an LLM."""
 
     vision: VisionSize
     audio: AudioSize | None
@@ -52,15 +56,15 @@ class Omni:
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """Samples of all three modalities."""
+class MixedSamples:
+    """Samples of three modalities."""
 
     def __call__(self, n: int, seed: int) -> list[Load]:
-        return data.loads(MIXTURE, LAYOUT, n, seed)
+        return data.draw_loads(MIXTURE, LAYOUT, n, seed)
 
 
-def _case(name: str, model: Omni, n_devices: int) -> Case:
-    return Case(name, model, Mixed(), n_devices, 4 * n_devices)
+def _case(name: str, model: Omni, n_devices: int, batches: int = 1) -> Case:
+    return Case(name, model, MixedSamples(), n_devices, 4 * n_devices, batches=batches)
 
 
 _TOWER_6B = VisionSize(384, 14, 3200, 45, 40, 12800, post_norm=False)
@@ -68,7 +72,7 @@ _TOWER_1B = replace(VISION["siglip-1b"], post_norm=False)
 WHISPER = AUDIO["whisper-large-v3"]
 _WHISPER_5B = replace(WHISPER, width=2560, n_layers=64, n_heads=40, mlp=10240)
 CASES = (
-    _case("MLLM-9B", Omni(_TOWER_1B, WHISPER, "qwen2.5-7b"), 128),
+    _case("MLLM-9B", Omni(_TOWER_1B, WHISPER, "qwen2.5-7b"), 128, batches=2),
     _case("MLLM-39B", Omni(_TOWER_6B, WHISPER, "qwen2.5-32b"), 512),
     _case("MLLM-84B", Omni(_TOWER_6B, _WHISPER_5B, "qwen2.5-72b"), 2560),
 )
@@ -76,107 +80,89 @@ KEYS = [(case, policy) for case in CASES for policy in (MEGATRON, "orch")]
 
 
 @cache
-def step_flops(case: Case) -> float:
-    """What the reported batches need on average, padding and recomputation not counted."""
+def count_step_flops(case: Case) -> float:
+    """Return the mean FLOPs that the evaluation batches need, without padding and recomputation."""
     model = case.model()
-    needed = needed_flops(model, {m: model.piece_tokens.get(m, ROW) for m in model.modules})
+    needed = needed_flops(model, {m: model.piece_tokens.get(m, ROW_TOKENS) for m in model.modules})
     return sum(
         sum(map(flops, x.lengths(m), x.content_of(m)))
-        for batch in reported(case)
+        for batch in evaluation_batches(case)
         for x in batch
         for m, flops in needed.items()
-    ) / len(reported(case))
+    ) / len(evaluation_batches(case))
 
 
-def mfu(case: Case, step_s: float) -> float:
-    """Share of the devices' peak FLOP/s that the reported batches need on average."""
-    return step_flops(case) / step_s / (case.n_devices * case.hardware.peak_flops(DTYPE))
+def compute_mfu(case: Case, step_s: float) -> float:
+    """Return the model FLOPs utilisation on the evaluation batches."""
+    return count_step_flops(case) / step_s / (case.n_devices * case.hardware.peak_flops(DTYPE))
 
 
-def run(cases: Sequence[Case] = CASES) -> Result:
+def compare_throughput(cases: Sequence[Case] = CASES) -> Result:
     result = Result(
         "orch",
-        "OrchMLLM: three modalities, 4 samples a device and step",
+        "OrchMLLM: three modalities, 4 samples per device and step",
         "84B on 2,560 H100: 41.6% MFU, up to 3.1x Megatron-LM, overhead below 2%",
-        (
-            "model",
-            "H100",
-            "Megatron-LM, s",
-            "OrchMLLM, s",
-            "over Megatron-LM",
-            "MFU, Megatron-LM",
-            "MFU, OrchMLLM",
-            "exchange, of the step",
-            "planning, s",
-            "schedule of a batch, s",
-        ),
+        "model | H100 | Megatron-LM, s | OrchMLLM, s | over Megatron-LM | MFU, Megatron-LM | "
+        "MFU, OrchMLLM | exchange, share of the step | planning, s | schedule of a batch, s",
         unit="MFU, %",
     )
     for case in cases:
-        base, orch = (answer(case, policy) for policy in (MEGATRON, "orch"))
-        shares = [mfu(case, a.step_s) for a in (base, orch)]
-        assert orch.plan is not None, orch.words
-        moved = exchange(case, orch.plan, orch.steps[0], reported(case)[0], named=True)
+        base, orch = (evaluate(case, policy) for policy in (MEGATRON, "orch"))
+        mfus = [compute_mfu(case, a.step_s) for a in (base, orch)]
+        assert orch.plan is not None, orch.description
+        batch = evaluation_batches(case)[0]
+        traffic = measure_exchange(case, orch.plan, orch.steps[0], batch, is_permuted=True)
         cells = [
             str(case.n_devices),
             f"{base.step_s:.2f}",
             f"{orch.step_s:.2f}",
-            ratio(base.step_s, orch.step_s),
-            *(f"{100 * x:.1f}%" for x in shares),
-            f"{100 * moved.seconds / orch.step_s:.1f}%",
+            f"{base.step_s / orch.step_s:.2f}x",
+            *(f"{100 * x:.1f}%" for x in mfus),
+            f"{100 * traffic.seconds / orch.step_s:.1f}%",
             f"{orch.search_s:.0f}",
             f"{orch.schedule_s:.1f}",
         ]
-        bars = {"Megatron-LM": 100 * shares[0], "OrchMLLM": 100 * shares[1]}
+        bars = {"Megatron-LM": 100 * mfus[0], "OrchMLLM": 100 * mfus[1]}
         result.add(case.name, cells, **bars)
-        result.notes += [
-            f"{case.name}, {name}: {a.words}"
-            for name, a in (("Megatron-LM", base), ("OrchMLLM", orch))
-        ]
+        systems = {"Megatron-LM": base, "OrchMLLM": orch}
+        result.notes += [f"{case.name}, {s}: {a.description}" for s, a in systems.items()]
     result.notes += [f"assumed: {line}" for line in ASSUMED]
     return result
 
 
-def nodes(cases: Sequence[Case] = CASES) -> Result:
+def compare_node_traffic(cases: Sequence[Case] = CASES) -> Result:
     result = Result(
         "nodes",
         "OrchMLLM's node-wise placement: features that cross nodes in a step",
-        "overhead below 2% (the gain of node-wise placement is a figure without numbers here)",
-        (
-            "model",
-            "GB of features",
-            "encoder ranks to LLM ranks",
-            "LLM copies are in, nodes",
-            "GB across nodes, ranks named at random",
-            "node-wise",
-            "about the least of any names",
-            "exchange of the step, at random",
-            "node-wise",
-        ),
-        unit="GB across nodes a step",
+        "overhead below 2% (the gain of node-wise placement is a figure without numbers)",
+        "model | GB of features | encoder ranks to LLM ranks | nodes that LLM replicas read "
+        "through | GB across nodes, random ranks | node-wise | lower bound, about | exchange, "
+        "share of the step, random ranks | node-wise",
+        unit="GB across nodes per step",
     )
     for case in cases:
-        orch = answer(case, "orch")
-        assert orch.plan is not None, orch.words
-        loads, step = reported(case)[0], orch.steps[0]
-        off, on = (exchange(case, orch.plan, step, loads, named) for named in (False, True))
-        read = features(case, orch.plan, step, loads)
-        of_homes, of_all = home_nodes(case, orch.plan)
+        orch = evaluate(case, "orch")
+        assert orch.plan is not None, orch.description
+        loads, step = evaluation_batches(case)[0], orch.steps[0]
+        traffic = {
+            name: measure_exchange(case, orch.plan, step, loads, is_permuted)
+            for name, is_permuted in (("random ranks", False), ("node-wise", True))
+        }
+        feature_bytes = count_feature_bytes(case, orch.plan, step, loads)
+        n_home_nodes, n_nodes = count_home_nodes(case, orch.plan)
         cells = [
-            f"{read / 1e9:.1f}",
+            f"{feature_bytes / 1e9:.1f}",
             " to ".join(str(orch.plan.layout.data_ranks(m)) for m in ("vision", "llm")),
-            f"{of_homes} of {of_all}",
-            *(f"{e.across / 1e9:.1f}" for e in (off, on)),
-            f"{read * (1 - of_homes / of_all) / 1e9:.1f}",
-            *(f"{100 * e.seconds / orch.step_s:.2f}%" for e in (off, on)),
+            f"{n_home_nodes} of {n_nodes}",
+            *(f"{e.across_node_bytes / 1e9:.1f}" for e in traffic.values()),
+            f"{feature_bytes * (1 - n_home_nodes / n_nodes) / 1e9:.1f}",
+            *(f"{100 * e.seconds / orch.step_s:.2f}%" for e in traffic.values()),
         ]
-        bars = {"at random": off.across / 1e9, "node-wise": on.across / 1e9}
+        bars = {name: e.across_node_bytes / 1e9 for name, e in traffic.items()}
         result.add(case.name, cells, **bars)
-    result.notes.append(
-        "who balances what is compared by `benchmarks/dispatch.py`, under every cost of a phase"
-    )
-    result.notes.append(
-        "encoders work on all nodes alike, an LLM rank reads through one node: features of nodes "
-        "through which no LLM rank reads cross whatever the names"
-    )
+    result.notes = [
+        "`benchmarks/dispatch.py` compares the balancing algorithms",
+        "encoders use all nodes equally, an LLM rank reads through one node: features of nodes "
+        "through which no LLM rank reads always cross nodes",
+    ]
     return result

@@ -1,7 +1,7 @@
-"""What DFLOP costs beside training: initialisation, and the schedule of each batch.
+"""DFLOP's overheads: initialisation, and the schedule of each batch.
 
 Command:  python -m experiments.paper --only overheads
-Paper:    initialisation 7 to 10 minutes, at most 2.1% of the run; scheduling is hidden entirely
+Paper:    initialisation 7 to 10 minutes, at most 2.1% of the run; training hides scheduling
 """
 
 from __future__ import annotations
@@ -12,74 +12,65 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflop_jax.schedule import schedule_batch
-from experiments.paper.answers import DFLOP, answer
-from experiments.paper.cases import Case, reported
-from experiments.paper.costs import cost_model, prices_of, profile_of
-from experiments.paper.dflop import ABLATED
-from experiments.paper.results import Result, percent
-from experiments.paper.throughput import hours
-from experiments.paper.true_shapes import amounts_of, bins_of
+from experiments.paper.cases import Case, evaluation_batches
+from experiments.paper.costs import get_cost_model, get_prices, get_profile
+from experiments.paper.dflop import ABLATION_CASES
+from experiments.paper.dynamic_shapes import assign_bins, sum_amounts
+from experiments.paper.evaluation import DFLOP, evaluate
+from experiments.paper.results import Result
+from experiments.paper.throughput import epoch_hours
 
-KEYS = [(case, system) for case in ABLATED for system in (DFLOP, "auto")]
-RUNS = 10  # timed runs of each program when a profile is measured
-COMPILE_S = 20.0  # assumed, of a program; as many are compiled at once as there are nodes
-PROGRAMS = 4  # of a shape: forward and backward, at two depths
-NODES = 8
-SAMPLES, BATCHES = 10_000, 2  # that the data profile holds, that are scheduled
+KEYS = [(case, system) for case in ABLATION_CASES for system in (DFLOP, "auto")]
+TIMED_RUNS = 10  # timed runs of each program in a measured profile
+COMPILE_S = 20.0  # assumed for a program; each node compiles one at a time
+SAMPLES, BATCHES = 10_000, 2  # samples of the data profile, batches that are scheduled
 
 
-def profiling_s(case: Case) -> float:
-    """What measuring the profile would take on the cluster: compiling and timed runs."""
-    timings = profile_of(case).timings
-    compile_s = COMPILE_S * PROGRAMS * len(timings) / NODES
-    runs = sum(
+def estimate_profiling_s(case: Case) -> float:
+    """Estimate the seconds to compile and time all programs on the cluster: forward and backward of
+    each shape, at two depths."""
+    timings, n_nodes = get_profile(case).timings, case.n_devices // case.hardware.devices_per_node
+    compile_s = COMPILE_S * 2 * 2 * len(timings) / n_nodes
+    run_s = sum(
         4 * (t.layer_forward_s + t.layer_backward_s) + 2 * (t.ends_forward_s + t.ends_backward_s)
         for t in timings
     )
-    return compile_s + RUNS * runs / NODES
+    return compile_s + TIMED_RUNS * run_s / n_nodes
 
 
-def run(cases: Sequence[Case] = ABLATED) -> Result:
+def compare_overheads(cases: Sequence[Case] = ABLATION_CASES) -> Result:
     result = Result(
         "overheads",
-        "Initialisation against an epoch, and scheduling against a step",
+        "Initialisation as a share of an epoch, and scheduling time beside step time",
         "initialisation 7 to 10 minutes, at most 2.1% of the run; scheduling hidden",
-        (
-            "model",
-            "profiling, min",
-            "data, s",
-            "planning, s",
-            "of an epoch",
-            "schedule, s",
-            "balance, s",
-            "step, s",
-        ),
+        "model | profiling, min | data, s | planning, s | share of an epoch | schedule, s | "
+        "balance, s | step, s",
         unit="% of an epoch",
     )
     for case in cases:
-        dflop, chosen, costs = answer(case, DFLOP), answer(case, "auto"), cost_model(case)
-        plan = chosen.plan
-        assert plan is not None, chosen.words
-        assert dflop.plan is not None, dflop.words
+        dflop, auto, costs = evaluate(case, DFLOP), evaluate(case, "auto"), get_cost_model(case)
+        plan = auto.plan
+        assert plan is not None, auto.description
+        assert dflop.plan is not None, dflop.description
         start_s = time.perf_counter()
-        case.loads(SAMPLES, 0)
+        case.draw_loads(SAMPLES, 0)
         data_s = time.perf_counter() - start_s
-        first_s = profiling_s(case)
-        begun_s = first_s + data_s + chosen.search_s
-        share = begun_s / 3600 / hours(dflop.step_s, case.global_batch)
-        names, prices = [s.name for s in plan.layout.segments], prices_of(case, plan)
+        profiling_s = estimate_profiling_s(case)
+        initialisation_s = profiling_s + data_s + auto.search_s
+        share = initialisation_s / 3600 / epoch_hours(dflop.step_s, case.global_batch)
+        names, prices = [s.name for s in plan.layout.segments], get_prices(case, plan)
         schedule_s, balance_s = [], []
-        for batch in reported(case)[:BATCHES]:
+        for batch in evaluation_batches(case)[:BATCHES]:
             schedule_s.append(schedule_batch(batch, plan, prices, names).elapsed_s)
             start_s = time.perf_counter()
-            samples = amounts_of(costs.profile, batch)
-            bins_of(costs, dflop.plan, samples, dflop.n_microbatches, "balanced")
+            samples = sum_amounts(costs.profile, batch)
+            assign_bins(costs, dflop.plan, samples, dflop.n_microbatches, "balanced")
             balance_s.append(time.perf_counter() - start_s)
         cells = [
-            f"{first_s / 60:.1f}",
+            f"{profiling_s / 60:.1f}",
             f"{data_s:.2f}",
-            f"{chosen.search_s:.1f}",
-            percent(share) if share > 0.1 else f"{100 * share:.1f}%",
+            f"{auto.search_s:.1f}",
+            f"{share:.0%}" if share > 0.1 else f"{100 * share:.1f}%",
             f"{np.mean(schedule_s):.2f}",
             f"{np.mean(balance_s):.2f}",
             f"{dflop.step_s:.1f}",
@@ -87,14 +78,13 @@ def run(cases: Sequence[Case] = ABLATED) -> Result:
         result.add(case.name, cells, initialisation=100 * share)
     result.notes = [
         "data, planning, schedule and balance are wall seconds of this machine; profiling is "
-        f"computed: {RUNS} timed runs of every program and an assumed {COMPILE_S:.0f} s to compile "
-        f"each, on {NODES} nodes at once",
-        "schedule: of this runtime's buckets; balance: of true shapes, the largest sample "
-        "first, where the paper has an ILP. Either is solved while the batch before trains, "
-        "so a step waits only if it is shorter",
+        f"estimated from {TIMED_RUNS} timed runs and an assumed {COMPILE_S:.0f} s of compilation "
+        "per program, in parallel on all nodes",
+        "schedule uses static buckets; balance uses dynamic shapes, longest first, where the paper "
+        "uses an ILP. Both run during the preceding step, which waits only if it is shorter",
     ]
-    result.why = [
+    result.differences = [
         "the data profile is drawn from tables; reading headers of real media takes minutes, once",
-        "the share is of an epoch as simulated here, which is shorter than the paper's",
+        "the simulated epoch is shorter than the paper's",
     ]
     return result

@@ -1,4 +1,4 @@
-"""The report of `make paper`: one page of tables, a picture for each result, timelines."""
+"""The report of `make paper`: a page of tables, a bar chart for each result, timelines."""
 
 from __future__ import annotations
 
@@ -19,54 +19,51 @@ from dflop_jax.report.run_folder import PLAN, SIMULATED
 from dflop_jax.report.trace import group_labels, write_trace
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper import data
-from experiments.paper.answers import TRUE_SHAPES, answer
-from experiments.paper.cases import MEMORY_SHARE, TUNING, Case
-from experiments.paper.costs import prices_of
-from experiments.paper.dflop import SHOWN
+from experiments.paper.cases import MEMORY_SHARE, TUNING_BATCHES, Case
+from experiments.paper.costs import get_prices
+from experiments.paper.dflop import SHOWN_SYSTEMS
+from experiments.paper.evaluation import GROUPINGS, evaluate
 from experiments.paper.results import Result
-from experiments.paper.systems import CLUSTER, SETUPS, described
+from experiments.paper.setups import CLUSTER, SETUPS, describe_cluster
 
-ASSUMED = (
-    "Costs are predicted: a roofline over the models' own kernels with the default efficiencies "
-    "below, the same for every system; nothing was measured on an A100.",
-    "What follows is of DFLOP's results; those of DIP and OrchMLLM name their own models, data and "
-    "devices, and their plans have static shapes, padded.",
-    "Baselines have dynamic shapes: a microbatch costs its true tokens, attention the squares of "
-    "its samples, and no padding. So has DFLOP, except in the column of this project's default.",
-    "Every system keeps what a stage's forward computed for its backward, or recomputes (what "
-    "is not named, each layer or the whole stage) where that is best. Optimizer "
-    "state is AdamW in float32, sharded over data ranks.",
-    "PyTorch: layers of encoder and LLM dealt to stages by count. Megatron-LM: the encoder on 0 to "
-    "all but one of the first stages, the LLM evenly on the rest; no interleaved stages. Both: one "
-    "tensor and data degree for the whole model, tensor parallelism inside a node.",
-    f"Each system is tuned over its whole space by simulation on {TUNING} global batches and "
-    f"reported as the mean over {SETUPS[0].batches} others; {100 * MEMORY_SHARE:.0f}% of memory is "
-    "used. DFLOP's placement is tuned like theirs, over all of its own.",
-    "Data ranks of equal degree are independent until the gradients are added up; else every "
-    "microbatch waits for its slowest rank. A stage adds up its gradients after "
-    "its last backward.",
+ASSUMPTIONS = (
+    "A roofline over the models' own kernels, with the default efficiencies below, predicts the "
+    "costs of every system; nothing was measured on an A100.",
+    "The assumptions below concern DFLOP's results. The results of DIP and OrchMLLM list their own "
+    "models, data and devices; their plans have padded static shapes.",
+    "Baselines have dynamic shapes without padding: a microbatch costs its tokens, and attention "
+    "the squares of its samples. So does DFLOP, except in the columns of this project's plans.",
+    "Every system saves a stage's residuals or recomputes them (unnamed ones, each layer or the "
+    "whole stage), whichever is fastest. AdamW has float32 states, sharded over data ranks.",
+    "PyTorch assigns equal layer counts of encoder and LLM to stages. Megatron-LM has the encoder "
+    "on 0 to all but one of the first stages and the LLM evenly on the rest, without interleaved "
+    "stages. Both have one tensor and data degree for all modules, and tensor ranks in one node.",
+    f"Each system is tuned over its whole space by simulation on {TUNING_BATCHES} batches; "
+    f"tables give means over {SETUPS[0].batches} others. Plans use {MEMORY_SHARE:.0%} of memory.",
+    "Data ranks of equal degree synchronise only for the reduction of gradients; otherwise every "
+    "microbatch waits for its slowest rank. A stage reduces gradients after its last backward.",
     "All parameters train. InternViT-6B has 16 heads, as in the public DFLOP code (the published "
-    "25 split over no node), and Qwen2.5's vocabulary is not enlarged for it.",
+    "25 do not divide by tensor degrees), and Qwen2.5 keeps its own vocabulary.",
     "LLaVA-OneVision's tower is SigLIP 6B, as in the public code's configuration; the 400M of the "
-    "released model and 1B stand in the asymmetry table.",
+    "released model and 1B are in the asymmetry table.",
 )
 
 
-def draw(result: Result, out: Path) -> None:
-    """Bars of a result, a group for each label."""
+def draw_bars(result: Result, out: Path) -> None:
+    """Draw the bars of a result, with a group for each label."""
     n, series = len(result.labels), list(result.bars.items())
     figure = Figure(figsize=(min(max(7.0, 0.9 * n + 2), 13.0), 4.2), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / max(1, len(series))
     for k, (name, values) in enumerate(series):
-        at = np.arange(len(values)) + (k - (len(series) - 1) / 2) * width
-        axes.bar(at, values, width, label=name, color=LINE_COLOURS[k % len(LINE_COLOURS)])
-    turned = max((len(x) for x in result.labels), default=0) > 6
+        positions = np.arange(len(values)) + (k - (len(series) - 1) / 2) * width
+        axes.bar(positions, values, width, label=name, color=LINE_COLOURS[k % len(LINE_COLOURS)])
+    is_rotated = max((len(x) for x in result.labels), default=0) > 6
     axes.set_xticks(
         range(n),
         result.labels,
-        rotation=20 if turned else 0,
-        ha="right" if turned else "center",
+        rotation=20 if is_rotated else 0,
+        ha="right" if is_rotated else "center",
         fontsize=8,
     )
     axes.set_ylabel(result.unit)
@@ -77,13 +74,13 @@ def draw(result: Result, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def write_report(results: Sequence[Result], out: Path, page: Path | None, minutes: float) -> Path:
-    """paper.md in `out`."""
+    """Write paper.md in `out` and return its path."""
     parts = [
         "# The evaluations of DFLOP, DIP and OrchMLLM in simulation",
         "The results of arXiv 2603.25120, 2504.14145 and 2503.23830 on simulated clusters, made in "
@@ -94,62 +91,71 @@ def write_report(results: Sequence[Result], out: Path, page: Path | None, minute
         parts += [
             f"## {r.title}",
             f"Paper: {r.paper}.",
-            markdown_table(r.columns, r.rows),
+            format_markdown_table(r.columns, r.rows),
             f"![{r.title}]({r.name}.png)" if r.bars else "",
             "\n".join(f"- {line}" for line in r.notes),
-            "\n".join(f"Where it differs: {line}." for line in r.why),
+            "\n".join(f"Difference from the paper: {line}." for line in r.differences),
         ]
-    parts += ["## Assumptions", "\n".join(f"- {line}" for line in ASSUMED)]
-    cluster = [[k, v] for k, v in described(CLUSTER).items()]
-    parts += ["### Cluster", markdown_table(("", "8 nodes unless said otherwise"), cluster)]
-    how = [[k, f"{v:g}", data.WHY[k]] for k, v in asdict(data.Assumptions()).items()]
-    parts += ["### Data", markdown_table(("", "value", "meaning and source"), how), data_table()]
+    parts += ["## Assumptions", "\n".join(f"- {line}" for line in ASSUMPTIONS)]
+    cluster = [[k, v] for k, v in describe_cluster(CLUSTER).items()]
+    parts += [
+        "### Cluster",
+        format_markdown_table(("", "8 nodes unless a result states others"), cluster),
+    ]
+    data_rows = [[k, f"{v:g}", data.ASSUMPTION_SOURCES[k]] for k, v in asdict(data.ASSUMED).items()]
+    parts += [
+        "### Data",
+        format_markdown_table(("", "value", "meaning and source"), data_rows),
+        format_data_tables(),
+    ]
     constants = [[k, f"{v:g}"] for k, v in asdict(Efficiency()).items()]
-    parts += ["### Efficiency", markdown_table(("constant", "value"), constants)]
+    parts += ["### Efficiency", format_markdown_table(("constant", "value"), constants)]
     path = out / "paper.md"
     path.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
     return path
 
 
-def data_table() -> str:
-    """Sources of the mixtures, and what their samples cost."""
+def format_data_tables() -> str:
+    """Format the sources of the mixtures and the tokens of their samples."""
     sources = [
         [t["kind"], t["source"], str(t["rows"]), t["licence"]]
-        for t in data.tables()
+        for t in data.load_tables()
         if any(t["kind"] in m for m in data.MIXTURES.values())
     ]
     costs = []
     for mixture, layout in (("vision", "anyres"), ("vision", "dynamic"), ("audio", "anyres")):
-        drawn = data.loads(mixture, layout, 4000, 0)
-        for what, (mean, deviation) in data.facts(drawn).items():
-            costs.append([mixture, layout, what, f"{mean:.1f}", f"{deviation:.2f}"])
+        drawn = data.draw_loads(mixture, layout, 4000, 0)
+        for quantity, (mean, deviation) in data.summarize_loads(drawn).items():
+            costs.append([mixture, layout, quantity, f"{mean:.1f}", f"{deviation:.2f}"])
     return "\n\n".join(
         (
             "Quantile tables of these sources (facts only) are in `experiments/paper/tables.json`; "
-            "the vision mixture takes 65,000 samples of single images to 60,000 of several and "
+            "the vision mixture has 65,000 samples of single images to 60,000 of several and "
             "60,000 clips.",
-            markdown_table(("kind", "source", "rows", "licence of the source"), sources),
-            markdown_table(("mixture", "layout", "per sample", "mean", "deviation / mean"), costs),
+            format_markdown_table(("kind", "source", "rows", "licence of the source"), sources),
+            format_markdown_table(
+                ("mixture", "layout", "per sample", "mean", "deviation / mean"), costs
+            ),
         )
     )
 
 
 def write_timelines(case: Case, out: Path) -> Path:
-    """timelines.html: one step of each system, of its slowest replica."""
+    """Write timelines.html with one step of each system's slowest replica; return its path."""
     folders = []
-    for system in SHOWN:
-        step = answer(case, system).steps[0]
+    for system in SHOWN_SYSTEMS:
+        step = evaluate(case, system).steps[0]
         plan, names = step.plan, [s.name for s in step.plan.layout.segments]
         folder = out / plan.policy
         folder.mkdir(exist_ok=True)
-        save(plan.with_scheduling(grouping=TRUE_SHAPES[system]), folder / PLAN)
-        trace = simulate_step(plan, step.schedule, prices_of(case, plan), names)
+        save(plan.with_scheduling(grouping=GROUPINGS[system]), folder / PLAN)
+        trace = simulate_step(plan, step.schedule, get_prices(case, plan), names)
         labels = group_labels([step.schedule])
-        write_trace(folder / SIMULATED, [_without_links(trace)], labels)
+        write_trace(folder / SIMULATED, [_drop_sends(trace)], labels)
         folders.append(folder)
     return write_page(read_runs(folders), out / "timelines.html")
 
 
-def _without_links(trace: Trace) -> Trace:
-    """The trace without sends: sixteen stages have thirty links, and all of them are short."""
+def _drop_sends(trace: Trace) -> Trace:
+    """Return the trace without sends, which are short but fill many rows."""
     return replace(trace, events=tuple(e for e in trace.events if " → " not in e.submesh))

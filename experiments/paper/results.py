@@ -1,4 +1,4 @@
-"""What an experiment makes: a table for the report, and lines about its progress."""
+"""Results of experiments as tables, and progress messages."""
 
 from __future__ import annotations
 
@@ -15,43 +15,40 @@ _STARTED_S = time.perf_counter()
 
 @dataclass
 class Result:
-    """One experiment's table for the report. `why` explains what differs from the paper."""
+    """One experiment's table. `differences` explains those from the paper."""
 
     name: str
     title: str
     paper: str
-    columns: Sequence[str]
+    columns: str | Sequence[str]
+    'a string has columns separated by " | "'
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    why: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
     bars: dict[str, list[float]] = field(default_factory=dict)
-    "series of the picture: name -> a value per label"
+    "series of the bar chart: name -> a value per label"
     labels: list[str] = field(default_factory=list)
     unit: str = ""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.columns, str):
+            self.columns = self.columns.split(" | ")
+
     def add(self, label: str, cells: Sequence[str], **bars: float) -> None:
-        """A row, which begins with its label, and its bars in the picture."""
+        """Add a row with its label, and its bars in the chart."""
         self.rows.append([label, *cells])
         self.labels.append(label)
         for name, value in bars.items():
             self.bars.setdefault(name, []).append(value)
 
 
-def ratio(a: float, b: float) -> str:
-    return f"{a / b:.2f}x"
-
-
-def percent(x: float) -> str:
-    return f"{100 * x:.0f}%"
-
-
-def say(what: str) -> None:
-    """Progress, on stderr."""
-    print(f"[{time.perf_counter() - _STARTED_S:5.0f} s] {what}", file=sys.stderr, flush=True)
+def print_progress(message: str) -> None:
+    """Print progress to stderr."""
+    print(f"[{time.perf_counter() - _STARTED_S:5.0f} s] {message}", file=sys.stderr, flush=True)
 
 
 def print_result(result: Result) -> None:
-    """The table, what the paper says, and why ours differs."""
+    """Print the table, the paper's claim, notes and differences."""
     console = Console(width=160 if not sys.stdout.isatty() else None)
     table = Table(title=result.title)
     for i, column in enumerate(result.columns):
@@ -62,5 +59,5 @@ def print_result(result: Result) -> None:
     console.print(f"paper: {result.paper}")
     for line in result.notes:
         console.print(f"- {line}")
-    for line in result.why:
-        console.print(f"why: {line}")
+    for line in result.differences:
+        console.print(f"difference: {line}")

@@ -1,12 +1,12 @@
-"""Quantile tables of real sample shapes: what the paper's experiments draw their data from.
+"""Quantile tables of real sample shapes, from which the experiments draw their data.
 
 Command:  python -m experiments.paper.tables FOLDER     (a folder of SOURCE.jsonl shape files)
 Minutes:  under 1
 Writes:   experiments/paper/tables.json
 
 A row of a shape file is {"source", "images": [[w, h], ...], "video_s", "audio_s", "prompt_chars",
-"answer_chars"}. A table holds numbers only: quantiles of each figure, and of the aspect ratio
-within bands of the number of pixels, since the two hang together.
+"answer_chars"}. A table holds numbers only: quantiles of each value, and of the aspect ratio
+within bands of the pixel count, because the two correlate.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from typing import Any
 import numpy as np
 
 TABLES = Path(__file__).with_name("tables.json")
-LEVELS = 100  # quantiles are at 0, 1/LEVELS, ..., 1
+QUANTILES = 100  # at 0, 1/QUANTILES, ..., 1
 BANDS, BAND_LEVELS = 10, 20  # bands of pixels, and quantiles of the aspect ratio in each
 KINDS = ("single image", "several images", "video", "audio", "text")
 NOTE = (
     "Facts only: quantiles of sizes, durations and lengths of text, counted over the even rows of "
     "each source; no text, picture or sound. Licences are those of what was counted."
 )
-# Source -> (where it was taken from, its licence), which the tables state: a new source begins as a
-# line of these three.
+# Source -> (origin, licence) from the tables; add a line with these three for a new source.
 SOURCES = {
     t["source"]: (t["taken_from"], t["licence"])
     for t in json.loads(TABLES.read_text(encoding="utf-8"))["tables"]
 }
 
 
-def kind_of(row: dict[str, Any]) -> str:
-    """Which of KINDS a row is."""
+def classify_row(row: dict[str, Any]) -> str:
+    """Return the row's kind, one of KINDS."""
     if row["video_s"] is not None:
         return "video"
     if row["audio_s"] is not None:
@@ -44,14 +43,14 @@ def kind_of(row: dict[str, Any]) -> str:
     return ("text", "single image")[len(row["images"])] if len(row["images"]) < 2 else KINDS[1]
 
 
-def quantiles(values: Sequence[float] | np.ndarray, levels: int = LEVELS) -> list[float]:
-    """Of `values`, at 0, 1/levels, ..., 1, to six digits."""
+def compute_quantiles(values: Sequence[float] | np.ndarray, levels: int = QUANTILES) -> list[float]:
+    """Return quantiles of `values` at 0, 1/levels, ..., 1 with six digits."""
     found = np.quantile(np.asarray(values, float), np.linspace(0, 1, levels + 1))
     return [float(f"{q:.6g}") for q in found]
 
 
-def table_of(source: str, kind: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The facts of one kind of rows of one source."""
+def build_table(source: str, kind: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Build the table of one kind of rows of one source."""
     origin, licence = SOURCES[source]
     table: dict[str, Any] = {
         "kind": kind,
@@ -59,34 +58,34 @@ def table_of(source: str, kind: str, rows: Sequence[dict[str, Any]]) -> dict[str
         "taken_from": origin,
         "licence": licence,
         "rows": len(rows),
-        "prompt_chars": quantiles([r["prompt_chars"] for r in rows]),
-        "answer_chars": quantiles([r["answer_chars"] for r in rows]),
+        "prompt_chars": compute_quantiles([r["prompt_chars"] for r in rows]),
+        "answer_chars": compute_quantiles([r["answer_chars"] for r in rows]),
     }
     for field in ("video_s", "audio_s"):
         if kind == field.removesuffix("_s"):
-            table[field] = quantiles([r[field] for r in rows])
+            table[field] = compute_quantiles([r[field] for r in rows])
     if "image" in kind:
-        table |= _images(rows)
+        table |= _picture_quantiles(rows)
     return table
 
 
-def _images(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _picture_quantiles(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     sizes = np.array([size for r in rows for size in r["images"]], float)
     pixels, aspect = sizes.prod(axis=1), sizes[:, 0] / sizes[:, 1]
     by_size = np.argsort(pixels, kind="stable")
     bands = [aspect[part] for part in np.array_split(by_size, min(BANDS, len(by_size)))]
     return {
-        "images": quantiles([len(r["images"]) for r in rows]),
-        "pixels": quantiles(pixels),
-        "aspect_by_pixels": [quantiles(band, BAND_LEVELS) for band in bands],
+        "images": compute_quantiles([len(r["images"]) for r in rows]),
+        "pixels": compute_quantiles(pixels),
+        "aspect_by_pixels": [compute_quantiles(band, BAND_LEVELS) for band in bands],
     }
 
 
-def make(folder: Path) -> dict[str, Any]:
-    """All tables of a folder of shape files.
+def build_tables(folder: Path) -> dict[str, Any]:
+    """Build all tables of a folder of shape files.
 
     Raises:
-      ValueError: a file of SOURCES is missing there, or holds something else than shapes.
+      ValueError: the file of a source is missing or does not hold shapes.
     """
     tables = []
     for source in SOURCES:
@@ -95,17 +94,17 @@ def make(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{file} is missing; give a folder of SOURCE.jsonl shape files")
         try:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            kinds = [kind_of(r) for r in rows]
+            kinds = [classify_row(r) for r in rows]
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{file}: not a file of shapes ({e!r}); see --help") from None
         for kind in KINDS:
             if chosen := [r for r, k in zip(rows, kinds, strict=True) if k == kind]:
-                tables.append(table_of(source, kind, chosen))
+                tables.append(build_table(source, kind, chosen))
     return {"note": NOTE, "tables": tables}
 
 
-def text_of(facts: dict[str, Any]) -> str:
-    """JSON with a line for each table, so that differences can be read."""
+def format_json(facts: dict[str, Any]) -> str:
+    """Format tables as JSON with a line for each, for readable diffs."""
     lines = ",\n".join("  " + json.dumps(t, separators=(",", ":")) for t in facts["tables"])
     return f'{{"note": {json.dumps(facts["note"])},\n "tables": [\n{lines}\n]}}\n'
 
@@ -115,11 +114,11 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     try:
-        facts = make(Path(arguments[0]))
+        facts = build_tables(Path(arguments[0]))
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    TABLES.write_text(text_of(facts), encoding="utf-8")
+    TABLES.write_text(format_json(facts), encoding="utf-8")
     print(f"{TABLES}: {len(facts['tables'])} tables")
     return 0
 

@@ -5,20 +5,20 @@ from pathlib import Path
 import numpy as np
 
 from experiments.paper import data, tables
-from experiments.paper.data import Assumptions, Draws
+from experiments.paper.data import DrawnSamples
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT.parent / "shared" / "data" / "shapes"
 
 
 def test_tables_hold_rising_quantiles_of_every_kind():
-    found = data.tables()
+    found = data.load_tables()
     assert {t["kind"] for t in found} == set(tables.KINDS)
     for t in found:
-        named = [k for k in ("prompt_chars", "answer_chars", "video_s", "audio_s") if k in t]
-        named += ["images", "pixels"] if "image" in t["kind"] else []
-        for k in named:
-            assert len(t[k]) == tables.LEVELS + 1, (t["source"], k)
+        columns = [k for k in ("prompt_chars", "answer_chars", "video_s", "audio_s") if k in t]
+        columns += ["images", "pixels"] if "image" in t["kind"] else []
+        for k in columns:
+            assert len(t[k]) == tables.QUANTILES + 1, (t["source"], k)
             assert t[k] == sorted(t[k]), (t["source"], k)
         assert t["rows"] > 0
         assert t["licence"]
@@ -28,7 +28,7 @@ def test_tables_hold_rising_quantiles_of_every_kind():
 def test_a_table_of_rows_by_hand(tmp_path):
     row = {"video_s": None, "audio_s": None, "prompt_chars": 0}
     rows = [row | {"images": [[10 * n, 10]], "answer_chars": n} for n in (1, 2, 3)]
-    t = tables.table_of("gsm8k", "single image", rows)
+    t = tables.build_table("gsm8k", "single image", rows)
     assert t["rows"] == 3
     assert (t["pixels"][0], t["pixels"][50], t["pixels"][100]) == (100, 200, 300)
     assert [band[0] for band in t["aspect_by_pixels"]] == [1, 2, 3]
@@ -37,7 +37,7 @@ def test_a_table_of_rows_by_hand(tmp_path):
 
 
 def sample(images=(), video_s=0.0, audio_s=0.0, prompt=0, answer=8):
-    return Draws(
+    return DrawnSamples(
         kind=np.array(["x"]),
         images=np.array([len(images)]),
         sizes=np.array(images, np.int64).reshape(-1, 2),
@@ -48,8 +48,8 @@ def sample(images=(), video_s=0.0, audio_s=0.0, prompt=0, answer=8):
     )
 
 
-def cost(drawn, layout="anyres", **assumed):
-    found = data._loads(drawn, layout, Assumptions(**assumed))
+def cost(drawn, layout="anyres"):
+    found = data.to_loads(drawn, layout)
     return [(len(x.lengths("vision")), x.tokens("llm"), len(x.lengths("audio"))) for x in found]
 
 

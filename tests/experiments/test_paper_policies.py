@@ -1,4 +1,4 @@
-"""DIP's and OrchMLLM's results from end to end, on a model small enough for a test."""
+"""DIP's and OrchMLLM's results from end to end on a small model."""
 
 from dataclasses import dataclass, replace
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import Load
-from experiments.paper import dip, dispatching, orch, policies
-from experiments.paper.answers import answer, mean_s
-from experiments.paper.cases import Case, reported
+from experiments.paper import dip, feature_exchange, orch, policies
+from experiments.paper.cases import Case, evaluation_batches
+from experiments.paper.evaluation import evaluate, mean_step_s
 from models import omni
 
 
@@ -36,49 +36,49 @@ pytestmark = pytest.mark.usefixtures("small_profiles")
 
 @pytest.mark.slow
 def test_dip_beside_its_baseline_and_part_by_part():
-    found, parts = dip.run([TINY]), dip.ablation([TINY])
-    base, best = answer(TINY, "megatron"), answer(TINY, "dip")
-    assert base.fits, base.words
-    assert best.fits, best.words
+    evaluation, parts = dip.compare_throughput([TINY]), dip.run_ablation([TINY])
+    base, best = evaluate(TINY, "megatron"), evaluate(TINY, "dip")
+    assert base.fits, base.description
+    assert best.fits, best.description
     assert 0 <= best.idle_share < 1
-    assert found.bars["DIP"] == [pytest.approx(base.step_s / best.step_s)]
+    assert evaluation.bars["DIP"] == [pytest.approx(base.step_s / best.step_s)]
     assert parts.bars["memory"] == [pytest.approx(best.step_s / base.step_s)]
     (first, *_), parts = best.plan.layout.buckets, max(2, best.plan.layout.fan_in)
     divided = best.plan.with_layout(buckets=(first,), fan_in=parts)  # parts have one shape
-    whole = dip.whole_groups(TINY, divided)
+    whole = dip.merge_groups(TINY, divided)
     assert whole.layout.fan_in == 1
     assert {m: s.tokens for b in whole.layout.buckets for m, s in b.shapes} == {
         m: s.tokens for b in divided.layout.buckets for m, s in b.shapes
     }
-    plain = dip.textbook(TINY, best.plan, best.steps)
+    plain = dip.simulate_1f1b(TINY, best.plan, best.steps)
     assert [s.schedule.groups for s in plain] == [s.schedule.groups for s in best.steps]
-    assert mean_s(best.steps) <= mean_s(plain) * (1 + 1e-9)
+    assert mean_step_s(best.steps) <= mean_step_s(plain) * (1 + 1e-9)
 
 
 @pytest.mark.slow
 def test_every_policy_and_the_choice():
-    (row,) = policies.run([TINY]).rows
-    every = {p: answer(TINY, p) for p in policies.SEARCHED}
-    auto = answer(TINY, "auto")
+    (row,) = policies.compare_policies([TINY]).rows
+    evaluations = {p: evaluate(TINY, p) for p in policies.SEARCHED}
+    auto = evaluate(TINY, "auto")
     assert row[7] == auto.plan.policy
-    same = every[auto.plan.policy]
+    same = evaluations[auto.plan.policy]
     assert auto.plan.predicted.makespan_s == same.plan.predicted.makespan_s
-    least = min(a.plan.predicted.makespan_s for a in every.values())
-    assert auto.plan.predicted.makespan_s == pytest.approx(least, rel=1e-2)
+    min_step_s = min(a.plan.predicted.makespan_s for a in evaluations.values())
+    assert auto.plan.predicted.makespan_s == pytest.approx(min_step_s, rel=1e-2)
 
 
 def test_exchange_against_a_loop_over_pieces():
-    found = answer(TINY, "orch")
-    plan, step, loads = found.plan, found.steps[0], reported(TINY)[0]
+    evaluation = evaluate(TINY, "orch")
+    plan, step, loads = evaluation.plan, evaluation.steps[0], evaluation_batches(TINY)[0]
     hardware = replace(TINY.hardware, devices_per_node=2)
     case = replace(TINY, hardware=hardware)
-    moved = dispatching.exchange(case, plan, step, loads, named=True)
-    inside = across = total = 0.0
+    traffic = feature_exchange.measure_exchange(case, plan, step, loads, is_permuted=True)
+    in_node = across_nodes = total = 0.0
     groups = step.schedule.groups
     for source in groups:
         for target in (groups[f] for f in source.feeds):
             low, high = plan.layout.data_ranks(source.module), plan.layout.data_ranks(target.module)
-            size = dispatching._token_bytes(case, source.module)
+            size = feature_exchange._bytes_per_token(case, source.module)
             where = placed(source, loads)
             read = placed(target, loads)
             device = plan.layout.devices(source.module)
@@ -88,19 +88,22 @@ def test_exchange_against_a_loop_over_pieces():
                     home = at // (high // np.gcd(low, high)) * (low // np.gcd(low, high))
                     if home != rank:
                         far = device[home] // 2 != device[rank] // 2
-                        across += size * tokens * far
-                        inside += size * tokens * (not far)
-    assert (moved.inside, moved.across) == (pytest.approx(inside), pytest.approx(across))
-    assert dispatching.features(case, plan, step, loads) == pytest.approx(total)
-    of_homes, of_all = dispatching.home_nodes(case, plan)
-    assert 1 <= of_homes <= of_all <= 2
-    assert moved.seconds >= 2 * across / 4 / hardware.network_bandwidth
-    other = dispatching.exchange(case, plan, step, loads, named=False)
-    assert other.across >= 0
-    (row,) = orch.nodes([TINY]).rows
+                        across_nodes += size * tokens * far
+                        in_node += size * tokens * (not far)
+    assert (traffic.in_node_bytes, traffic.across_node_bytes) == (
+        pytest.approx(in_node),
+        pytest.approx(across_nodes),
+    )
+    assert feature_exchange.count_feature_bytes(case, plan, step, loads) == pytest.approx(total)
+    n_home_nodes, n_nodes = feature_exchange.count_home_nodes(case, plan)
+    assert 1 <= n_home_nodes <= n_nodes <= 2
+    assert traffic.seconds >= 2 * across_nodes / 4 / hardware.network_bandwidth
+    random_traffic = feature_exchange.measure_exchange(case, plan, step, loads, is_permuted=False)
+    assert random_traffic.across_node_bytes >= 0
+    (row,) = orch.compare_node_traffic([TINY]).rows
     assert row[0] == TINY.name
-    (row,) = orch.run([TINY]).rows
-    assert row[4] == f"{answer(TINY, 'megatron').step_s / found.step_s:.2f}x"
+    (row,) = orch.compare_throughput([TINY]).rows
+    assert row[4] == f"{evaluate(TINY, 'megatron').step_s / evaluation.step_s:.2f}x"
 
 
 def placed(group, loads):

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from experiments.paper import policies
-from experiments.paper.answers import answer
+from experiments.paper.evaluation import evaluate
 from tests import conftest  # noqa: F401  it sets XLA's flags and 8 CPU devices
 from tests.benchmarks.scripts import module
 from tests.runtime import plain
@@ -67,10 +67,14 @@ def make_plans(quick: bool) -> Values:
         case = replace(cases[name], n_devices=DEVICES, global_batch=BATCH)
         # The text-to-video model promotes types, which the tests' strict mode refuses.
         with jax.numpy_dtype_promotion("standard"):
-            made = answer(case, policy)
-        if made.plan is None:
-            raise RuntimeError(f"{name} has no plan under {policy}: {made.words}")
-        found = {"policy": made.plan.policy, "layout": made.words, "makespan_s": made.step_s}
+            evaluation = evaluate(case, policy)
+        if evaluation.plan is None:
+            raise RuntimeError(f"{name} has no plan under {policy}: {evaluation.description}")
+        found = {
+            "policy": evaluation.plan.policy,
+            "layout": evaluation.description,
+            "makespan_s": evaluation.step_s,
+        }
         values[f"{name}, {policy}, {DEVICES} devices"] = found
     return values
 

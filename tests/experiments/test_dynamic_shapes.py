@@ -1,4 +1,4 @@
-"""Steps at true shapes: costs by hand, dealing, and the choice against trying everything."""
+"""Steps with dynamic shapes against costs computed by hand."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,10 +11,10 @@ from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.plan.space import separate_families as families
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Load
-from experiments.paper import cases, costs, true_shapes
+from experiments.paper import cases, costs, dynamic_shapes
 from experiments.paper.cases import Case
-from experiments.paper.true_shapes import run_step
-from experiments.paper.tune import plan_of
+from experiments.paper.dynamic_shapes import simulate_batch
+from experiments.paper.tuning import make_plan
 from tests.plan.cases import TILE, layouts, model_profile, recompute
 
 LAYERS = {"vision": 2, "llm": 4}
@@ -36,7 +36,7 @@ def batch(n, seed=0):
 
 
 def profile():
-    """The cases' profile, but the LLM's attention costs the squares of a row's samples."""
+    """The profile of tests.plan.cases with attention costs by squares of the LLM's samples."""
     whole = model_profile()
     timings = []
     for t in whole.timings:
@@ -54,29 +54,31 @@ def profile():
     return replace(whole, timings=tuple(timings))
 
 
-FREE = CostModel(profile())  # what crosses devices takes no time
+FREE = CostModel(profile())  # transfers take no time
 MODEL = CostModel(replace(FREE.profile, hardware=A100))
-CASE = Case("made up", lambda: None, batch, 4, 8, A100)
+CASE = Case("synthetic", lambda: None, batch, 4, 8, A100)
 
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch):
-    monkeypatch.setattr(costs, "_cost_model", lambda *_: MODEL)
-    monkeypatch.setattr(cases, "TUNING", 2)
+    monkeypatch.setattr(costs, "_build_cost_model", lambda *_: MODEL)
+    monkeypatch.setattr(cases, "TUNING_BATCHES", 2)
 
 
 @pytest.fixture
 def without_links(monkeypatch):
-    """What crosses devices takes no time."""
-    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: layout_prices(plan.layout, FREE))
+    """Give transfers between devices no time."""
+    monkeypatch.setattr(
+        dynamic_shapes, "get_prices", lambda _, plan: layout_prices(plan.layout, FREE)
+    )
 
 
 def plans(space, n):
-    """Of n devices; those of separate modules without pipelines inside a program."""
+    """Make plans for n devices; separate modules have no pipelines inside programs."""
     if space is families:
         parts = (p for p in layouts(families, n, LAYERS, **SPACE) if p.group_size == 1)
-        return [plan_of(CASE, "dflop", p) for p in parts]
-    return [plan_of(CASE, "megatron", p) for p in space(n, LAYERS, **SPACE)]
+        return [make_plan(CASE, "dflop", p) for p in parts]
+    return [make_plan(CASE, "megatron", p) for p in space(n, LAYERS, **SPACE)]
 
 
 def with_ranks(plans, vision, llm):
@@ -88,29 +90,28 @@ def with_ranks(plans, vision, llm):
 
 
 def vision_s(items, layers, ends):
-    """Forward of `layers` layers and a share of the ends, from the profile's own formula."""
+    """Forward seconds of some layers and a share of the ends, by the profile's formula."""
     return (layers + ends) * (1e-4 + 2e-6 * items * 16 + 1e-8 * items * 16**2)
 
 
 def llm_s(lengths, layers, ends):
-    """The same for samples of these lengths in one row: attention costs each one's square."""
+    """Forward seconds of samples in one row; attention costs the square of each length."""
     one = 1e-4 + 2e-6 * sum(lengths)
     return (layers + ends) * one + layers * 1e-8 * sum(n * n for n in lengths)
 
 
 def whole_s(items, lengths):
-    """Of a microbatch on a rank, forward and backward; the LLM's forward is part of its
-    backward."""
+    """Seconds of a microbatch's tasks on a rank; the LLM's backward includes its forward."""
     return 3 * vision_s(items, 2, 1) + 3 * llm_s(lengths, 4, 1) + 3 * 1e-4
 
 
 def in_bins(monkeypatch, bins):
-    monkeypatch.setattr(true_shapes, "bins_of", lambda *_: np.array(bins))
+    monkeypatch.setattr(dynamic_shapes, "assign_bins", lambda *_: np.array(bins))
 
 
 def test_one_device_costs_what_its_microbatches_cost_by_hand(monkeypatch, without_links):
     in_bins(monkeypatch, [0, 1, 1, 0])
-    step = run_step(CASE, plans(pytorch, 1)[0], LOADS, 2, "arrival")
+    step = simulate_batch(CASE, plans(pytorch, 1)[0], LOADS, 2, "arrival")
     want = whole_s(5, (40, 32)) + whole_s(6, (100, 64))
     assert step.makespan_s == pytest.approx(want)
     assert step.idle_share == pytest.approx(0.0, abs=1e-9)
@@ -120,10 +121,10 @@ def test_one_device_costs_what_its_microbatches_cost_by_hand(monkeypatch, withou
 
 def test_replicas_wait_for_each_other_only_at_the_end(without_links):
     plan = with_ranks(plans(pytorch, 2), 2, 2)
-    step = run_step(CASE, plan, LOADS, 2, "arrival")
-    each = [
+    step = simulate_batch(CASE, plan, LOADS, 2, "arrival")
+    replica_s = [
         sum(whole_s(len(s.lengths("vision")), s.lengths("llm")) for s in LOADS[r::2])
         for r in (0, 1)
     ]
-    assert step.makespan_s == pytest.approx(max(each))
-    assert step.idle_share == pytest.approx(1 - sum(each) / 2 / max(each))
+    assert step.makespan_s == pytest.approx(max(replica_s))
+    assert step.idle_share == pytest.approx(1 - sum(replica_s) / 2 / max(replica_s))

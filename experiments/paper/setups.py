@@ -15,15 +15,15 @@ from models import qwen2_audio
 from models.composed import PublishedComposition
 from models.sizes import DECODERS, VISION, ModelSize
 
-# 8 nodes of 8 A100 with NVLink, 800 Gb/s a node: an eighth of that for each device.
+# 8 nodes of 8 A100 with NVLink, 800 Gb/s a node: an eighth of it per device.
 CLUSTER = replace(find_hardware("a100-80"), network_bandwidth=12.5e9)
-N_DEVICES, GLOBAL_BATCH = 64, 256  # unless a result says otherwise
+N_DEVICES, GLOBAL_BATCH = 64, 256  # unless a result states others
 
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model at full size, with the attention that a GPU runs. `tower` and `decoder` are named as
-    in the paper."""
+    """A model at full size with GPU attention kernels; `tower` and `decoder` as the paper names
+    them."""
 
     tower: str
     decoder: str
@@ -33,7 +33,7 @@ class PublishedModel:
         if self.tower.startswith("whisper"):
             return qwen2_audio.build("qwen2-audio-7b", DTYPE, "pallas")
         if self.layout == "dynamic":
-            # 16 heads as in the public DFLOP code: the published 25 split over no node
+            # 16 heads as in the public DFLOP code: 25 do not divide by tensor degrees
             tower = replace(VISION[self.tower], n_heads=16)
         else:
             tower = replace(VISION[self.tower], merge=1, post_norm=False)
@@ -42,18 +42,18 @@ class PublishedModel:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Samples of a mixture, as the layout of a model's pictures counts them."""
+class MixtureSamples:
+    """Samples of a mixture under a model's picture layout."""
 
     mixture: str
     layout: str
 
     def __call__(self, n: int, seed: int) -> list[Load]:
-        return data.loads(self.mixture, self.layout, n, 7919 * seed)
+        return data.draw_loads(self.mixture, self.layout, n, 7919 * seed)
 
 
 def _case(name: str, model: PublishedModel, mixture: str = "vision") -> Case:
-    drawn = Samples(mixture, model.layout)
+    drawn = MixtureSamples(mixture, model.layout)
     return Case(name, model, drawn, N_DEVICES, GLOBAL_BATCH, CLUSTER, batches=4)
 
 
@@ -74,16 +74,16 @@ INTERNVL_72B = _case(
 )
 QWEN2_AUDIO = _case("Qwen2-Audio-7B", PublishedModel("whisper-large-v3", "qwen-7b"), "audio")
 SETUPS = (*(LLAVA["siglip-6b", d] for d in LLMS), INTERNVL_72B, QWEN2_AUDIO)
-# The paper's hours of an epoch, baseline and DFLOP, where it states them.
-HOURS = {
+# Hours of an epoch that the paper states, for the baseline and DFLOP.
+PAPER_EPOCH_HOURS = {
     LLAVA["siglip-6b", "qwen2.5-32b"].name: (38.0, 14.0),
     LLAVA["siglip-6b", "llama3-8b"].name: (24.0, 10.0),
     INTERNVL_72B.name: (60.0, 22.0),
 }
 
 
-def described(hardware: Hardware = CLUSTER) -> Mapping[str, str]:
-    """The cluster's figures, for reports."""
+def describe_cluster(hardware: Hardware = CLUSTER) -> Mapping[str, str]:
+    """Return the cluster's specification for reports."""
     return {
         "device": hardware.name,
         "peak": f"{hardware.bfloat16_flops / 1e12:.0f} TFLOP/s bfloat16",

@@ -1,8 +1,8 @@
-"""Ranks whole spaces best-first: it expands the candidate of lowest bound until it is exact,
-so the first exact candidates are the best of all.
+"""Best-first search over the spaces of layouts: it always expands the candidate with the lowest
+bound, so the candidates that become exact first are the fastest of all.
 
-Makespans within a millionth are equal, since the last bits of a fit differ from machine to machine;
-of equal candidates the first by key wins.
+Makespans within 1e-6 of each other count as equal, since the last bits of a fit differ between
+machines. Ties are broken by the candidates' keys.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dflop_jax.records import Layout
 from dflop_jax.schedule import arrival_buckets, capacity_of
 from dflop_jax.schedule.costs import TIE_TOLERANCE
 
-OnProgress = Callable[[int, int], None]  # told how many of how many placements are ranked
-# Microbatches into which a baseline divides a batch, below the configured maximum.
+OnProgress = Callable[[int, int], None]  # called with (ranked, requested) numbers of placements
+# Numbers of microbatches per batch that a baseline tries, below the configured maximum.
 _BASELINE_MICROBATCHES = (4, 8, 16, 32, 64)
-# Expansions of candidates, after which the search ends with what is nearly exact: of a whole
-# search, where memory is tight and many combinations of options differ by little, and of a screen
-# of one policy. Twice as many take up to twice the time where they are reached.
+# Maximum number of expansions in a whole search and in a screen of one policy. A search reaches it
+# if memory is tight and many combinations of options are nearly equal; it then makes candidates
+# with the lowest bounds exact and ends. Twice the limit takes up to twice the time.
 _MAX_STEPS, _MAX_SCREEN_STEPS = 1_500, 400
-# Candidates that get other buckets, or are made exact where a search ends early; each takes some
-# tenths of a second.
+# Maximum number of candidates whose buckets are refined, or that are made exact when a search ends
+# early; each takes a few tenths of a second.
 MAX_CLOSE = 8
 _MAX_SCREENED = MAX_CLOSE // 2  # candidates that the screen of a policy returns
 
 
 def search_spaces(context: SearchContext) -> Iterator[Space]:
-    """The spaces of the configured policy, none for a baseline; ValueError without a placement."""
+    """Yield the configured policy's spaces, none for a baseline; ValueError: no placement."""
     for policy, families in search_families(context.space_limits).items():
         yield from bound_families(policy, families, context)
     if context.spec.config.policy in (DIP, "auto"):
@@ -52,7 +52,7 @@ def search_spaces(context: SearchContext) -> Iterator[Space]:
 def sorted_candidates(
     spaces: Sequence[Space], figure: str
 ) -> Iterator[tuple[float, Space, int, int]]:
-    """(figure, space, layout, granularity) of every candidate, by rising figure."""
+    """Yield (value of `figure`, space, layout, granularity) of every candidate, lowest first."""
     flat = [getattr(space, figure).ravel() for space in spaces]
     start = [0, *accumulate(map(len, flat))]
     values = np.concatenate([np.zeros(0), *flat])
@@ -69,7 +69,7 @@ class BestFirstSearch:
         self, evaluator: PlanEvaluator, spaces: Sequence[Space], baselines: Sequence[Layout]
     ):
         self.evaluator, self.context, self._spaces = evaluator, evaluator.context, spaces
-        self.policies = {space.policy for space in spaces}  # those that are searched
+        self.policies = {space.policy for space in spaces}
         self.n_placements = sum(len(space.lower_bound_s) for space in spaces) + len(baselines)
         self.n_candidates = sum(int((~space.is_repeated).sum()) for space in spaces)
         self.n_fit = sum(int(np.isfinite(space.lower_bound_s).sum()) for space in spaces)
@@ -78,8 +78,8 @@ class BestFirstSearch:
         self._baselines = [c for layout in baselines for c in self._evaluate_baseline(layout)]
 
     def rank_placements(self, on_progress: OnProgress | None = None) -> list[Candidate]:
-        """The best options at each granularity of the best placements, exact, best first: at least
-        the requested number of placements, and further candidates that are close to the first."""
+        """Return exact candidates, fastest first, each with its granularity's best options. They
+        cover the requested number of placements and include others close to the fastest."""
         n_wanted = self.context.spec.n_shown
         ranked: list[Candidate] = []
         for one in self._best_first(self._spaces, _MAX_STEPS):
@@ -94,11 +94,11 @@ class BestFirstSearch:
 
     @property
     def n_evaluated(self) -> int:
-        """Candidates that were scheduled and simulated so far."""
+        """Number of candidates scheduled and simulated so far."""
         return len(self._evaluated)
 
     def screen_policy(self, policy: str, max_s: float) -> list[Candidate]:
-        """A policy's candidates close to its best one by a short search, up to `max_s` seconds."""
+        """Return a policy's fastest candidates, up to `max_s` per step, from a short search."""
         screened: list[Candidate] = []
         spaces = [space for space in self._spaces if space.policy == policy]
         for one in self._best_first(spaces, _MAX_SCREEN_STEPS, max_s):
@@ -111,9 +111,9 @@ class BestFirstSearch:
     def _best_first(
         self, spaces: Sequence[Space], max_steps: int, max_s: float = math.inf
     ) -> Iterator[Candidate]:
-        """The best options of each placement and granularity, exact, best first; equal ones by key.
-        After `max_steps` the exact ones and a few of lowest bound are the last. Ends where all
-        others take longer than `max_s`."""
+        """Yield the exact candidate with the best options of each placement and granularity, by
+        makespan, then key. Ends when the others exceed `max_s`; after `max_steps` expansions only
+        exact candidates and a few with the lowest bounds follow."""
         unopened = sorted_candidates(spaces, "lower_bound_s")
         upcoming = next(unopened, None)
         heap: list[tuple[float, Key, Candidate]] = []
@@ -124,7 +124,7 @@ class BestFirstSearch:
             upcoming_s = upcoming[0] if upcoming else np.inf
             exact_s = min((one.lower_bound_s for one in exact), default=np.inf)
             if (lowest_s := min(heap_s, upcoming_s, exact_s)) > max_s or lowest_s == np.inf:
-                return  # all others take longer, or memory does not hold them
+                return  # all others take longer or do not fit into memory
             tie_s = exact_s * (1 + TIE_TOLERANCE)
             if exact and tie_s < min(heap_s, upcoming_s):
                 first = min((c for c in exact if c.lower_bound_s <= tie_s), key=lambda c: c.key)
@@ -150,19 +150,19 @@ class BestFirstSearch:
                 heap, upcoming = [], None
 
     def _expand(self, candidate: Candidate) -> list[Candidate]:
-        """`Candidate.expand`; counts what is simulated once, whatever its options."""
+        """Call `Candidate.expand` and count simulated granularities, once for all options."""
         expanded = candidate.expand(self.evaluator)
         self._evaluated |= {one.granularity for one in expanded if one.is_exact}
         return expanded
 
     def _finish(self, candidate: Candidate) -> Candidate:
-        """The candidate, or its best choice of options by bounds, exact."""
+        """Expand the candidate, always the part with the lowest bound, until it is exact."""
         while not candidate.is_exact:
             candidate = min(self._expand(candidate), key=lambda c: (c.lower_bound_s, c.key))
         return candidate
 
     def smallest_candidate(self) -> tuple[float, str]:
-        """(bytes of the fullest device, description) of the candidate with the least memory."""
+        """Return (maximum bytes per device, description) of the candidate that needs least."""
         smallest = min(self._baseline_peaks, default=(np.inf, ""))
         for min_bytes, space, p, c in sorted_candidates(self._spaces, "min_peak_bytes"):
             if min_bytes >= smallest[0]:
@@ -173,7 +173,7 @@ class BestFirstSearch:
         return smallest
 
     def _evaluate_baseline(self, layout: Layout) -> Iterator[Candidate]:
-        """The layout at each granularity that fits, simulated, with one option for all modules."""
+        """Yield the evaluated layout at each granularity that fits, with one option everywhere."""
         evaluator, context, config = self.evaluator, self.context, self.evaluator.config
         if not all(map(context.spec.allowed, layout.submeshes)):
             return
@@ -183,7 +183,7 @@ class BestFirstSearch:
         for microbatches in [*(n for n in _BASELINE_MICROBATCHES if n < max_count), max_count]:
             self.n_candidates += 1
             n_rows = ranks[layout.modules[-1]] * microbatches
-            buckets = arrival_buckets(  # quantiles of what arrives
+            buckets = arrival_buckets(  # quantiles of microbatches in order of arrival
                 evaluator.loads,
                 ranks,
                 max(1, -(-context.spec.global_batch // n_rows)),
@@ -208,7 +208,7 @@ class BestFirstSearch:
 
 
 def first_of_placements(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first candidate of each placement."""
+    """Return the first candidate of each placement."""
     firsts: dict[Key, Candidate] = {}
     for one in candidates:
         firsts.setdefault(one.placement, one)

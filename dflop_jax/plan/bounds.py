@@ -1,9 +1,9 @@
-"""Lower bounds and memory of whole spaces of layouts at once.
+"""Vectorized lower bounds of step time and memory for spaces of layouts.
 
-No schedule is faster than the bound of its layout, so the search stays exact where it leaves out
-layouts whose bound exceeds a makespan that it reached. Every quantity is the minimum over the
-options that may fit; single candidates list combinations of options (`Space.fitting_options`).
-A granularity is the number of groups of a mean batch, and of microbatches of a group. Arrays are
+No schedule is faster than its layout's bound, so the search stays exact although it skips layouts
+whose bound exceeds a makespan already found. Every quantity is the minimum over the memory options
+that may fit; `Space.fitting_options` lists a candidate's combinations of options. A granularity is
+a number of groups per mean batch and of microbatches per group. Arrays are
 [n_layouts, n_granularities].
 """
 
@@ -40,20 +40,20 @@ SegmentDirections = tuple[tuple[Direction, ...], ...]
 
 @dataclass(frozen=True)
 class SegmentGraph:
-    """The segments of a family of layouts, by number in topological order."""
+    """Segments of a family of layouts. Fields are indexed by segment in topological order."""
 
-    modules: tuple[str, ...]  # of each segment
-    resource_of: tuple[int, ...]
-    sources: tuple[tuple[int, ...], ...]  # segments that it reads, of modules that the data uses
+    modules: tuple[str, ...]
+    resource_of: tuple[int, ...]  # number of the set of devices
+    sources: tuple[tuple[int, ...], ...]  # segments read, if the data uses their modules
     in_flight: tuple[int, ...]  # maximum number of groups between forward and backward
-    directions: SegmentDirections  # tasks of a group
+    directions: SegmentDirections  # tasks per group
 
     def segments_of(self, module: str) -> list[int]:
         return [i for i, m in enumerate(self.modules) if m == module]
 
     def module_key(self, module: str) -> tuple[SegmentDirections, tuple[int, ...], tuple[int, ...]]:
-        """(directions, resources, groups in flight) of a module's segments; resources count from
-        the module's first one, so that equal modules on other devices have equal keys."""
+        """Return (directions, resources, groups in flight) of a module's segments; resources count
+        from the module's first, so that a module has the same key on other devices."""
         numbers = self.segments_of(module)
         first = min(self.resource_of[i] for i in numbers)
         return (
@@ -64,7 +64,7 @@ class SegmentGraph:
 
     @cached_property
     def blocks(self) -> list[tuple[str, ...]]:
-        """Modules that share devices: all of those that each of them has."""
+        """Groups of modules that run on exactly the same devices."""
         blocks: dict[frozenset[int], list[str]] = defaultdict(list)
         for m in dict.fromkeys(self.modules):
             blocks[frozenset(self.resource_of[i] for i in self.segments_of(m))].append(m)
@@ -72,7 +72,7 @@ class SegmentGraph:
 
 
 def segment_graph(layout: Layout, context: SearchContext) -> SegmentGraph:
-    """The graph of a layout, whatever its shapes."""
+    """Return the layout's segment graph, which does not depend on its buckets."""
     number = {s.name: i for i, s in enumerate(layout.segments)}
     used_segments = {s.name for s in layout.segments if context.volumes[s.module].max_per_sample}
     sources: list[list[int]] = [[] for _ in number]
@@ -92,23 +92,23 @@ def segment_graph(layout: Layout, context: SearchContext) -> SegmentGraph:
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts of one segment graph at every granularity, with their lower bounds."""
+    """Layouts with one segment graph at every granularity, with their lower bounds."""
 
     policy: str
-    build_layout: Callable[[int], Layout]  # by number, without buckets, in the smallest groups
+    build_layout: Callable[[int], Layout]  # from its number; no buckets, smallest group size
     graph: SegmentGraph
     context: SearchContext
-    groups_per_batch: np.ndarray  # of every granularity
-    group_sizes: np.ndarray
+    groups_per_batch: np.ndarray  # [n_granularities]
+    group_sizes: np.ndarray  # microbatches per group, [n_granularities]
     tables: Mapping[str, ModuleTable]  # by module
-    table_rows: Mapping[str, np.ndarray]  # by module the row of its table for each layout
+    table_rows: Mapping[str, np.ndarray]  # row of the module's table for each layout, by module
     module_options: Mapping[str, ModuleOptions]
-    block_minima: Mapping[tuple[str, ...], BlockMinimum]  # of modules that share devices
-    is_allowed: Array = True  # whether the search may take a layout and granularity
-    # Mean number for a group of the other modules, by module, [1, n_granularities]; missing: 1.
+    block_minima: Mapping[tuple[str, ...], BlockMinimum]  # by block of modules that share devices
+    is_allowed: Array = True  # whether the search may use a layout at a granularity
+    # Mean number per group of the other modules, by module, [1, n_granularities]; missing: 1.
     sub_microbatches: Mapping[str, Array] = field(default_factory=dict)
-    fan_in: Sequence[int] = ()  # maximum number, of every granularity
-    whole_buckets: Sequence[Bucket] = ()  # before they are divided into sub-microbatches
+    fan_in: Sequence[int] = ()  # maximum number of sub-microbatches per group, [n_granularities]
+    whole_buckets: Sequence[Bucket] = ()  # before division into sub-microbatches
 
     @cached_property
     def min_groups(self) -> Array:
@@ -117,23 +117,23 @@ class Space:
 
     @cached_property
     def is_trusted(self) -> Array:
-        """Whether prices of these shapes are trusted."""
+        """Whether the cost model is trusted for the shapes of all modules."""
         each = [t.is_trusted[self.table_rows[m]] for m, t in self.tables.items()]
         return np.logical_and.reduce(each)
 
     @cached_property
     def fits(self) -> Array:
-        """Whether memory holds the layout with some options."""
+        """Whether the layout fits into memory with some options."""
         return np.logical_and.reduce([x.fits for x in self.block_minima.values()])
 
     @cached_property
     def min_peak_bytes(self) -> Array:
-        """Lower bound of the bytes of the fullest device."""
+        """Lower bound of the maximum bytes per device."""
         return np.maximum.reduce([x.peak_bytes for x in self.block_minima.values()])
 
     @cached_property
     def is_repeated(self) -> Array:
-        """Whether a granularity has the same shapes as the one before it."""
+        """Whether a granularity has the same shapes as the previous one."""
         is_equal: Array = np.diff(self.group_sizes)[None] == 0
         if self.whole_buckets:
             is_equal = is_equal & [a == b for a, b in pairwise(self.whole_buckets)]
@@ -145,7 +145,7 @@ class Space:
 
     @cached_property
     def lower_bound_s(self) -> Array:
-        """Lower bound of the mean makespan with any options; inf for what is not searched."""
+        """Lower bound of the mean makespan with any options; inf: not searched."""
         is_usable = self.is_trusted & self.fits & self.is_allowed & ~self.is_repeated
         seconds: dict[str, Sequence[Array]] = {}
         for block, x in self.block_minima.items():
@@ -160,8 +160,9 @@ class Space:
         layouts: int | slice,
         columns: slice,
     ) -> Array:
-        """Seconds that no schedule of some layouts and granularities beats, the mean over batches
-        of so many groups, [n_batches, ...], from the `seconds` of every module's segments."""
+        """Return lower bounds of the mean step time for the selected `layouts` and granularities
+        (`columns`). `groups` is the number per batch, [n_batches, ...]; `seconds` lists each
+        segment's forward, backward, reduce and update time."""
         graph, cores = self.graph, self.context.profile.concurrency
         forward, backward, reduce, update = (
             [s[kind] for m in dict.fromkeys(graph.modules) for s in seconds[m]] for kind in range(4)
@@ -169,7 +170,7 @@ class Space:
         before_s, after_s = fill_and_drain_s(graph.sources, forward, backward, reduce)
         after_s = [np.where(b > 0, a, 0.0) for a, b in zip(after_s, backward, strict=True)]
         mean_groups: Array = groups.mean(axis=0)
-        # Part of a group takes that part of the seconds of a whole one.
+        # A fraction of a group takes that fraction of a group's time.
         first_group = np.minimum(groups, 1.0).mean(axis=0)
         n_subs = {m: n[:, columns] for m, n in self.sub_microbatches.items()}
         work_s = [
@@ -196,28 +197,28 @@ class Space:
         return np.maximum(resource_s, device_s / cores)
 
     def layout_at(self, p: int, c: int) -> Layout:
-        """Layout `p` with the group size of granularity `c`, without buckets."""
+        """Return layout `p` with the group size of granularity `c`, without buckets."""
         return replace(self.build_layout(p), group_size=int(self.group_sizes[c]))
 
     def plan(self, p: int, c: int, options: Mapping[str, MemoryOption] | None = None) -> Plan:
-        """The plan of a layout and granularity; `options` as for `SearchContext.build_plan`."""
+        """Build a layout's plan at a granularity; `options` as for `SearchContext.build_plan`."""
         shapes = {m: t.shape(self.table_rows[m][p], c) for m, t in self.tables.items()}
         bucket = Bucket.from_shapes(shapes)
         plan = self.context.build_plan(self.layout_at(p, c), self.policy, (bucket,), options)
         return plan.with_layout(fan_in=self.fan_in[c]) if self.fan_in else plan
 
     def sub_microbatches_at(self, c: int) -> dict[str, int]:
-        """Sub-microbatches of every module for a group of the others."""
+        """Return every module's number of sub-microbatches per group of the others."""
         n_subs = self.sub_microbatches
         return {m: int(n_subs[m][0, c]) if m in n_subs else 1 for m in self.tables}
 
     def _blocks_at(self, p: int, c: int) -> Iterator[tuple[tuple[str, ...], list[ModuleOptions]]]:
-        """Each block of modules that share devices, with the modules' options."""
+        """Yield each block of modules that share devices with the modules' options."""
         for block in self.graph.blocks:
             yield block, [self.module_options[m].select(self.table_rows[m][p], c) for m in block]
 
     def smallest_options(self, p: int, c: int) -> tuple[float, dict[str, MemoryOption]]:
-        """(bytes of the fullest device, option of every module) with the least memory."""
+        """Return (maximum bytes per device, options by module) that need the least memory."""
         options: dict[str, MemoryOption] = {}
         peak_bytes = 0.0
         for block, modules in self._blocks_at(p, c):
@@ -227,7 +228,7 @@ class Space:
         return peak_bytes, options
 
     def contents_at(self, p: int, c: int) -> dict[str, tuple[int, ...]]:
-        """Content of a group of each module, in as many groups as a mean batch needs."""
+        """Return the content per group of each module if a mean batch is split evenly."""
         n = min(float(self.groups_per_batch[c]), float(self.min_groups[:, p, c].mean()))
         contents = {}
         for m, n_subs in self.sub_microbatches_at(c).items():
@@ -237,7 +238,7 @@ class Space:
         return contents
 
     def fitting_options(self, p: int, c: int) -> list[dict[str, int]]:
-        """Combinations of options by number, by module, that fit and are not beaten."""
+        """Return the Pareto-optimal combinations that fit, each {module: number of its option}."""
         limit = self.context.spec.memory_bytes
         by_block = [
             [dict(zip(block, o.tolist(), strict=True)) for o in best_combinations(modules, limit)]
@@ -250,19 +251,19 @@ class Space:
     def batch_bounds_s(
         self, p: int, c: int, options: Sequence[Mapping[str, int]], groups: Sequence[float]
     ) -> Array:
-        """Lower bounds of batches of so many groups by option, [n_batches, n_options]."""
+        """Return bounds of batches with these numbers of groups, [n_batches, n_options]."""
         seconds = {}
         for m in self.tables:
             numbers = [one[m] for one in options]
             module_seconds = self.module_options[m].select(self.table_rows[m][p], c).seconds
             seconds[m] = [s[:, numbers][..., None] for s in module_seconds]
-        # Every batch is a mean of its own.
+        # A first axis of length 1 keeps the mean over batches from mixing them.
         each_batch = np.repeat(np.reshape(groups, (1, -1, 1, 1)), len(options), axis=2)
         bounds_s: Array = self._step_bounds_s(seconds, each_batch, p, slice(c, c + 1))
         return bounds_s[..., 0]
 
     def largest_bucket(self, p: int, c: int, options: Mapping[str, MemoryOption] | None) -> Bucket:
-        """The largest bucket that memory holds with these options (None: any)."""
+        """Return the largest bucket that fits into memory with these options (None: any)."""
         for i in np.flatnonzero(self.group_sizes == self.group_sizes[c]).tolist():
             if not self.is_trusted[p, i]:
                 continue
@@ -281,7 +282,7 @@ class Space:
 def make_options(
     table: ModuleTable, resources: Sequence[int], in_flight: Sequence[Array]
 ) -> ModuleOptions:
-    """The table's module with its segments on these resources and so many groups in flight."""
+    """Return memory and time by option, given each segment's resource and groups in flight."""
     needs = map(segment_need, resources, table.n_bytes, in_flight)
     return ModuleOptions(table.options, tuple(needs), table.seconds)
 
@@ -289,7 +290,7 @@ def make_options(
 def bound_families(
     policy: str, families: Sequence[LayoutFamily], context: SearchContext
 ) -> Iterator[Space]:
-    """The space of each family of layouts at all granularities."""
+    """Yield the space of each family of layouts at all granularities."""
     names, limit = list(context.n_layers), context.spec.memory_bytes
     degrees: dict[tuple[str, Parallelism, int], set[int]] = defaultdict(set)
     for f in families:
@@ -320,7 +321,7 @@ def bound_families(
     graphs: dict[tuple[object, ...], SegmentGraph] = {}
     for f in families:
         layout = partial(_build_layout, context, f)
-        # Where an edge leaves from between layers, it depends on the split of the layers as well.
+        # Edges that leave from intermediate layers depend on how layers are split into segments.
         graph_key = f.blocks, tuple((k.n_segments, has_taps and k.mesh) for k in f.parallelisms)
         if graph_key not in graphs:
             graphs[graph_key] = segment_graph(layout(0), context)

@@ -1,4 +1,4 @@
-"""What a search compares: a plan, from the lower bound of its makespan to its timed programs."""
+"""Candidates of the plan search: plans with a lower bound of, or an exact, makespan."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from dflop_jax.simulate.steps import makespan_function, simulate_step
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import textbook_order
 
-# Candidates of equal makespan are ordered by it.
-Key = tuple[object, ...]
-# Seconds over the best candidate's, up to which another one gets other buckets and options; a
-# larger ratio takes planning time and misses fewer.
+Key = tuple[object, ...]  # orders candidates of equal makespan
+# Candidates within this ratio of the fastest one get their buckets and options refined; a larger
+# ratio takes more planning time but misses fewer good plans.
 CLOSE_RATIO = 1.05
-# Share of a step that second recompute policies must save, since they double the programs to
-# compile; twice as much leaves useful ones out.
+# Minimum share of the step time that a second recompute policy must save, since it doubles the
+# programs to compile; with 0.02, useful ones are rejected.
 MIN_SECOND_REMAT_GAIN = 0.01
 
 
 @dataclass
 class OneBucketSimulator:
-    """Simulates steps of a plan with one bucket, whose groups are all alike, by their number."""
+    """Simulator of steps with a given number of identical groups, for a plan with one bucket."""
 
     plan: Plan
-    content: Mapping[str, tuple[int, ...]]  # of each group of a module
+    content: Mapping[str, tuple[int, ...]]  # of one group, by module
     context: SearchContext
-    sub_microbatches: Mapping[str, int]  # of each module for a group of the others
+    sub_microbatches: Mapping[str, int]  # number per group of the other modules, by module
     _makespans: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def _priced(self) -> tuple[Prices, list[str]]:
-        """Prices and trainable segments; of what is simulated only, a search has thousands."""
+        """Prices and trainable segments, computed only when the candidate is simulated."""
         layout = self.plan.layout
         return self.context.price_layout(layout), self.context.trainable(layout)
 
@@ -52,9 +51,9 @@ class OneBucketSimulator:
         return simulate_step(self.plan, Schedule(0, self._groups(n)), *self._priced)
 
     def _groups(self, n: int) -> tuple[Group, ...]:
-        """`n` groups of every module of the bucket, with their sub-microbatches, without pieces."""
+        """Return `n` groups of every module with their sub-microbatches, without pieces."""
         layout, (bucket,) = self.plan.layout, self.plan.layout.buckets
-        numbers: dict[str, range] = {}  # of the sub-microbatches of each module
+        numbers: dict[str, range] = {}  # indices of each module's sub-microbatches
         size = 0
         for m, _ in bucket.shapes:
             numbers[m] = range(size, size + self.sub_microbatches[m])
@@ -69,13 +68,13 @@ class OneBucketSimulator:
         return tuple(groups)
 
     def makespan_s(self, n: float) -> float:
-        """Seconds of `n` groups; a fraction of a group takes that fraction of what it adds."""
+        """Return the seconds of `n` groups, interpolated linearly between whole numbers."""
         below, above = math.floor(n), math.ceil(n)
         below_s, above_s = self._whole_s(below), self._whole_s(above)
         return below_s + (n - below) * (above_s - below_s)
 
     def _whole_s(self, n: int) -> float:
-        """Simulated once; no trace is stored, since a search has hundreds."""
+        """Simulate once per number of groups and store only the makespan, no trace."""
         if n not in self._makespans:
             groups, (prices, trainable) = self._groups(n), self._priced
             graph = step_graph(self.plan.layout, groups, trainable)
@@ -86,40 +85,40 @@ class OneBucketSimulator:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what the search knows of it: from a lower bound to its own programs' times.
+    """A plan with its estimated step time, which the search refines from a bound to timings.
 
-    A candidate of a space starts with open options and lower bounds by volumes. The search counts
-    its groups batch by batch, which raises the bounds: counting is expensive, and few of thousands
-    of layouts need it. Each choice of options is then a candidate of its own, whose makespan is
-    exact once its groups are simulated. The best get other buckets, run trials, and at last have
-    their programs timed.
+    A candidate from a space starts with undecided memory options and bounds from data volumes. The
+    search counts its groups batch by batch, which raises the bounds; counting is expensive, and
+    only a few of thousands of layouts need it. Then each choice of options becomes a candidate,
+    whose makespan is exact once its groups are simulated. The fastest get refined buckets, run
+    trials, and finally have their programs timed.
     """
 
-    plan: Plan  # has the simplest options while these are open
-    groups_per_batch: int = 0  # into which its one bucket divides a mean batch
-    lower_bound_s: float = 0.0  # of the mean makespan, or that makespan if `is_exact`
-    # (space, layout, granularity); None for a baseline, which is exact.
+    plan: Plan  # with the simplest options while options are undecided
+    groups_per_batch: int = 0  # that a mean batch takes with the one bucket
+    lower_bound_s: float = 0.0  # of the mean makespan; the makespan itself if `is_exact`
+    # (space, layout, granularity); None for a baseline, which is always exact.
     space_index: tuple[Space, int, int] | None = field(default=None, compare=False, repr=False)
-    # Choices of open options, by number, that fit.
+    # Combinations of options that fit, {module: number of its option}, while undecided.
     fitting_options: Sequence[Mapping[str, int]] = field(default=(), compare=False, repr=False)
     # Lower bounds of each batch's makespan, [n_batches, n_options].
     batch_bounds_s: Array = field(default=None, compare=False, repr=False)
-    # Counted for the first `n_counted_batches`, lower bounds for the others.
+    # Number of groups; counted for the first `n_counted_batches`, lower bounds for the others.
     groups_by_batch: tuple[float, ...] = ()
     n_counted_batches: int = 0
-    # Of its groups, once options are chosen.
+    # None until options are chosen.
     simulator: OneBucketSimulator | None = field(default=None, compare=False, repr=False)
     is_exact: bool = True
-    one_bucket_plan: Plan | None = None  # by which it was ranked, where `plan` has other buckets
-    max_microbatches: int = 0  # into which the buckets of `plan` divide a mean batch
-    # How these buckets were chosen; None: they follow from the one bucket.
+    one_bucket_plan: Plan | None = None  # the plan that was ranked, if `plan` has other buckets
+    max_microbatches: int = 0  # maximum per mean batch with the buckets of `plan`
+    # How the buckets were chosen; None: they are derived from the one bucket.
     bucket_choice: BucketChoice | None = None
-    trial_seconds: tuple[float, ...] = ()  # of the first trials, the same ones for all candidates
-    prices: Prices | None = None  # of its own programs, once they are timed
+    trial_seconds: tuple[float, ...] = ()  # by trial; all candidates run the same trials
+    prices: Prices | None = None  # of its own programs after they are timed
 
     @staticmethod
     def from_space(space: Space, p: int, c: int) -> Candidate:
-        """Layout `p` of a space at granularity `c`, with open options."""
+        """Return layout `p` of a space at granularity `c`, with undecided options."""
         groups = tuple(space.min_groups[:, p, c].tolist())
         options = space.fitting_options(p, c)
         candidate = Candidate(
@@ -142,12 +141,12 @@ class Candidate:
 
     @property
     def saving(self) -> str:
-        """How its modules save memory, in words; "none" if they do not."""
+        """Description of the modules' memory options; "none" if they save nothing."""
         return describe_savings(self.plan.layout)
 
     @property
     def microbatches(self) -> int:
-        """Microbatches into which its one bucket divides a mean batch."""
+        """Microbatches per mean batch with the one bucket."""
         return self.groups_per_batch * self.group_size
 
     @property
@@ -156,28 +155,28 @@ class Candidate:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds of a mean step; the candidate is exact."""
+        """Mean step seconds; only valid if `is_exact`."""
         return self.lower_bound_s
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Predicted seconds that each submesh computes in a mean step."""
+        """Predicted seconds per mean step in which each submesh computes."""
         predicted = self.plan.predicted
         return {m: b * predicted.makespan_s for m, b in predicted.busy_fraction.items()}
 
     @property
     def peak_bytes(self) -> float:
-        """Predicted bytes of the fullest device."""
+        """Predicted maximum bytes per device."""
         return max(self.plan.predicted.peak_bytes.values())
 
     @property
     def placement(self) -> Key:
-        """Policy and layout without group size and options; equal for equal placements."""
+        """Policy and layout name, without group size and options."""
         return self.policy, self.name
 
     @property
     def granularity(self) -> Key:
-        """`placement` with the groups into which it divides a batch."""
+        """`placement`, group size and number of groups per batch."""
         return *self.placement, self.group_size, self.groups_per_batch
 
     @cached_property
@@ -194,15 +193,15 @@ class Candidate:
 
     @property
     def ranked_plan(self) -> Plan:
-        """The plan with the one bucket by which it was ranked."""
+        """The plan with one bucket that was ranked."""
         return self.one_bucket_plan or self.plan
 
     def with_plan(self, plan: Plan, **changes: Any) -> Candidate:
-        """The candidate with another plan, which has run no trial."""
+        """Return the candidate with another plan and no trials."""
         return replace(self, plan=plan, trial_seconds=(), **changes)
 
     def expand(self, evaluator: PlanEvaluator) -> list[Candidate]:
-        """Candidates that replace this one: a batch more counted, options chosen, or simulated."""
+        """Count one more batch, choose options or simulate; return the replacing candidates."""
         assert self.space_index is not None, "a baseline is exact"
         space, p, c = self.space_index
         groups, batch = self.groups_by_batch, self.n_counted_batches
@@ -211,8 +210,8 @@ class Candidate:
             return [replace(self, lower_bound_s=makespan_s, is_exact=True)]
         if batch == len(groups):
             return self._choose_each(evaluator.context, space, p, c)
-        # Groups are the same under any options. The bound by volumes may be higher: counting
-        # divides a group into the maximum number of sub-microbatches, on average there are fewer.
+        # The number of groups does not depend on options. The bound from volumes may exceed it:
+        # counting assumes the maximum number of sub-microbatches per group, the bound the mean.
         n_groups = max(groups[batch], evaluator.count_groups(self.plan.layout, batch))
         bounds_s = self.batch_bounds_s
         if n_groups != groups[batch]:
@@ -222,15 +221,15 @@ class Candidate:
         return [self._with_bounds(bounds_s, groups_by_batch=groups, n_counted_batches=batch + 1)]
 
     def _with_bounds(self, batch_bounds_s: Array, **changes: Any) -> Candidate:
-        """The candidate with other bounds of the batches' makespans."""
+        """Return the candidate with other bounds of the batches' makespans."""
         lower_bound_s = float(batch_bounds_s.mean(axis=0).min())
         return replace(self, batch_bounds_s=batch_bounds_s, lower_bound_s=lower_bound_s, **changes)
 
     def _choose_each(self, context: SearchContext, space: Space, p: int, c: int) -> list[Candidate]:
-        """A candidate for each choice of options."""
+        """Return a candidate for each choice of options."""
         contents, n_subs = space.contents_at(p, c), space.sub_microbatches_at(c)
         choices = list(range(len(self.fitting_options)))
-        if space.whole_buckets:  # simulation is expensive, and the others differ by little
+        if space.whole_buckets:  # simulation is expensive, and the choices differ little
             choices = [int(self.batch_bounds_s.mean(axis=0).argmin())]
         candidates = []
         for i in choices:
@@ -242,7 +241,7 @@ class Candidate:
         return candidates
 
     def largest_buckets(self) -> list[Bucket | None]:
-        """The largest that memory holds with the ranked, and any options; None: no limit."""
+        """Return the largest buckets that fit with the ranked and with any options; None: any."""
         if self.space_index is None or not self.space_index[0].context.spec.memory_bytes:
             return [None]
         space, p, c = self.space_index
@@ -251,12 +250,12 @@ class Candidate:
         return list(dict.fromkeys(space.largest_bucket(p, c, o) for o in (options, None)))
 
     def mean_trial_s(self, n: int) -> float:
-        """Mean seconds of the first `n` trials, by which candidates are compared."""
+        """Return the mean of the first `n` trials, with a penalty for a second remat policy."""
         mean_s = float(np.mean(self.trial_seconds[:n]))
         return mean_s * (1 + MIN_SECOND_REMAT_GAIN) if self.plan.scheduling.residuals else mean_s
 
     def with_predictions(self, evaluator: PlanEvaluator) -> Candidate:
-        """The candidate with predictions by its one-bucket steps, and peak bytes."""
+        """Return the candidate with predictions from one-bucket steps and its peak bytes."""
         plan, busy = self.plan, dict(self.plan.predicted.busy_fraction)
         if self.simulator is not None:
             counts = [n for x in self.groups_by_batch for n in (math.floor(x), math.ceil(x))]

@@ -1,9 +1,9 @@
 """DIP's partitioner (arXiv 2504.14145): every rank holds chunks of every module.
 
-A rank is a block of devices. A module is split into chunks of consecutive layers, which go round
-the ranks once or several times: a module whose microbatch takes longer has more and smaller chunks.
-Modules that only feed others run in sub-microbatches, as small as the devices run them efficiently,
-of which several feed one group.
+A rank is a block of devices. A module is split into chunks of consecutive layers, assigned to the
+ranks round-robin; a module whose microbatch takes longer gets more rounds of smaller chunks.
+Modules that only feed others run in sub-microbatches of the smallest size that devices run
+efficiently; several sub-microbatches feed one group.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.simulate.task_graph import in_flight_limit
 
 POLICY = "dip"
-MIN_EFFICIENCY = 0.95  # of the best rate, for a sub-microbatch
-MAX_ROUNDS = 3  # of a module's chunks over the ranks; every chunk has programs of its own
-# Sub-microbatches of a microbatch. With 12, steps of VLM-S were 10% shorter, on 8 ranks in place of
-# 2, and planning took nine times as long, since every simulated step has more tasks.
+MIN_EFFICIENCY = 0.95  # minimum rate of a sub-microbatch, relative to the best rate
+MAX_ROUNDS = 3  # of a module's chunks over the ranks; every chunk has its own programs
+# Maximum per microbatch. With 12, steps of VLM-S were 10% shorter (on 8 ranks instead of 2), but
+# planning took nine times as long, since every simulated step has more tasks.
 MAX_SUB_MICROBATCHES = 4
-# Groups for each rank, beyond which fill and drain of the pipeline take little time; more are tried
-# only where memory does not hold fewer.
+# With more groups per rank, the pipeline's fill and drain are already short; more are tried only if
+# fewer, larger groups do not fit into memory.
 _MAX_GROUPS_PER_RANK = 8
 _ROW_COUNTS = tuple(sorted({k * 2**i for i in range(11) for k in (2, 3)} | {1}))
 
@@ -48,7 +48,7 @@ _ROW_COUNTS = tuple(sorted({k * 2**i for i in range(11) for k in (2, 3)} | {1}))
 def module_seconds(
     context: SearchContext, module: str, model: int, rows: Array, tokens: Array
 ) -> Array:
-    """Seconds of a group of one microbatch in all of a module's layers, forward and backward."""
+    """Return the forward and backward seconds of one microbatch in all layers of a module."""
     costs, n = context.costs, context.n_layers[module]
     segment = SegmentPlan(module, module, 0, n, module, True, True)
     predictions = costs.predict(module, model, rows, tokens)
@@ -58,7 +58,7 @@ def module_seconds(
 
 
 def efficient_rows(context: SearchContext, module: str, model: int, tokens: int) -> int:
-    """Smallest trusted number of rows at `MIN_EFFICIENCY` of a module's best rate."""
+    """Return the smallest trusted number of rows that reaches `MIN_EFFICIENCY`."""
     max_rows = max(1.0, context.max_trusted_tokens(module) / tokens)
     rows = np.array([n for n in _ROW_COUNTS if n <= max_rows])
     rate = rows / module_seconds(context, module, model, rows, np.full(rows.shape, tokens))
@@ -68,7 +68,7 @@ def efficient_rows(context: SearchContext, module: str, model: int, tokens: int)
 def choose_rounds(
     context: SearchContext, n_ranks: int, model: int, max_rounds: int
 ) -> dict[str, int]:
-    """Rounds of each module's chunks: its efficient microbatch's seconds over the least."""
+    """Return each module's rounds: its efficient microbatch's time over the shortest such time."""
     microbatch_s: dict[str, float] = {}
     for m, volume in context.volumes.items():
         if volume.max_per_sample:
@@ -83,7 +83,7 @@ def choose_rounds(
 
 
 def rank_submeshes(limits: SpaceLimits) -> list[tuple[SubmeshPlan, ...]]:
-    """The submeshes of each division of the devices into ranks; ValueError: none."""
+    """Return the submeshes of each division of the devices into ranks; ValueError: none."""
     n_layers, config, choices = limits.n_layers, limits.config, []
     degrees = set.intersection(*(set(limits.degrees[m]) for m in n_layers))
     shallow = min(n_layers, key=n_layers.__getitem__)
@@ -104,7 +104,7 @@ def rank_submeshes(limits: SpaceLimits) -> list[tuple[SubmeshPlan, ...]]:
 
 
 def dip_layouts(context: SearchContext) -> Iterator[Layout]:
-    """Layouts, without buckets, of all ranks and rounds; errors as of `rank_submeshes`."""
+    """Yield layouts without buckets for all ranks and rounds; raises as `rank_submeshes` does."""
     for ranks in rank_submeshes(context.space_limits):
         n, model = len(ranks), ranks[0].model
         each = (choose_rounds(context, n, model, limit + 1) for limit in range(MAX_ROUNDS))
@@ -115,7 +115,7 @@ def dip_layouts(context: SearchContext) -> Iterator[Layout]:
 def chunked_layout(
     context: SearchContext, ranks: Sequence[SubmeshPlan], rounds: Mapping[str, int]
 ) -> Layout:
-    """The layout with chunk number i of each module on rank i modulo the number of ranks."""
+    """Return the layout with chunk i of each module on rank i modulo the number of ranks."""
     segments = []
     for m, n_rounds in rounds.items():
         n, costs = n_rounds * len(ranks), context.layer_costs[m, ranks[0].model]
@@ -128,9 +128,9 @@ def chunked_layout(
 def with_sub_microbatches(
     layout: Layout, context: SearchContext, readers: Collection[str] = ()
 ) -> Layout:
-    """The layout with sub-microbatches: modules that only feed others, and `readers` instead of
-    what feeds them, run in groups of one efficient shape, at most `MAX_SUB_MICROBATCHES` for each
-    group of the other modules. The layout itself where one is enough."""
+    """Return the layout with sub-microbatches. Modules that only feed others run in groups of one
+    efficient shape, at most `MAX_SUB_MICROBATCHES` per group of the other modules; `readers` are
+    divided instead of the modules that feed them. Unchanged if one per group is enough."""
     divided = replace(layout, fan_in=MAX_SUB_MICROBATCHES, divided_readers=tuple(readers))
     subs = {m: _sub_microbatch(divided, m, context) for m in divided.divided if divided.shapes(m)}
     fan_in = max((n for _, n in subs.values()), default=1)
@@ -142,7 +142,7 @@ def with_sub_microbatches(
 
 
 def _sub_microbatch(layout: Layout, module: str, context: SearchContext) -> tuple[Shape, int]:
-    """(shape of a module's sub-microbatches, how many of them its largest group takes)."""
+    """Return (shape of a module's sub-microbatches, their number in its largest group)."""
     shapes = layout.shapes(module)
     model = layout.submesh(layout.segments_of(module)[0].submesh).model
     tokens = max(s.tokens for s in shapes)
@@ -153,7 +153,7 @@ def _sub_microbatch(layout: Layout, module: str, context: SearchContext) -> tupl
 
 
 def dip_spaces(context: SearchContext) -> Iterator[Space]:
-    """The space of each layout at all granularities; errors as of `rank_submeshes`."""
+    """Yield the space of each layout at all granularities; raises as `rank_submeshes` does."""
     return (_bound_layout(context, layout) for layout in dip_layouts(context))
 
 
@@ -197,7 +197,7 @@ def _bound_layout(context: SearchContext, layout: Layout) -> Space:
         POLICY, lambda _: layout, graph, context, *granularities, tables, table_rows, options,
         minima, True, sub_microbatches, fan_in, whole_buckets,
     )  # fmt: skip
-    # At least a group for each rank, and few where memory holds these without saving options.
+    # At least one group per rank, and not many if few fit into memory without saving options.
     fits_unsaved = block_minimum([options[m].with_option(0) for m in block], limit).fits
     n_ranks = len(layout.submeshes)
     fills_ranks = n_groups >= min(n_ranks, n_groups[-1])
@@ -210,7 +210,7 @@ def _bound_layout(context: SearchContext, layout: Layout) -> Space:
 def _sub_microbatch_counts(
     context: SearchContext, module: str, n_groups: int, layout: Layout
 ) -> tuple[int, int]:
-    """(mean, maximum) number of sub-microbatches for one of so many groups of a batch."""
+    """Return the (mean, maximum) number of sub-microbatches per group."""
     shape = layout.buckets[0].shape(module)
     if module not in layout.divided:
         return 1, 1

@@ -1,4 +1,4 @@
-"""Evaluates plans: the real scheduler schedules sampled batches, and the simulator runs them."""
+"""Evaluation of plans: the scheduler schedules sampled batches, and the simulator runs them."""
 
 from __future__ import annotations
 
@@ -46,29 +46,30 @@ from dflop_jax.simulate.task_order import peak_groups_in_flight
 
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _MIN_LOOKAHEAD_GAIN = 0.005  # share of the makespan that a longer lookahead must save
-# Samples that an evaluation needs at least, in at most so many batches or twice the sampled ones.
+# Minimum number of samples in an evaluation; the batches are limited to the second number or twice
+# the number of sampled batches.
 _MIN_EVALUATED_SAMPLES, _MAX_EVALUATED_BATCHES = 512, 8
-# Maximum units of work for a batch of an evaluation or a trial. With 300, schedules of 256 samples
-# are up to 7% longer than with 4,000, those of other plans less, and another plan seems fastest.
+# Maximum scheduler work units per batch of an evaluation or trial. With 300, some plans' schedules
+# of 256 samples are up to 7% longer than with 4,000, others less, and the wrong plan seems fastest.
 TRIAL_WORK = 1_000
 _RANKING_WORK = TRIAL_WORK // 10  # while plans are ranked
-# Share of a step in which the scheduler prepares a later one: on a core of its own, and on a core
-# that is a device.
+# Share of the step time that the scheduler may use to prepare a later step: on its own core, and on
+# a core that also serves as a device.
 _SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
 
 
 def work_budget(step_s: float, *, shares_cores: bool) -> int:
-    """Scheduler's units of work that a step of so many seconds hides."""
+    """Return the scheduler's work units per batch that overlap with a step of `step_s`."""
     share = _SOLVER_SHARE_OF_DEVICE if shares_cores else _SOLVER_SHARE
     return max(1, int(share * step_s * WORK_PER_S))
 
 
 class PlanEvaluator:
-    """Schedules and simulates the same sampled batches for every plan.
+    """Evaluator that schedules and simulates the same sampled batches for every plan.
 
-    Candidates are ranked by `batches`, compared by the batches of trials, some of which hold other
-    shares of media, and get their predictions from `evaluation_batches`. Prices are those of a
-    plan's own programs, or by the profile where they are None.
+    It ranks candidates by `batches`, compares them by trial batches, some with drifted shares of
+    media, and predicts from `evaluation_batches`. Methods take the prices of a plan's own programs;
+    None: prices from the profile.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PlanEvaluator:
     ):
         self.context, self.loads, self.batches = context, loads, batches
         global_batch, n_sampled = context.spec.global_batch, context.spec.n_batches
-        # Small batches differ most, and with them the number of groups.
+        # Small batches differ most in their number of groups.
         max_batches = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
         n = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), max_batches)
         self.evaluation_batches = sample_batches(loads, global_batch, n, seed=1)
@@ -86,7 +87,7 @@ class PlanEvaluator:
         self._trials: dict[int, list[list[Load]]] = {}
 
     def with_less_memory(self, n_bytes: float) -> PlanEvaluator:
-        """The evaluator for devices with so many bytes less, where their memory has a limit."""
+        """Return an evaluator with the memory limit, if there is one, reduced by `n_bytes`."""
         evaluator, spec = copy(self), self.context.spec
         left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
         evaluator.context = replace(self.context, spec=replace(spec, memory_bytes=left))
@@ -94,19 +95,19 @@ class PlanEvaluator:
 
     @property
     def config(self) -> PlanConfig:
-        """The settings, with limits above 0."""
+        """The planner's settings with all limits resolved (above 0)."""
         return self.context.spec.config
 
     def max_peak_bytes(self, plan: Plan) -> float:
-        """Upper bound of the bytes of the fullest device, for any number of groups."""
+        """Return an upper bound of the maximum bytes per device for any number of groups."""
         return max(self.peak_bytes_limit(plan).values())
 
     def peak_bytes_limit(self, plan: Plan) -> dict[str, float]:
-        """Upper bound of the bytes of each submesh's devices, for any number of groups."""
+        """Return an upper bound of each submesh's bytes per device for any number of groups."""
         return self.peak_bytes(plan.layout, in_flight_limit(plan))
 
     def peak_bytes(self, layout: Layout, in_flight: Mapping[str, int]) -> dict[str, float]:
-        """Bytes of each submesh's devices with so many groups in flight in each segment."""
+        """Return each submesh's bytes per device, given each segment's groups in flight."""
         trainable = self.context.trainable(layout)
         return memory.peak_bytes(layout, self.context.costs, in_flight, trainable)
 
@@ -115,7 +116,7 @@ class PlanEvaluator:
         return not limit or self.max_peak_bytes(plan) <= limit
 
     def busy_s(self, layout: Layout) -> float:
-        """Seconds of all tasks of a mean batch in the largest shapes; options are ordered by it."""
+        """Return the total task seconds of a mean batch in the largest shapes."""
         prices, trainable = self._priced(layout)
         n, directions = self._groups_per_mean_batch(layout), segment_directions(layout, trainable)
         ends = (Task(s, NO_GROUP, d) for s in trainable for d in (REDUCE, UPDATE))
@@ -130,7 +131,7 @@ class PlanEvaluator:
         return total_s
 
     def _groups_per_mean_batch(self, layout: Layout) -> float:
-        """Groups of the largest shapes that hold a mean batch."""
+        """Return the number of groups of the largest shapes that a mean batch needs."""
         n_groups = 1.0
         for m in layout.modules:
             rows = [self.context.group_capacity(m, s.rows, s.tokens) for s in layout.shapes(m)]
@@ -141,7 +142,7 @@ class PlanEvaluator:
         return n_groups
 
     def with_cheapest_options(self, plan: Plan) -> Plan:
-        """The plan with the cheapest options that fit, module by module; else the smallest."""
+        """Return the plan with each module's fastest options that fit; else the smallest."""
         if not self.fits(plan):
             for m in plan.layout.modules:
                 plan = min(self._with_each_option(plan, m), key=self.max_peak_bytes)
@@ -156,9 +157,9 @@ class PlanEvaluator:
         return [with_options(plan, {module: o}) for o in self.context.options(module)]
 
     def count_groups(self, layout: Layout, batch: int) -> float:
-        """Groups that the scheduler makes of a batch with the layout's one bucket; the last group
-        counts as the part of it that a smaller bucket has, and sub-microbatches of one group count
-        once. Equal for layouts of equal data degrees."""
+        """Return the scheduler's number of groups for a batch with the layout's one bucket. A last
+        group in a smaller bucket counts as that bucket's share; a group's sub-microbatches count
+        once. Results are cached by data-parallel degrees."""
         shares = buckets_with_shares(layout, self.context)
         ranks = tuple(capacity_of(layout).ranks.items())
         key = (ranks, layout.group_size, tuple(shares), layout.fan_in, batch)
@@ -169,14 +170,14 @@ class PlanEvaluator:
         return self._groups[key]
 
     def evaluate(self, plan: Plan, expected_step_s: float, prices: Prices | None = None) -> Plan:
-        """The plan with its predictions, lookahead and work, for steps of about these seconds."""
+        """Return the plan with predictions, lookahead and work budget, given a rough step time."""
         plan, priced = self.with_lookahead(plan, prices), self._priced(plan.layout, prices)
         budget = partial(work_budget, shares_cores=self.context.profile.shares_cores)
         work, batches = min(budget(expected_step_s), TRIAL_WORK), self.evaluation_batches
         schedules = [
             schedule_batch(b, plan, *priced, step=i, work=work) for i, b in enumerate(batches)
         ]
-        if prices is None:  # else its programs are compiled for the rooms that it has
+        if prices is None:  # else programs are already compiled for the plan's capacities
             rooms = exchange_capacities(plan.layout, schedules, batches)
             plan = plan.with_layout(exchange_capacities=rooms)
         traces = [simulate_step(plan, s, *priced) for s in schedules]
@@ -184,9 +185,9 @@ class PlanEvaluator:
         return plan.with_scheduling(work_budget=budget(plan.predicted.makespan_s))
 
     def with_lookahead(self, plan: Plan, prices: Prices | None = None) -> Plan:
-        """The plan with the lookahead that is fastest by list scheduling and fits into memory; an
-        order that was searched for one lookahead would favour that one. The plan itself where
-        groups share the free memory, or all are on one set of devices."""
+        """Return the plan with the lookahead that fits and is fastest under list scheduling; a
+        searched order would favour the lookahead that it was searched for. Unchanged if groups
+        share the free memory or all segments run on one set of devices."""
         scheduling = plan.scheduling
         is_alone = len(set(submesh_resources(plan.layout).values())) == 1
         if scheduling.grouping != "balanced" or scheduling.residuals or is_alone:
@@ -209,20 +210,20 @@ class PlanEvaluator:
         return fastest
 
     def trial_batches(self, number: int) -> list[list[Load]]:
-        """A batch with the data's shares of media and, with `plan.drift`, a drifted one."""
+        """Return a batch with the data's mix of media and, if `plan.drift` > 0, a drifted one."""
         if number not in self._trials:
             n = self.context.spec.global_batch
             batches = sample_batches(self.loads, n, 1, seed=2 + number)
             if self.config.drift:
                 modules, seed = tuple(self.context.n_layers), number // 2
-                # Both directions of a drift come from one seed.
+                # One seed gives both directions of a drift.
                 drifted = drifted_batches(self.loads, modules, n, 2, seed=seed)
                 batches.append(drifted[number % 2])
             self._trials[number] = batches
         return self._trials[number]
 
     def simulate_trial(self, plan: Plan, number: int, prices: Prices | None = None) -> float:
-        """Seconds of a step of a trial; the drifted batch has the weight `plan.drift`."""
+        """Return a trial's step seconds; the drifted batch has the weight `plan.drift`."""
         priced = self._priced(plan.layout, prices)
         plain_s, *drifted_s = (
             quick_schedule(b, plan, *priced, TRIAL_WORK).makespan_s
@@ -231,13 +232,13 @@ class PlanEvaluator:
         return (1 - self.config.drift) * plain_s + self.config.drift * sum(drifted_s)
 
     def _priced(self, layout: Layout, prices: Prices | None = None) -> tuple[Prices, list[str]]:
-        """(prices, trainable segments) of a layout."""
+        """Return (prices, trainable segments) of a layout."""
         return prices or self.context.price_layout(layout), self.context.trainable(layout)
 
     def _with_prediction(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
     ) -> Plan:
-        if plan.scheduling.residuals:  # groups of one segment differ in what they keep
+        if plan.scheduling.residuals:  # a segment's groups differ in their residuals
             resources = submesh_resources(plan.layout)
             residual_bytes = [peak_residual_bytes(plan, s) for s in schedules]
             peak_bytes = {
@@ -264,11 +265,11 @@ class PlanEvaluator:
 
 
 def buckets_with_shares(layout: Layout, context: SearchContext) -> dict[Bucket, float]:
-    """A layout's one bucket and the smaller ones that a plan may have beside it, largest first,
-    each with its share of the largest. The last group of a batch takes the smallest that holds it.
+    """Return a layout's one bucket and smaller ones for a batch's last group, largest first, each
+    with its share of the largest.
 
-    A smaller bucket has that share of the rows, rounded up, or of the tokens of a single packed
-    row, which still holds the longest piece. The share is the largest of the modules that shrink.
+    A smaller bucket has a share of the rows, rounded up, or of the tokens if there is one packed
+    row, which still holds the longest piece. Its share is the maximum over modules that shrink.
     """
     (largest,) = layout.buckets
     bucket_shares = {largest: 1.0}
@@ -295,11 +296,11 @@ def simulate(
     trainable: Collection[str] | None = None,
     noise: Noise | None = None,
 ) -> Trace:
-    """Schedule global batches (loads) and run them, one after another, on the times of a profile.
+    """Schedule global batches (loads) and simulate them one after another with a profile's times.
 
-    Returns one trace of all steps, in which groups keep counting. Segments that are not `trainable`
-    (None: all are) have no optimizer. `noise` is as for `simulate_step`; schedules are made without
-    it, as in a run. ValueError: a sample fits no bucket, or the profile lacks a degree of the plan.
+    Returns one trace of all steps with consecutive group numbers. Segments that are not `trainable`
+    (None: all are) have no optimizer. `noise` as for `simulate_step`; schedules are made without.
+    ValueError: a sample fits no bucket, or the profile lacks a degree of the plan.
     """
     names = [s.name for s in plan.layout.segments] if trainable is None else trainable
     prices = layout_prices(plan.layout, CostModel(profile))
@@ -308,17 +309,17 @@ def simulate(
 
 
 def loads_that_fit(plan: Plan, loads: Sequence[Load]) -> list[Load]:
-    """The samples that the plan has room for; ValueError if there is none."""
+    """Return the samples that fit into the plan's buckets; ValueError: none fits."""
     large = set(oversize_samples(loads, plan))
     if len(large) == len(loads):
-        raise ValueError("the plan's shapes hold no sample of this data; plan for it")
+        raise ValueError("no sample of this data fits into the plan's buckets; make a plan for it")
     return [load for i, load in enumerate(loads) if i not in large]
 
 
 def fullest_schedule(
     plan: Plan, loads: Sequence[Load], global_batch: int, prices: Prices, trainable: Collection[str]
 ) -> Schedule:
-    """The schedule of a few sampled batches with the most tokens in flight at once."""
+    """Return the schedule with the most tokens in flight at once, of a few sampled batches."""
     fitting, n_batches = loads_that_fit(plan, loads), _MAX_EVALUATED_BATCHES // 2
     batches = sample_batches(fitting, global_batch, n_batches)
     schedules = (schedule_batch(b, plan, prices, trainable) for b in batches)
@@ -326,7 +327,7 @@ def fullest_schedule(
 
 
 def _max_live_tokens(schedule: Schedule) -> int:
-    """Maximum tokens, over a step, of the shapes of groups between forward and backward."""
+    """Return a step's maximum number of tokens in groups between forward and backward."""
     changes = zip(schedule.order, in_flight_changes(schedule.order), strict=True)
     tokens = (change and change * schedule.groups[t.group].shape.size for t, change in changes)
     return max(accumulate(tokens), default=0)

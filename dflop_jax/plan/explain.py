@@ -1,4 +1,4 @@
-"""Explains a search: why other placements lost, why nothing fits, and what would."""
+"""Explanations of a search: why placements are slower, what memory options cost, why none fits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule.costs import TIE_TOLERANCE
 
-NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
-# Maximum multiple of the devices at hand that a message proposes; twice as much is one more search,
-# only where nothing fits.
+NO_SUBMESHES = "the devices cannot form the submeshes of any placement; use another number"
+# Maximum multiple of the available devices that a message proposes; doubling it adds one search if
+# nothing fits.
 _LARGEST_MULTIPLE = 64
 
 
 def explain_loss(candidate: Candidate, fastest: Candidate) -> str:
-    """Why a placement is slower than the fastest, in a few words."""
+    """Describe in a few words why a placement is slower than the fastest."""
     if candidate == fastest:
         return ""
     step_s, fastest_s = candidate.makespan_s, fastest.makespan_s
@@ -52,19 +52,19 @@ def explain_loss(candidate: Candidate, fastest: Candidate) -> str:
 
 @dataclass(frozen=True)
 class KindCost:
-    """Seconds of the layers of one kind of a module, with rows as full of pieces as in the data."""
+    """Time of a module's layers of one kind, with pieces per token as in the data."""
 
     module: str
     kind: str
-    layers: int  # how many
-    shape: Shape  # the largest that was timed at the smallest tensor-parallel degree
+    layers: int  # number
+    shape: Shape  # the largest timed at the smallest tensor-parallel degree
     forward_s: float  # of one layer
     backward_s: float
-    share: float  # of the seconds of all layers of the module
+    share: float  # of the time of all layers of the module
 
 
 def kind_costs(profile: Profile) -> list[KindCost]:
-    """Costs of layers, by module and kind."""
+    """Return the cost of each module's kinds of layers."""
     costs, model, loads = [], profile.model, profile.data.loads
     for module in model.n_layers:
         names, of_module = model.features(module), []
@@ -87,18 +87,18 @@ def kind_costs(profile: Profile) -> list[KindCost]:
 
 @dataclass(frozen=True)
 class Saving:
-    """What a module's option saves and costs, against the next cheaper option."""
+    """Bytes saved and seconds lost by a module's memory option, relative to the next faster one."""
 
     module: str
-    chosen: str  # in words; "none" saves nothing
+    chosen: str  # description of the option; "none" saves nothing
     cheaper: str
-    saved_bytes: float  # of the module's fullest device
-    paid_s: float  # of a step
-    fits: bool  # whether memory would hold the cheaper option, too
+    saved_bytes: float  # maximum over the module's devices
+    paid_s: float  # per step
+    fits: bool  # whether the faster option would also fit into memory
 
 
 def savings(evaluator: PlanEvaluator, plan: Plan) -> list[Saving]:
-    """The saving of each module of a plan that saves memory."""
+    """Return the saving of each module whose option saves memory."""
     module_savings = []
     for module, option in options_of(plan.layout).items():
         plans = {o: with_options(plan, {module: o}) for o in evaluator.context.options(module)}
@@ -122,7 +122,7 @@ def savings(evaluator: PlanEvaluator, plan: Plan) -> list[Saving]:
 
 
 def check_placement_exists(limits: SpaceLimits, allowed: Callable[[SubmeshPlan], bool]) -> None:
-    """ValueError, as of `search_plan`, unless submeshes of a placement are `allowed`."""
+    """Raise ValueError, as `search_plan` does, if no placement has only `allowed` submeshes."""
     families = chain.from_iterable(search_families(limits).values())
     layouts = (f.layout(i, limits.n_layers) for f in families for i in range(len(f)))
     ranks = rank_submeshes(limits) if limits.config.policy in (DIP, "auto") else []
@@ -132,11 +132,11 @@ def check_placement_exists(limits: SpaceLimits, allowed: Callable[[SubmeshPlan],
 
 
 def explain_no_fit(context: SearchContext, min_bytes: float, smallest: str) -> str:
-    """One line: the smallest candidate, what it lacks on a device, and what would hold it."""
+    """Return one line with the smallest candidate, the bytes per device it lacks, and remedies."""
     memory_bytes, config = context.spec.memory_bytes, context.spec.config
     if not memory_bytes or min_bytes <= memory_bytes:
         return NO_SUBMESHES
-    # The smallest power of two times the devices that holds a plan, up to a limit.
+    # Find the smallest power-of-two multiple of the devices on which a plan fits.
     n_devices, n = 0, 2
     while not n_devices and n <= _LARGEST_MULTIPLE:
         spec = replace(context.spec, n_devices=n * context.spec.n_devices)
@@ -144,13 +144,13 @@ def explain_no_fit(context: SearchContext, min_bytes: float, smallest: str) -> s
             n_devices = spec.n_devices
         n *= 2
     larger = [h.name for h in HARDWARE.values() if h.plannable_bytes >= min_bytes]
-    remedies = [f"{n_devices} devices would do"] if n_devices else []
+    remedies = [f"it would fit on {n_devices} devices"] if n_devices else []
     if larger and context.profile.computed:
         names = " or ".join(larger)
-        remedies.append(f"so would {names}" if n_devices else f"{names} would do")
+        remedies.append(f"or on {names}" if n_devices else f"it would fit on {names}")
     remedies += [
         f"a larger plan.max_model ({config.max_model}), plan.max_stage ({config.max_stage}) or "
-        f"plan.max_microbatches ({config.max_microbatches}) or smaller samples need less"
+        f"plan.max_microbatches ({config.max_microbatches}) or smaller samples need less memory"
     ]
     return (
         f"no plan fits into {memory_bytes / GIB:.2f} GiB per device: the smallest ({smallest}) "

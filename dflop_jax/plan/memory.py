@@ -1,9 +1,9 @@
-"""Memory of each submesh: its peak by counting groups in flight, its course over a trace, and how
-modules save it: what backward computes again, and what data ranks share.
+"""Memory of each submesh: its peak from groups in flight, its course over a trace, and the options
+that reduce it: recomputation in backward (remat) and sharding over data ranks (ZeRO).
 
-An option makes a module cheaper to hold and slower to run. Single candidates list the combinations
-that fit and that no other fitting one beats in every quantity (`best_combinations`); of whole
-spaces the minimum of every quantity over options that may fit is enough (`block_minimum`).
+An option trades time for memory. Single candidates list the Pareto-optimal combinations that fit
+(`best_combinations`); spaces only use the minimum of each quantity over the options that may fit
+(`block_minimum`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from dflop_jax.records import (
 from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.simulate.task_graph import segment_links, segments_with_backward, submesh_resources
 
-# (time in seconds, bytes from then on), times rising; the last point is the trace's end.
+# (time in seconds, bytes from then on) by ascending time; the last point is the trace's end.
 StepFunction = tuple[tuple[float, float], ...]
-# Of a segment: its resource, bytes that it holds all the time, groups in flight included, and bytes
-# of temporaries while one of its programs runs.
+# A segment's (resource, state and residual bytes of all groups in flight, temporary bytes while one
+# of its programs runs).
 SegmentNeed = tuple[int, Array, Array]
 
 
 def segment_need(resource: int, n_bytes: SegmentBytes, in_flight: Array) -> SegmentNeed:
-    """The need of a segment with so many groups in flight."""
+    """Return the memory that a segment needs with `in_flight` groups."""
     return resource, n_bytes.state + n_bytes.residuals * in_flight, n_bytes.temporaries
 
 
 def resource_peaks(needs: Iterable[SegmentNeed]) -> dict[int, Array]:
-    """Peak bytes of each resource: all that segments hold, temporaries of one program."""
+    """Return peak bytes per resource: the sum over segments plus one program's temporaries."""
     live: dict[int, Array] = {}
     work: dict[int, Array] = {}
     for resource, segment_bytes, temporaries in needs:
@@ -60,9 +60,9 @@ def peak_bytes(
     in_flight: Mapping[str, int],
     trainable: Collection[str] | None = None,
 ) -> dict[str, float]:
-    """Peak bytes per device of each submesh, with `in_flight[segment]` groups between forward and
-    backward, each of the module's largest shape and under the segment's own recompute policy;
-    programs of either policy have room. `trainable` names the segments that train; None: all.
+    """Return peak bytes per device by submesh, with `in_flight[segment]` groups between forward and
+    backward, each of the module's largest shape and under the segment's first recompute policy;
+    temporaries cover both policies. `trainable`: segments with an optimizer; None: all.
     """
     resource_of = submesh_resources(layout)
     trained = {s.name for s in layout.segments} if trainable is None else set(trainable)
@@ -84,7 +84,7 @@ def peak_bytes(
 
 
 def group_bytes(layout: Layout, costs: CostModel, s: SegmentPlan, shape: Shape) -> float:
-    """Bytes per device of a group in a segment from forward to backward: input and residuals."""
+    """Return a group's bytes per device in a segment from forward to backward, with its input."""
     mesh = layout.submesh(s.submesh).shape
     predictions = costs.predict(s.module, mesh.model, shape.rows, shape.tokens)
     runs = {"trained": True, "backward": True}
@@ -95,15 +95,15 @@ def group_bytes(layout: Layout, costs: CostModel, s: SegmentPlan, shape: Shape) 
 class ByteTable:
     """Bytes per device."""
 
-    # Of each submesh: parameters, gradients, optimizer state, the largest program's temporaries.
+    # Parameters, gradients, optimizer state and the largest program's temporaries, by submesh.
     constant_bytes: Mapping[str, float]
-    # Of a group by (segment, shape) from forward to backward, under each recompute policy.
+    # A group's bytes from forward to backward by (segment, shape), under each recompute policy.
     group_bytes: Mapping[tuple[str, Shape], float]
     second_group_bytes: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
 
 
 def byte_table(layout: Layout, profile: ModelProfile) -> ByteTable:
-    """Bytes that a profile predicts for a layout; ValueError where it lacks a module or degree."""
+    """Predict a layout's bytes from a profile; ValueError if it lacks a module or degree."""
     costs = CostModel(profile)
     first, second = (
         {
@@ -126,16 +126,16 @@ def memory_over_time(
     table: ByteTable,
     second_remat: Collection[tuple[str, int]] = (),
 ) -> dict[str, StepFunction]:
-    """Bytes per device of each submesh while the trace runs.
+    """Return the bytes per device of each submesh over the time of a trace.
 
-    A group's bytes count from when its input arrives until its backward ends, or its forward where
-    the segment runs no backward. The input arrives when the module's segment before it, or the send
-    of that one, ends; in a module's first segment when the group begins, since a trace does not
-    name the groups that other modules send.
+    A group's bytes count from its input's arrival to the end of its backward, or of its forward if
+    the segment runs no backward. The input arrives when the module's previous segment, or the send
+    from it, ends; in a module's first segment, when the group starts, since a trace does not name
+    the groups that other modules send.
 
     Args:
-      shapes: shape of each group of the trace; groups that are absent hold nothing.
-      second_remat: (segment, group) that run under the segment's second recompute policy.
+      shapes: shape of each group of the trace; other groups count as 0 bytes.
+      second_remat: (segment, group) pairs that run under the second recompute policy.
     """
     submesh_of = {s.name: s.submesh for s in layout.segments}
     previous = {x.target: x.source for x in segment_links(layout) if x.edge is None}
@@ -171,16 +171,16 @@ def memory_over_time(
 def memory_of_trace(
     layout: Layout, profile: ModelProfile, trace: Trace, shapes_by_name: Mapping[int, str]
 ) -> dict[str, StepFunction]:
-    """`memory_over_time` of a saved trace, whose groups are named "module:ROWSxTOKENS", with
-    " +SEGMENT" for each that runs them under its second recompute policy; ValueError if the trace
-    is of another plan."""
+    """Return `memory_over_time` of a saved trace. Its groups are named "module:ROWSxTOKENS", plus
+    " +SEGMENT" for each segment that runs the group under its second recompute policy. ValueError:
+    the trace belongs to another plan."""
     known = {f"{m}:{shape.name}": shape for m in layout.modules for shape in layout.shapes(m)}
     groups = {e.group for e in trace.events if e.group >= 0}
     words = {g: shapes_by_name.get(g, "").split(" +") for g in groups}
     if any(name not in known for name, *_ in words.values()):
-        raise ValueError("the trace does not name a shape of the plan for every group")
+        raise ValueError("the trace has groups that do not name a shape of the plan")
     if {e.segment for e in trace.events} - {s.name for s in layout.segments}:
-        raise ValueError("the trace is of another plan")
+        raise ValueError("the trace belongs to another plan")
     shapes = {g: known[name] for g, (name, *_) in words.items()}
     second = {(segment, g) for g, (_, *segments) in words.items() for segment in segments}
     return memory_over_time(layout, trace, shapes, byte_table(layout, profile), second)
@@ -188,14 +188,14 @@ def memory_of_trace(
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """How a module saves memory; see `SegmentPlan`. The default saves nothing that costs time."""
+    """A module's recomputation and sharding; see `SegmentPlan`. The default is the fastest."""
 
     remat: Remat = "none"
     zero: Zero = 1
     shard_devices: int = 0
 
     def apply(self, segment: SegmentPlan) -> SegmentPlan:
-        """The segment with this option, and no second recompute policy."""
+        """Return the segment with this option and no second recompute policy."""
         return replace(segment, **vars(self), remat_less=None)
 
     @staticmethod
@@ -204,14 +204,14 @@ class MemoryOption:
 
     @property
     def description(self) -> str:
-        """What differs from the default; "" if nothing does."""
+        """Description of the differences from the default; "" if there are none."""
         words = [self.remat] * (self.remat != "none") + [f"ZeRO {self.zero}"] * (self.zero > 1)
         words += [f"within {self.shard_devices}"] * (self.shard_devices > 0)
         return " ".join(words)
 
 
 def options_of(layout: Layout) -> dict[str, MemoryOption]:
-    """The option of every module; without blocks of devices where these change nothing."""
+    """Return each module's option, with `shard_devices` 0 if it has no effect."""
     options = {}
     for m in layout.modules:
         segment = layout.segments_of(m)[0]
@@ -223,14 +223,14 @@ def options_of(layout: Layout) -> dict[str, MemoryOption]:
 
 
 def with_options(plan: Plan, options: Mapping[str, MemoryOption]) -> Plan:
-    """The plan with other options of some modules."""
+    """Return the plan with the given options of some modules."""
     own = MemoryOption.from_segment
     segments = (options.get(s.module, own(s)).apply(s) for s in plan.layout.segments)
     return plan.with_layout(segments=tuple(segments))
 
 
 def describe_savings(layout: Layout) -> str:
-    """How modules save memory, in words; "none" if they do not."""
+    """Describe the modules' memory options in words; "none" if nothing is saved."""
     words = []
     for m, option in options_of(layout).items():
         text = option.description
@@ -242,9 +242,9 @@ def describe_savings(layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class ModuleOptions:
-    """A module with its options.
+    """A module's options with memory (`needs`) and time by segment.
 
-    needs: bytes of each segment, [n_options, n_rows, n_granularities]. seconds: of each segment,
+    Arrays of `needs` are [n_options, n_rows, n_granularities]; those of `seconds` are
     [4, n_options, ...], as in `ModuleTable`.
     """
 
@@ -253,7 +253,7 @@ class ModuleOptions:
     seconds: tuple[Array, ...]
 
     def select(self, *index: Array, options: slice = slice(None)) -> ModuleOptions:
-        """The module at some rows of its table (an array), or at one row and granularity."""
+        """Select rows of the module's table (an array), or one row and granularity."""
         index = options, *index
         needs = tuple((r, live[index], work[index]) for r, live, work in self.needs)
         seconds = tuple(s[(slice(None), *index)] for s in self.seconds)
@@ -268,8 +268,8 @@ class BlockMinimum:
     """Minima over the options of a block of modules, [n_rows, n_granularities]."""
 
     fits: Array  # whether any combination fits into memory
-    peak_bytes: Array  # lower bound for the fullest device
-    # Of every module's segments, [4, ...] as in `ModuleTable`; 0 where nothing fits.
+    peak_bytes: Array  # lower bound of the maximum per device
+    # By module and segment, [4, ...] as in `ModuleTable`; 0 where nothing fits.
     seconds: tuple[tuple[Array, ...], ...]
 
     def select(self, rows: Array) -> BlockMinimum:
@@ -278,7 +278,7 @@ class BlockMinimum:
 
 
 def block_minimum(modules: Sequence[ModuleOptions], memory_bytes: float) -> BlockMinimum:
-    """Minima over the options of modules that share devices; `memory_bytes` 0: no limit."""
+    """Return the minima over options of modules on the same devices; `memory_bytes` 0: no limit."""
     limit = memory_bytes or np.inf
     may_fit, peak_bytes = _options_that_may_fit(modules, limit)
     fits = np.logical_and.reduce([a.any(axis=0) for a in may_fit])
@@ -296,7 +296,8 @@ def block_minimum(modules: Sequence[ModuleOptions], memory_bytes: float) -> Bloc
 def _options_that_may_fit(
     modules: Sequence[ModuleOptions], limit: float
 ) -> tuple[list[Array], Array]:
-    """(of every module which options fit beside the minimum of the others, the lowest peak)."""
+    """Return (for each module, whether each option fits if the other modules need their minimum;
+    a lower bound of the peak bytes)."""
     minima = [[(r, s.min(axis=0), w.min(axis=0)) for r, s, w in m.needs] for m in modules]
     peaks = []
     for i, m in enumerate(modules):
@@ -306,7 +307,7 @@ def _options_that_may_fit(
 
 
 def _peak_of_smallest(modules: Sequence[ModuleOptions]) -> Array:
-    """Peak bytes where every module has the option that needs the least alone."""
+    """Return peak bytes if every module has the option with its own minimum."""
     needs: list[SegmentNeed] = []
     for m in modules:
         i = sum(s + w for _, s, w in m.needs).argmin(axis=0)[None]
@@ -315,12 +316,12 @@ def _peak_of_smallest(modules: Sequence[ModuleOptions]) -> Array:
 
 
 def _peak_bytes(needs: Iterable[SegmentNeed]) -> Array:
-    """Peak bytes of the resource that needs most."""
+    """Return the maximum peak bytes over resources."""
     return np.maximum.reduce(np.broadcast_arrays(*resource_peaks(needs).values()))
 
 
 def _peaks_of(modules: Sequence[ModuleOptions], numbers: np.ndarray) -> Array:
-    """Peak bytes of combinations, [n_combinations, n_modules], at one row and granularity."""
+    """Return peak bytes of combinations (`numbers`, [n_combinations, n_modules] of options)."""
     columns = zip(modules, numbers.T, strict=True)
     return _peak_bytes((r, live[o], work[o]) for m, o in columns for r, live, work in m.needs)
 
@@ -328,7 +329,7 @@ def _peaks_of(modules: Sequence[ModuleOptions], numbers: np.ndarray) -> Array:
 def smallest_combination(
     modules: Sequence[ModuleOptions],
 ) -> tuple[float, tuple[MemoryOption, ...]]:
-    """(peak bytes, options) of the combination that needs least, at one table entry."""
+    """Return (peak bytes, options) of the combination with the least memory at one table entry."""
     sizes = [len(m.options) for m in modules]
     numbers = np.indices(sizes).reshape(len(sizes), -1).T
     peaks = _peaks_of(modules, numbers)
@@ -340,7 +341,7 @@ def smallest_combination(
 def best_combinations(
     modules: Sequence[ModuleOptions], memory_bytes: float
 ) -> Iterator[np.ndarray]:
-    """Combinations of options, by number, that fit and are not beaten; fastest first."""
+    """Yield the numbers of each Pareto-optimal combination that fits, fastest first."""
     limit = memory_bytes or np.inf
     may_fit = [a.nonzero()[0] for a in _options_that_may_fit(modules, limit)[0]]
     numbers = np.stack(np.meshgrid(*may_fit, indexing="ij"), axis=-1).reshape(-1, len(modules))

@@ -1,9 +1,9 @@
-"""Volume, seconds and bytes of modules, as arrays over data degrees, granularities and options.
+"""Volume, time and bytes of modules, as arrays over data degrees, granularities and options.
 
-All groups of a granularity have one shape and equal content, so the seconds of their tasks are
-exact before anything is scheduled; the number of groups of a batch is a lower bound, by its volume.
-Arrays are [n_rows, n_granularities], where rows differ in their data degree only, or with the
-option first, [n_options, n_rows, n_granularities].
+All groups of a granularity have one shape and equal content, so their task times are exact before
+scheduling; the number of groups per batch is a lower bound from the batch's volume. Arrays are
+[n_rows, n_granularities], with one row per data-parallel degree, or with a leading axis of options,
+[n_options, n_rows, n_granularities].
 """
 
 from __future__ import annotations
@@ -48,31 +48,32 @@ from dflop_jax.records import (
 from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.schedule.buckets.sizes import ROW_COUNTS
 
-# Tokens over those of a module's largest timed shape up to which prices by timings are trusted.
-# Twice as much admits groups whose prices are extrapolated far.
+# Prices from timings are trusted up to this multiple of the tokens of a module's largest timed
+# shape. Twice the ratio admits groups whose prices are extrapolated far.
 _MAX_EXTRAPOLATION = 2.0
-# Microbatches of a group for each stage of a loop. A loop of S stages takes 1 + (S - 1) / (k S)
-# times its work: with k = 8 at most an eighth more, which 16 would halve.
+# Microbatches per group and stage (k) of a looped pipeline. With S stages, a group takes
+# 1 + (S - 1) / (k S) times its work: with k = 8 at most 1/8 more, with 16 at most 1/16.
 _MICROBATCHES_PER_STAGE = (1, 2, 4, 8)
-# Sizes of a plan's buckets relative to the largest, those first that save most. In 6 set-ups of
-# benchmarks/auto_choice.py (21 placements) quarters took 0.7% longer than all four, thirds 2%.
+# Sizes of a plan's buckets relative to the largest, by the time they save. In 6 set-ups of
+# benchmarks/auto_choice.py (21 placements) multiples of 1/4 took 0.7% longer than all four, of
+# 1/3 2%.
 _BUCKET_SHARES = (1.0, 0.6, 0.3, 0.8)
 
-# Capacity of the groups over a mean batch's volume: batches differ, and samples do not pack without
-# gaps. Twice the 5% makes groups slower, and fewer batches need one more than estimated.
+# Ratio of the groups' capacity to a mean batch's volume: batches differ, and packing leaves gaps.
+# A larger ratio makes groups slower, but fewer batches need one more group than estimated.
 HEADROOM = 1.05
 
 
 @dataclass(frozen=True)
 class ModuleVolume:
-    """Volume of a module: pieces where a row takes one piece, else tokens."""
+    """Amount of a module's data: pieces if each row holds one piece, else tokens."""
 
     mean_per_batch: float
-    content: tuple[float, ...]  # of a global batch, by feature
+    content: tuple[float, ...]  # mean per global batch, by cost feature
     max_per_sample: int
     has_many_pieces: bool  # whether some sample has more than one
     max_piece_tokens: int
-    by_batch: np.ndarray  # of each sampled batch, [n_batches]
+    by_batch: np.ndarray  # amount in each sampled batch, [n_batches]
 
 
 def module_volume(
@@ -83,7 +84,7 @@ def module_volume(
     *,
     counts_pieces: bool,
 ) -> ModuleVolume:
-    """The volume of a module; `counts_pieces` where each of its rows takes one piece."""
+    """Return a module's volume; `counts_pieces`: each of its rows holds one piece."""
 
     def amount(load: Load) -> int:
         return len(load.lengths(module)) if counts_pieces else load.tokens(module)
@@ -102,7 +103,7 @@ def module_volume(
 
 @dataclass(frozen=True)
 class SearchContext:
-    """What all candidates of a search share; the spec has all limits above 0."""
+    """Costs, data volumes and settings of a search; all limits of the spec are resolved (> 0)."""
 
     costs: CostModel
     volumes: Mapping[str, ModuleVolume]
@@ -118,11 +119,11 @@ class SearchContext:
         return self.profile.n_layers
 
     def options(self, module: str) -> tuple[MemoryOption, ...]:
-        """The options of a module, simplest first; of equal ones the search takes the first."""
+        """Return a module's options, simplest first; the search prefers earlier ones in ties."""
         spec, node = self.spec, self.spec.config.node if self.profile.hardware else 0
         remats = self.costs.priced_policies(module) if spec.remat == "auto" else (spec.remat,)
         degrees: tuple[Zero, ...] = get_args(Zero) if spec.zero == "auto" else (spec.zero,)
-        # Devices that share state (0: all), where links have prices a node, too.
+        # Numbers of devices to shard over (0: all); a node is one choice if links are priced.
         blocks = (0, node) if 0 < node < spec.n_devices else (0,)
         if spec.config.shard_devices:
             blocks = (spec.config.shard_devices,)
@@ -135,7 +136,7 @@ class SearchContext:
 
     @cached_property
     def space_limits(self) -> SpaceLimits:
-        """Limits of the placements, with the tensor-parallel degrees that the profile timed."""
+        """Limits of placements, with the tensor-parallel degrees that were profiled."""
         degrees: dict[str, set[int]] = {m: set() for m in self.n_layers}
         for t in self.profile.timings:
             degrees[t.module].add(t.model)
@@ -145,14 +146,15 @@ class SearchContext:
         return SpaceLimits.from_model(kinds, degrees, edges, n, config.node or n, config)
 
     def max_trusted_tokens(self, module: str) -> float:
-        """Tokens up to which prices are trusted: fits are wrong far beyond what was timed."""
+        """Return the maximum tokens with trusted prices: fits are wrong far beyond timed shapes."""
         if self.profile.computed:
             return np.inf
         timed = (t.shape.size for t in self.profile.timings if t.module == module)
         return _MAX_EXTRAPOLATION * max(timed)
 
     def granularities(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
-        """(groups of a mean batch, microbatches of a group: multiples of a loop's stages)."""
+        """Return arrays (groups per mean batch, microbatches per group), one entry per choice;
+        group sizes are multiples of a looped pipeline's stages."""
         config, sizes = self.spec.config, [1]
         max_count, fixed = config.max_microbatches, config.microbatches_per_stage
         if stages > 1:
@@ -164,21 +166,21 @@ class SearchContext:
 
     @property
     def bucket_shares(self) -> tuple[float, ...]:
-        """Sizes of the buckets of a plan relative to the largest, rising; the last is 1."""
+        """Sizes of a plan's buckets relative to the largest, ascending; the last is 1."""
         return tuple(sorted(_BUCKET_SHARES[: self.spec.config.buckets]))
 
     def row_tokens(self, module: str) -> int:
-        """Tokens of a packed row that holds the longest piece."""
+        """Return the minimum tokens of a packed row, which holds the longest piece."""
         return int(self._round_up(max(1, self.volumes[module].max_piece_tokens)))
 
     def row_shapes(
         self, module: str, microbatches: Array, data: Array, model: int
     ) -> tuple[Array, Array]:
-        """(rows, tokens of a row) of a rank where a mean batch has so many microbatches. Of packed
-        rows the number is that which is cheapest per token; each has room for the longest piece,
-        all of them for the largest sample. 0 rows where no sample has a piece."""
+        """Return (rows per rank, tokens per row) for a number of microbatches per mean batch. The
+        number of packed rows is the cheapest per token; each row fits the longest piece, and the
+        rows together fit the largest sample. 0 rows if no sample has a piece."""
         volume = self.volumes[module]
-        rank_volume: Array = volume.mean_per_batch * HEADROOM / (microbatches * data)  # of a rank
+        rank_volume: Array = volume.mean_per_batch * HEADROOM / (microbatches * data)
         if module in self.profile.piece_tokens:
             n_rows = np.maximum(_ceil(rank_volume), _ceil(volume.max_per_sample / data)).astype(int)
             return n_rows, np.full(n_rows.shape, self.profile.piece_tokens[module])
@@ -187,8 +189,8 @@ class SearchContext:
         best_s: Array = np.inf  # per token
         kinds = Counter(self.profile.layer_kinds(module)).items()
         for rows in ROW_COUNTS if volume.max_per_sample else ():
-            # First fit cannot fail where each row has room for an even share of the largest sample
-            # and one piece more.
+            # First fit cannot fail if each row has room for an even share of the largest sample
+            # plus one piece.
             min_tokens, largest = volume.max_piece_tokens + 0.0 * data, volume.max_per_sample
             if volume.has_many_pieces:
                 min_tokens = np.minimum(largest, largest / (rows * data) + min_tokens)
@@ -197,7 +199,7 @@ class SearchContext:
             predictions = self.costs.predict(module, model, rows, tokens)
             layers_s = sum(n * predictions.layer(kind, "layer_backward") for kind, n in kinds)
             token_s = layers_s / (rows * tokens)
-            # More rows than the volume fills would only pad.
+            # Rows that the volume does not fill would only add padding.
             is_filled = (rows == 1) | (rank_volume > (rows - 0.5) * shortest)
             is_cheaper = is_filled & (token_s < best_s * (1 - ROUNDING))
             best_rows = np.where(is_cheaper, rows, best_rows)
@@ -210,7 +212,7 @@ class SearchContext:
         return _ceil(tokens / multiple) * multiple
 
     def group_capacity(self, module: str, rows: Array, tokens: Array) -> Array:
-        """What such rows hold, in the units of `ModuleVolume`."""
+        """Return the capacity of rows in the units of `ModuleVolume`."""
         return rows if module in self.profile.piece_tokens else rows * tokens
 
     @cached_property
@@ -218,18 +220,18 @@ class SearchContext:
         return relative_layer_costs(self.profile)
 
     def with_edges(self, layout: Layout) -> Layout:
-        """A layout of submeshes and segments, with the model's edges."""
+        """Return the layout with the model's edges and tied parameters."""
         return replace(layout, edges=self.profile.edges, tied=self.profile.tied)
 
     def price_layout(self, layout: Layout) -> Prices:
         return layout_prices(layout, self.costs)
 
     def trainable(self, layout: Layout) -> list[str]:
-        """Names of the segments with trainable parameters."""
+        """Return the names of segments with trainable parameters."""
         return [s.name for s in layout.segments if self.spec.trains(s)]
 
     def segments(self, module: str, parallelism: Parallelism) -> tuple[SegmentPlan, ...]:
-        """A module's segments under a parallelism."""
+        """Return a module's segments under a parallelism."""
         costs = self.layer_costs[module, parallelism.mesh.model]
         return module_segments(module, self.n_layers[module], 0, parallelism, costs)[1]
 
@@ -240,7 +242,7 @@ class SearchContext:
         buckets: Sequence[Bucket],
         options: Mapping[str, MemoryOption] | None = None,
     ) -> Plan:
-        """The plan of a layout of submeshes and segments; `options` None: the simplest."""
+        """Build the plan of a layout with `buckets`; `options` None: the simplest."""
         options = options or {m: self.options(m)[0] for m in self.n_layers}
         scheduling = Scheduling(
             "arrival" if policy in BASELINES else "balanced", node=self.spec.config.node
@@ -251,19 +253,19 @@ class SearchContext:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """A module with degrees of data parallelism by row, every option, and all granularities."""
+    """A module's shapes, time and memory by data-parallel degree (row), option and granularity."""
 
     options: tuple[MemoryOption, ...]
-    data: Array  # data degree, [n_rows]
-    n_devices: Array  # of a segment, [n_rows, 1]
-    rows: Array  # of the shape; 0 where the data has no piece
-    tokens: Array
-    is_trusted: Array  # whether prices of the shape are, or no granularity has a smaller one
-    min_groups: Array  # minimum of each sampled batch, [n_batches, n_rows, n_granularities]
-    # Of each segment, [4, n_options, ...]: a group forward and backward, 0 where it does not run
-    # them, reduction and update at the step's end.
+    data: Array  # data-parallel degree, [n_rows]
+    n_devices: Array  # per segment, [n_rows, 1]
+    rows: Array  # of the bucket's shape; 0 if the data has no piece
+    tokens: Array  # per row of the shape
+    is_trusted: Array  # whether the shape's prices are trusted, or no shape is smaller
+    min_groups: Array  # minimum per sampled batch, [n_batches, n_rows, n_granularities]
+    # By segment, [4, n_options, ...]: forward and backward of a group (0 if not run), gradient
+    # reduction and update at the end of the step.
     seconds: tuple[Array, ...]
-    n_bytes: tuple[SegmentBytes, ...]  # of each segment's devices, [n_options, ...]
+    n_bytes: tuple[SegmentBytes, ...]  # per device, by segment, [n_options, ...]
 
     def shape(self, row: int, granularity: int) -> Shape | None:
         rows, tokens = int(self.rows[row, granularity]), int(self.tokens[row, granularity])
@@ -280,14 +282,14 @@ def module_table(
     sub_microbatches: Array = 1,
     max_sub_microbatches: Array = 1,
 ) -> ModuleTable:
-    """The table of a module.
+    """Return the table of a module.
 
     Args:
-      segments, directions: of the module, and the tasks of each; most segments are alike.
-      mesh: with rising data degrees, [n_rows, 1].
-      granularities: groups of a mean batch, and microbatches of a group.
-      row_shapes: rows of a rank at each granularity, and tokens of a row.
-      sub_microbatches, max_sub_microbatches: groups of the module for one of other modules.
+      segments, directions: the module's segments and the tasks of each.
+      mesh: with ascending data-parallel degrees, [n_rows, 1].
+      granularities: groups per mean batch, and microbatches per group.
+      row_shapes: rows per rank and tokens per row at each granularity.
+      sub_microbatches, max_sub_microbatches: the module's groups per group of other modules.
     """
     module, (n_groups, group_size), (rows, tokens) = segments[0].module, granularities, row_shapes
     volume, n_tokens = context.volumes[module], rows * tokens
@@ -299,7 +301,7 @@ def module_table(
     by_kind: dict[tuple[object, ...], Array] = {}
 
     def quantities(s: SegmentPlan, tasks: Collection[str]) -> Array:
-        """[7, n_options, ...]: seconds as in `ModuleTable`, and bytes of a segment."""
+        """Return [7, n_options, ...]: a segment's `ModuleTable.seconds` and three byte counts."""
         trains, by_option = context.spec.trains(s), []
         for option in context.options(module):
             costs = context.costs.segment(option.apply(s), mesh)
@@ -336,13 +338,13 @@ def module_table(
 
 
 def group_content(volume: ModuleVolume, groups_per_batch: Array, data: Array) -> tuple[Array, ...]:
-    """Content, by feature, of a rank's share of one group, where a mean batch takes so many."""
+    """Return a rank's content per group, by cost feature, given the groups per mean batch."""
     return tuple(_ceil(amount * HEADROOM / (groups_per_batch * data)) for amount in volume.content)
 
 
 def min_groups(volume: ModuleVolume, capacity: Array, min_share: float) -> Array:
-    """Minimum number of groups of such a capacity of each sampled batch, [n_batches, ...]; the last
-    one may have this share of the others (1: all have the largest bucket)."""
+    """Return the minimum number of groups of this capacity per sampled batch, [n_batches, ...]; the
+    last group may have `min_share` of the capacity (1: all groups are equal)."""
     batch_amounts = volume.by_batch.reshape(-1, *(1 for _ in np.shape(capacity)))
     needed = batch_amounts / np.maximum(capacity, 1)
     return np.maximum(min_share, needed if min_share < 1 else _ceil(needed))

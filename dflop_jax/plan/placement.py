@@ -1,4 +1,4 @@
-"""Placements: the parallelism of every module, and the submeshes and segments that follow."""
+"""Placements: every module's parallelism, and the submeshes and segments derived from it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 
-# Digits of a layer's cost, in mean layers: bits of a timing must not move a layer to another run.
+# Decimal digits of a layer's relative cost; rounding keeps timing noise from moving a layer.
 _COST_DIGITS = 6
 
 
 class LayerCosts(NamedTuple):
-    """Costs of a module's entry, exit and layers, in mean layers."""
+    """Costs of a module's entry, exit and layers, relative to its mean layer."""
 
     entry: float = 0.0
     exit: float = 0.0
-    layers: tuple[float, ...] = ()  # () where all cost the same
+    layers: tuple[float, ...] = ()  # (): equal costs
 
 
-EQUAL_LAYERS = LayerCosts()  # a run costs its number of layers
+EQUAL_LAYERS = LayerCosts()
 # By (module, tensor-parallel degree).
 LayerCostsByDegree = Mapping[tuple[str, int], LayerCosts]
 
 
 @dataclass(frozen=True, order=True)
 class Parallelism:
-    """A module as segments on a submesh each, or as a segment that is passed in rounds."""
+    """A module as segments with one submesh each, or as a looped pipeline with `rounds`."""
 
     mesh: MeshShape
     n_segments: int = 1
@@ -51,16 +51,16 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class SpaceLimits:
-    """Limits of a space of placements."""
+    """Limits of the space of placements."""
 
-    n_layers: Mapping[str, int]  # of every module, in topological order
-    degrees: Mapping[str, Collection[int]]  # of tensor parallelism, by module
-    unstaged: Collection[str]  # modules with an edge between their layers: segments, not stages
-    # Layers of the shortest pattern of kinds that a module repeats; stages hold whole patterns.
+    n_layers: Mapping[str, int]  # by module, in topological order
+    degrees: Mapping[str, Collection[int]]  # tensor-parallel degrees, by module
+    unstaged: Collection[str]  # modules with an edge at an inner layer, which need segments
+    # Layers in the shortest repeated pattern of layer kinds, by module; stages hold whole patterns.
     patterns: Mapping[str, int]
     n_devices: int
-    node: int  # devices of a node
-    config: PlanConfig  # with limits above 0
+    node: int  # devices per node
+    config: PlanConfig  # with all limits resolved (above 0)
 
     @classmethod
     def from_model(
@@ -70,7 +70,7 @@ class SpaceLimits:
         edges: Sequence[Edge],
         *devices: Any,
     ) -> SpaceLimits:
-        """`kinds` are those of every module's layers; `devices` are the last three fields."""
+        """Build limits from each module's layer `kinds`; `devices` are the last three fields."""
         unstaged = {e.source for e in edges if e.leaves >= 0}
         unstaged |= {e.target for e in edges if e.enters >= 0}
         patterns = {m: shortest_pattern(k) for m, k in kinds.items()}
@@ -78,12 +78,12 @@ class SpaceLimits:
 
     @property
     def max_model(self) -> int:
-        """The largest tensor-parallel degree, which stays inside a node."""
+        """Maximum tensor-parallel degree, limited to a node's devices."""
         return min(self.config.max_model, self.node)
 
 
 def shortest_pattern(kinds: Sequence[str]) -> int:
-    """Layers of the shortest pattern whose repeats are a sequence of kinds."""
+    """Return the length of the shortest pattern that, repeated, gives the sequence of kinds."""
     n, names = len(kinds), tuple(kinds)
     return next(k for k in range(1, n + 1) if n % k == 0 and names[:k] * (n // k) == names)
 
@@ -94,9 +94,9 @@ def build_layout(
     n_layers: Mapping[str, int],
     costs: LayerCostsByDegree | None = None,
 ) -> Layout:
-    """The layout, without buckets and edges, of modules (in topological order) with these
-    parallelisms, from these devices on; modules with the same first device share all devices.
-    Segments are balanced by `costs`, else by their number of layers."""
+    """Return the layout, without buckets and edges, of modules in topological order with these
+    parallelisms and first devices; modules with the same first device share all devices. Segments
+    are balanced by `costs`, else by their number of layers."""
     submeshes: tuple[SubmeshPlan, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
     modules = zip(n_layers.items(), first_devices, parallelisms, strict=True)
@@ -108,7 +108,7 @@ def build_layout(
 
 
 def layout_name(layout: Layout) -> str:
-    """A unique short name: segments, stage x data x model, first device, rounds by module."""
+    """Return a unique short name: each module's segments, mesh, first device and rounds."""
     names = []
     for module in layout.modules:
         segments = layout.segments_of(module)
@@ -126,7 +126,7 @@ def module_segments(
     parallelism: Parallelism,
     costs: LayerCosts = EQUAL_LAYERS,
 ) -> tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]]:
-    """The submeshes and segments of a module, from device `first_device` on."""
+    """Return a module's submeshes and segments, starting at device `first_device`."""
     n, mesh, rounds = parallelism.n_segments, parallelism.mesh, parallelism.rounds
     size = parallelism.n_devices // n
     submeshes, segments = [], []
@@ -141,14 +141,14 @@ def module_segments(
 def split_layers(
     n_layers: int, n_runs: int, costs: LayerCosts = EQUAL_LAYERS
 ) -> list[tuple[int, int]]:
-    """[start, stop) of runs of at least a layer with the lowest possible maximum cost."""
+    """Return [start, stop) of nonempty runs of layers with the lowest possible maximum cost."""
     assert 1 <= n_runs <= n_layers, (n_runs, n_layers)
     if costs.layers:
         return list(_split_unequal(costs, n_runs))
     counts, ends = [1] * n_runs, [0.0] * n_runs
     ends[0] += costs.entry
     ends[-1] += costs.exit
-    for _ in range(n_layers - n_runs):  # each layer goes to the cheapest run, the first of equals
+    for _ in range(n_layers - n_runs):  # add each layer to the cheapest run
         cheapest = min(range(n_runs), key=lambda i: (counts[i] + ends[i], i))
         counts[cheapest] += 1
     return list(pairwise(accumulate(counts, initial=0)))
@@ -156,14 +156,14 @@ def split_layers(
 
 @lru_cache(maxsize=4096)
 def _split_unequal(costs: LayerCosts, n_runs: int) -> tuple[tuple[int, int], ...]:
-    """`split_layers` of layers with different costs, by dynamic programming over the first layers;
-    of splits of equal maximum cost that with the lowest sum of squares."""
-    # Whole numbers, so that no choice depends on the order of a sum.
+    """Split layers with different costs by dynamic programming over the first layers; ties are
+    broken by the lowest sum of squares."""
+    # Integers, so that results do not depend on the order of sums.
     entry, leave, *each = (round(10**_COST_DIGITS * c) for c in (*costs[:2], *costs.layers))
     each[0] += entry
     each[-1] += leave
     total, n = [0, *accumulate(each)], len(each)
-    # By number of layers: (maximum cost of a run, sum of squares, first layer of each run).
+    # By number of layers split: (maximum cost of a run, sum of squares, first layer of each run).
     best_split: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for run in range(1, n_runs + 1):
         longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
@@ -179,12 +179,12 @@ def _split_unequal(costs: LayerCosts, n_runs: int) -> tuple[tuple[int, int], ...
 
 
 def divisors(n: int, limit: int) -> list[int]:
-    """Divisors of n up to `limit`."""
+    """Return the divisors of n up to `limit`."""
     return [d for d in range(1, min(n, limit) + 1) if n % d == 0]
 
 
 def relative_layer_costs(profile: ModelProfile) -> LayerCostsByDegree:
-    """Costs of entries, exits and layers at the largest timed shape."""
+    """Return relative costs of entries, exits and layers at the largest timed shape."""
     largest: dict[tuple[str, int, str], LayerTiming] = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         largest[t.module, t.model, t.kind] = t

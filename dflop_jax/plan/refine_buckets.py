@@ -1,5 +1,5 @@
-"""The last choice by the profile: the best candidates of several policies get other buckets, and
-their plans are compared on batches that no bucket was chosen for."""
+"""Refinement of each policy's best candidates: they get buckets fitted to the data, and their plans
+are compared on batches that the buckets were not fitted to."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from dflop_jax.schedule.buckets.problem import largest_first
 from dflop_jax.schedule.buckets.sizes import oversize_samples, sample_capacity, spare_bucket
 from dflop_jax.simulate.task_graph import segments_with_backward
 
-# Maximum microbatches of a mean batch with chosen buckets, over those with the one bucket; effort
-# "quick" tries the last alone.
+# Limits of microbatches per mean batch with chosen buckets, relative to those with one bucket;
+# effort "quick" tries only the last.
 _GRANULARITIES = (0.6, 1.0, 1.6)
-# Makespan with one bucket over the best one's, up to which another policy is screened; a larger one
-# takes planning time and misses fewer.
+# Another policy is screened up to this ratio of its makespan to the best one, with one bucket each;
+# a larger ratio takes more planning time but misses fewer good plans.
 _MAX_POLICY_RATIO = 1.2
-# Candidates, and placements of them, that get chosen buckets besides the first of other policies,
-# by effort; each takes about a second. For the "quick" number the integer program of shapes is
-# solved, one or two seconds each.
+# Number of candidates, and of placements, that get chosen buckets besides the first of each other
+# policy, by effort; each takes about 1 s. The "quick" number of candidates also solves the integer
+# program of shapes, 1 to 2 s each.
 _N_SIZED = {"quick": 2, "full": 3}
 
 
 def refine_candidates(
     search: BestFirstSearch, ranked: Sequence[Candidate], tail: Sequence[Load]
 ) -> list[Plan]:
-    """Plans of the best candidates with suitable buckets, fastest first by their mean trial.
+    """Return plans of the best candidates with chosen buckets, fastest first by mean trial time.
 
-    The fastest of the ranked candidates and the first of other policies get chosen buckets, with
-    effort "full" at several granularities, the fastest of these by the integer program. Plans get
-    room for the samples of `tail`, and second recompute policies.
+    The fastest ranked candidates and the first of other policies get chosen buckets, with effort
+    "full" at several granularities; the fastest of these also from the integer program. Plans get a
+    bucket for large samples of `tail`, and variants with second recompute policies are tried.
     """
     evaluator = search.evaluator
     if ranked[0].plan.scheduling.grouping == "arrival":
@@ -72,7 +72,7 @@ def refine_candidates(
 
 
 def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates close to the first, or to be timed, and the best of other policies."""
+    """Return candidates close to the first or to be timed, and the best of other policies."""
     n, best_s = search.evaluator.config.finalists, ranked[0].lower_bound_s
     max_s = CLOSE_RATIO * best_s
     close = [r for i, r in enumerate(ranked) if i < n or r.lower_bound_s <= max_s][:MAX_CLOSE]
@@ -89,7 +89,7 @@ def _with_smaller_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> Can
 
 
 def _with_chosen_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
-    """The candidate with chosen buckets, at each granularity that the effort allows."""
+    """Return the candidate with chosen buckets at each granularity that the effort allows."""
     config, largest = evaluator.config, candidate.largest_buckets()[0]
     ratios = _GRANULARITIES[-1:] if config.effort == "quick" else _GRANULARITIES
     counts = {max(1, round(ratio * candidate.max_microbatches)) for ratio in ratios}
@@ -102,11 +102,11 @@ def _with_chosen_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> list
 def _with_integer_program(
     evaluator: PlanEvaluator, compared: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The candidates, and the fastest ones with the integer program's buckets, fastest first."""
-    sized: dict[int, Candidate] = {}  # by ranked plan, with chosen buckets
+    """Return the candidates and variants with the integer program's buckets, fastest first."""
+    sized: dict[int, Candidate] = {}  # candidates with chosen buckets, by id of the ranked plan
     for one in compared:
         variants = (c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice)
-        if first := next(variants, None):  # else no choice of buckets fits
+        if first := next(variants, None):  # None: no choice of buckets fits
             sized.setdefault(id(one.ranked_plan), first)
     to_solve = list(sized.values())[: _N_SIZED["quick"]]
     solved = [c for one in to_solve for c in _solve_integer_program(evaluator, one)]
@@ -115,7 +115,7 @@ def _with_integer_program(
 
 
 def _solve_integer_program(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
-    """The candidate with the program's buckets: largest by its options, and by any."""
+    """Return the candidate with the integer program's buckets under each limit of their size."""
     n, effort = candidate.max_microbatches, evaluator.config.effort
     start = candidate.bucket_choice if effort == "quick" else None
     by_layout: dict[Layout, Candidate] = {}
@@ -127,9 +127,9 @@ def _solve_integer_program(evaluator: PlanEvaluator, candidate: Candidate) -> li
 
 
 def _with_divided_readers(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
-    """The candidate with sub-microbatches in the modules that only read others, where policy `dip`
-    divides no module yet and memory holds it. The ranking leaves this out: it gains less than the
-    ranking's equal groups are wrong by."""
+    """Return the candidate with sub-microbatches in modules that only read others, if policy `dip`
+    divides no module yet and the plan fits into memory. The ranking ignores this variant, whose
+    gain is smaller than the error of its equal groups."""
     layout = candidate.plan.layout
     if candidate.plan.policy != DIP or layout.divided:
         return []
@@ -147,8 +147,8 @@ def _choose_buckets(
     effort: str,
     **options: Any,
 ) -> list[Candidate]:
-    """The candidate with the buckets that suit it best, up to the `largest` and shapes whose prices
-    are trusted; none if they do not fit. `options` are those of `choose_buckets`."""
+    """Return the candidate with its best buckets, up to the `largest` and to shapes with trusted
+    prices; [] if they do not fit. `options` are passed to `choose_buckets`."""
     context, plan = evaluator.context, candidate.ranked_plan
     layout = replace(plan.layout, fan_in=1)
     limits = {
@@ -178,16 +178,16 @@ def _choose_buckets(
     try:
         choice = choose_buckets(evaluator.loads, problem, effort=effort, **options)
         plan = evaluator.with_cheapest_options(problem.with_buckets(choice.buckets))
-    except ValueError:  # memory holds the largest sample only beside a smaller share
+    except ValueError:  # the largest sample does not fit into memory with a full bucket
         return []
     sized = candidate.with_plan(plan, max_microbatches=max_microbatches, bucket_choice=choice)
     return [sized] if evaluator.fits(plan) else []
 
 
 def with_second_remat(plan: Plan, evaluator: PlanEvaluator) -> list[Plan]:
-    """Plans that fit in which segments have a second recompute policy that keeps more, for groups
-    that memory has room for as a step goes (`schedule.memory_plan`); one plan for each such policy,
-    none where no segment recomputes."""
+    """Return a fitting plan for each second recompute policy that saves more residuals; the
+    scheduler uses it for groups while memory is free (`schedule.memory_plan`). [] if no segment
+    recomputes."""
     context, layout = evaluator.context, plan.layout
     if not context.spec.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
@@ -210,7 +210,7 @@ def with_second_remat(plan: Plan, evaluator: PlanEvaluator) -> list[Plan]:
 
 
 def _with_free_bytes(plan: Plan, backward: set[str], evaluator: PlanEvaluator) -> Plan:
-    """The plan with the bytes of its groups, and the free bytes of every submesh's devices."""
+    """Return the plan with residual bytes by group shape and free bytes per device by submesh."""
     layout, costs, residuals = plan.layout, evaluator.context.costs, []
     for s in layout.segments:
         second = s if s.remat_less is None else s.with_less_remat
@@ -223,15 +223,15 @@ def _with_free_bytes(plan: Plan, backward: set[str], evaluator: PlanEvaluator) -
 
 
 def with_spare_bucket(plan: Plan, tail: Sequence[Load], evaluator: PlanEvaluator) -> Plan:
-    """The plan with a bucket for samples of `tail` that are larger than the profiled ones; without
-    it where memory has no room for such a bucket with the plan's options (`data.oversize`)."""
+    """Return the plan with a bucket for samples of `tail` that are larger than the profiled ones;
+    unchanged if that bucket does not fit into memory (then `data.oversize` applies)."""
     oversize = [tail[i] for i in oversize_samples(tail, plan)] if tail else []
     if not oversize:
         return plan
     layout, context = plan.layout, evaluator.context
     capacity, multiple = sample_capacity(plan), context.spec.token_multiple
     spare = spare_bucket(oversize, capacity, context.profile.piece_tokens, multiple)
-    # Sub-microbatches have one shape: a sample gets as many as may feed one group.
+    # Sub-microbatches have one shape; a sample may use all that feed one group.
     divided = {m: layout.shapes(m)[0] for m in layout.divided if layout.shapes(m)}
     spare = Bucket(tuple((m, divided.get(m, shape)) for m, shape in spare.shapes))
     with_spare = plan.with_layout(buckets=largest_first((*layout.buckets, spare)))

@@ -1,10 +1,10 @@
-"""Chooses a plan: layout, granularity and options of least expected makespan, then its buckets.
+"""Search for the layout, granularity, options and buckets with the least expected makespan.
 
 The expectation is over global batches sampled from the data profile, each scheduled by the real
 scheduler and simulated on the runtime's task graph (DFLOP's Data-aware 3D Parallelism Optimizer,
-arXiv 2603.25120, with an expectation instead of mean shapes). The best of the whole space
-(`best_first`) then get chosen buckets (`refine_buckets`). Where devices are at hand, the programs
-of the fastest plans are timed, and the fastest by these times is the plan (`time_plans`).
+arXiv 2603.25120, with an expectation instead of mean shapes). The best candidates of the space
+(`best_first`) then get buckets fitted to the data (`refine_buckets`). If devices are available, the
+programs of the fastest plans are timed, and the fastest plan is chosen by them (`time_plans`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
 from dflop_jax.schedule.batch import sample_batches
 
-# Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of layouts some
-# suit two batches by chance. Twice as many take twice the time to count groups.
+# Number of batches for ranking, relative to `SearchSpec.n_batches`: with fewer, some of thousands
+# of layouts win by chance; twice as many take twice the time to count groups.
 _RANKING_BATCHES_RATIO = 2
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The chosen plan, and how the search found it."""
+    """The chosen plan and statistics of the search."""
 
     plan: Plan
-    candidates: tuple[Candidate, ...]  # the best placements, by their makespan with one bucket
+    candidates: tuple[Candidate, ...]  # the best placements, sorted by makespan with one bucket
     n_placements: int  # in the space
-    n_candidates: int  # placements with granularities
-    n_fit: int  # candidates that memory holds
-    n_evaluated: int  # candidates that were simulated
-    n_timed: int  # plans whose own programs were timed
-    limits: Mapping[str, int]  # of the space, as configured or as the job needs
+    n_candidates: int  # (placement, granularity) pairs
+    n_fit: int  # candidates that fit into memory
+    n_evaluated: int  # candidates simulated
+    n_timed: int  # plans whose programs were timed
+    limits: Mapping[str, int]  # of the space, from the config or derived from the job
 
 
 def search_plan(
@@ -60,17 +60,17 @@ def search_plan(
     on_progress: OnProgress | None = None,
     **changes: Any,
 ) -> SearchResult:
-    """The plan of least expected makespan for a policy, within memory.
+    """Return the plan with the least expected makespan that fits into memory.
 
     Args:
-      spec: what is searched for; `changes` are fields of it by name, or all of them.
-      time_plan: compiles and times a plan's own programs; the last choice is then made by these.
-      try_step: runs a step of a plan that is timed, before it is chosen. Both raise PlanTooLarge
-        where the devices do not hold the plan; then the next one is tried.
+      spec: the search's settings; `changes` replace its fields, or give all of them.
+      time_plan: compiles and times a plan's programs; the final choice uses these times.
+      try_step: runs a step of the plan before it is chosen. Both callbacks raise PlanTooLarge if
+        the plan does not fit on the devices; then the next plan is tried.
 
     Raises:
-      ValueError: no device, no placement, or nothing fits into `memory_bytes`, or by trial into the
-        devices; the message says by how much.
+      ValueError: no device, no placement, or no plan fits into `memory_bytes` or on the devices;
+        the message states the missing bytes.
     """
     spec = replace(spec, **changes) if spec else SearchSpec(**changes)
     evaluator = build_evaluator(profile, data, spec)
@@ -101,7 +101,7 @@ def search_plan(
 
 
 def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> PlanEvaluator:
-    """The evaluator of a spec, with the job's limits where the spec has none."""
+    """Return the evaluator of a spec, whose unset limits are derived from the job."""
     spec, loads, n = with_limits(spec, profile, data.loads), data.loads, spec.global_batch
     batches = sample_batches(loads, n, _RANKING_BATCHES_RATIO * spec.n_batches)
     volumes = {

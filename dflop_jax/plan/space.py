@@ -1,10 +1,10 @@
-"""The search space: families of layouts, whose data degrees and first devices are arrays.
+"""The search space: families of layouts, whose data-parallel degrees and first devices are arrays.
 
-A placement puts the modules into blocks of consecutive devices, which a block's modules share, each
-with its own (data, model). A module that is alone in its block may be a pipeline.
+A placement puts modules into blocks of consecutive devices. Modules of a block share its devices,
+each with its own (data, model) mesh. A module that is alone in its block may be a pipeline.
 
-Baselines, as in DFLOP (arXiv 2603.25120), give the whole model one (data, model) per pipeline stage
-and take samples in the order of arrival; they differ in how layers are split into stages.
+Baselines, as in DFLOP (arXiv 2603.25120), use one (data, model) mesh per pipeline stage of the
+whole model and take samples in order of arrival; they differ in how layers are split into stages.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dflop_jax.records import Layout, MeshShape, SegmentPlan, SubmeshPlan
 BASELINES = ("blind", "megatron", "pytorch")
 # (module, first layer, last layer + 1) of each pipeline stage, in order.
 Stages = list[list[tuple[str, int, int]]]
-# Minimum number of parts into which more than two blocks divide the devices; twice as many are four
+# With more than two blocks, devices are divided in units of at most 1/16; half that unit gives four
 # times as many splits into three blocks.
 _MIN_GRAINS = 16
-# Rounds through the stages of a loop. With R rounds its S - 1 ticks of fill and drain are of 1/R of
-# a stage's layers each; 4 would halve once more what 2 leave.
+# Rounds through the stages of a looped pipeline. With R rounds, fill and drain take S - 1 ticks of
+# 1/R of a stage's layers each.
 ROUNDS = (1, 2)
 
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """Layouts that differ in data degrees and devices only."""
+    """Layouts that differ only in data-parallel degrees and devices."""
 
-    parallelisms: tuple[Parallelism, ...]  # of every module; data degrees are 1
-    blocks: tuple[int, ...]  # of every module
-    data: np.ndarray  # data degree, [n_layouts, n_modules]
+    parallelisms: tuple[Parallelism, ...]  # by module, with data-parallel degree 1
+    blocks: tuple[int, ...]  # number of the block, by module
+    data: np.ndarray  # data-parallel degree, [n_layouts, n_modules]
     first_device: np.ndarray  # [n_layouts, n_modules]
 
     def __len__(self) -> int:
@@ -51,13 +51,13 @@ class LayoutFamily:
 
     @property
     def max_stages(self) -> int:
-        """Stages of the deepest loop."""
+        """Maximum number of stages of a looped pipeline."""
         return max(f.mesh.stage for f in self.parallelisms)
 
     def layout(
         self, index: int, n_layers: Mapping[str, int], costs: LayerCostsByDegree | None = None
     ) -> Layout:
-        """Layout number `index`; see `build_layout`."""
+        """Return layout number `index`; see `build_layout`."""
         sized = [
             replace(f, mesh=replace(f.mesh, data=d))
             for f, d in zip(self.parallelisms, self.data[index].tolist(), strict=True)
@@ -69,9 +69,9 @@ class LayoutFamily:
 
 
 def separate_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
-    """DFLOP: modules in at least two blocks, each with its own (stage, data, model); a single
-    module gets all devices. With more than two blocks the devices are divided in coarser steps, and
-    at most one module is a pipeline."""
+    """Yield DFLOP's families: modules in at least two blocks, each with its own mesh; a single
+    module gets all devices. With more than two blocks, devices are divided in larger units and at
+    most one module is a pipeline."""
     n_layers, n_devices = limits.n_layers, limits.n_devices
     for blocks in _block_partitions(len(n_layers)):
         n_blocks = max(blocks) + 1
@@ -89,8 +89,8 @@ def separate_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
 
 
 def shared_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
-    """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
-    the last module may be a loop of stages. Each module is balanced over its own data ranks."""
+    """Yield OrchMLLM's families: modules run on all devices, one after the other, each with its own
+    parallelism and balanced over its data ranks. The last module may be a looped pipeline."""
     *source_modules, last = limits.n_layers
     loops = _parallelisms(limits, last, limits.config.max_stage)
     parallelisms = [_parallelisms(limits, m, 1) for m in source_modules]
@@ -102,7 +102,7 @@ FAMILIES_BY_POLICY = {"dflop": separate_families, "orch": shared_families}
 
 
 def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
-    """Every way to put `n` modules into blocks, numbered by their first modules."""
+    """Yield the block number of each module for every partition of `n` modules into blocks."""
     if n == 0:
         yield ()
         return
@@ -112,7 +112,7 @@ def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
-    """Devices of every block, [n_splits, n_blocks]; coarse for more than two blocks."""
+    """Return numbers of devices by block, [n_splits, n_blocks]; see `_MIN_GRAINS`."""
     step = 1
     while n_blocks > 2 and 2 * step * _MIN_GRAINS <= n_devices:
         step *= 2
@@ -122,9 +122,9 @@ def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
 
 
 def _parallelisms(limits: SpaceLimits, module: str, max_stage: int) -> list[Parallelism]:
-    """Forms of a module on one data rank. A pipeline of depth s comes as s segments, and as one
-    segment with stage=s for each number of rounds in which they divide its patterns of layers; a
-    module that is `unstaged` comes as segments only."""
+    """Return a module's parallelisms on one data rank. A pipeline of depth s is either s segments,
+    or one segment with stage=s for each number of rounds that divides its layer patterns evenly;
+    `unstaged` modules are segments only."""
     n_devices, n_layers = limits.n_devices, limits.n_layers[module]
     rounds = (limits.config.rounds,) if limits.config.rounds else ROUNDS
     tensor_degrees = sorted(k for k in limits.degrees[module] if k <= limits.max_model)
@@ -142,7 +142,7 @@ def _parallelisms(limits: SpaceLimits, module: str, max_stage: int) -> list[Para
 def _family(
     parallelisms: Sequence[Parallelism], blocks: tuple[int, ...], block_sizes: np.ndarray
 ) -> Iterator[LayoutFamily]:
-    """The family on the splits that the parallelisms divide, where one group size suits all."""
+    """Yield the family of splits that the parallelisms divide evenly, if one group size fits."""
     max_stages = max(f.mesh.stage for f in parallelisms)
     if any(max_stages % f.mesh.stage for f in parallelisms):
         return
@@ -160,14 +160,14 @@ def _family(
 
 
 def tensor_groups_in_nodes(first_device: Array, n_devices: Array, model: int, node: int) -> Array:
-    """Whether consecutive groups of `model` devices all lie inside a node."""
+    """Return whether consecutive groups of `model` devices all lie inside a node."""
     to_next_node = node - first_device % node
     fills_whole_nodes = (n_devices <= to_next_node + node) | (node % model == 0)
     return (n_devices <= to_next_node) | ((to_next_node % model == 0) & fills_whole_nodes)
 
 
 def search_families(limits: SpaceLimits) -> dict[str, list[LayoutFamily]]:
-    """Families by policy, with tensor parallelism inside a node; ValueError: none."""
+    """Return families by policy with tensor parallelism within nodes; ValueError: none."""
     by_policy: dict[str, list[LayoutFamily]] = {}
     for policy, make_families in FAMILIES_BY_POLICY.items():
         if limits.config.policy not in ("auto", policy):
@@ -187,11 +187,11 @@ def search_families(limits: SpaceLimits) -> dict[str, list[LayoutFamily]]:
 
 
 def _stage_splits(policy: str, n_layers: Mapping[str, int], stages: int) -> Iterator[Stages]:
-    """Splits of the layers into pipeline stages.
+    """Yield splits of the layers into pipeline stages.
 
-    `pytorch`: all layers, module by module, evenly by number. `megatron`: the modules before the
-    last on the first `n` stages (with n = 0 on the last module's first), the last module's layers
-    evenly on the rest. `blind`: the same with n = 1, where there are two stages.
+    `pytorch`: all layers, module by module, in equal numbers. `megatron`: modules before the last
+    on the first `n` stages (n = 0: on the last module's first stage), the last module's layers
+    evenly on the other stages. `blind`: the same with n = 1 if there are at least two stages.
     """
     *names, last = n_layers
     sources = {m: n_layers[m] for m in names}
@@ -209,7 +209,7 @@ def _stage_splits(policy: str, n_layers: Mapping[str, int], stages: int) -> Iter
 
 
 def _split_evenly(n_layers: Mapping[str, int], stages: int) -> Stages:
-    """The layers of modules in a row, split into stages of even number."""
+    """Split the modules' consecutive layers into stages of equal numbers of layers."""
     first = dict(zip(n_layers, np.cumsum([0, *n_layers.values()]).tolist()))
     return [
         [
@@ -224,7 +224,7 @@ def _split_evenly(n_layers: Mapping[str, int], stages: int) -> Stages:
 def baseline_layouts(
     policy: str, n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
 ) -> Iterator[Layout]:
-    """Every split of the layers into stages on consecutive blocks of devices."""
+    """Yield each split of the layers into stages on consecutive blocks of devices."""
     for n_stages in divisors(n_devices, max_stage):
         size = n_devices // n_stages
         for tp in divisors(size, max_model):
@@ -242,7 +242,7 @@ def baseline_layouts(
 
 
 def allowed_baselines(limits: SpaceLimits) -> list[Layout]:
-    """Layouts of a baseline, with tensor parallelism inside a node; ValueError: none."""
+    """Return a baseline's layouts with tensor parallelism within nodes; ValueError: none."""
     config, layouts = limits.config, []
     if config.policy not in BASELINES:
         return []
@@ -263,5 +263,5 @@ def allowed_baselines(limits: SpaceLimits) -> list[Layout]:
 def _no_placement(limits: SpaceLimits) -> str:
     return (
         f"policy {limits.config.policy} has no placement on {limits.n_devices} devices: modules on "
-        "devices of their own need one each; raise plan.devices or use plan.policy auto"
+        "separate submeshes need a device each; raise plan.devices or use plan.policy auto"
     )

@@ -1,8 +1,7 @@
-"""Compares plans on batches that no bucket was chosen for, by successive halving (Karnin, Koren and
-Somekh 2013) with a test of paired differences: all run the same trials, the slower half leaves, and
-the others run twice as many, until the fastest is certain or the work is spent.
-
-Where devices are at hand, trials are priced by the plans' own programs.
+"""Comparison of plans on batches that their buckets were not fitted to, by successive halving
+(Karnin, Koren and Somekh 2013) with a test of paired differences: all plans run the same trials,
+the slower half drops out, and the others run twice as many, until the fastest is significant or the
+work limit is reached. If devices are available, trials use times of the plans' own programs.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from dflop_jax.schedule.costs import TIE_TOLERANCE
 
 TimePlan = Callable[[Plan], Prices]
 TryStep = Callable[[Plan, Prices], None]
-# Trials that every plan runs, and that the last plans run.
+# Number of trials that every plan runs, and that the last plans run.
 _MIN_TRIALS, _MAX_TRIALS = 2, 8
-# Seconds over the fastest's in the first trials, up to which a plan runs more trials.
+# A plan runs more trials only up to this ratio to the fastest plan in the first trials.
 _MAX_SLOWDOWN = 1.1
-# Standard errors of the mean difference that make it certain, once there are so many trials, and
-# the share of a step that is too small to matter.
+# A difference is significant beyond this number of standard errors, from this number of trials on;
+# differences below this share of a step count as equal.
 _STANDARD_ERRORS, _MIN_TESTED_TRIALS, _EQUAL_SHARE = 2.0, 4, 0.001
-# Units of work: of a batch beside the scheduler's limit (larger batches take more); of all trials
-# beyond the first ones; and how many times that with effort "full".
+# Work units per batch besides the scheduler's limit (more for larger batches); maximum for all
+# trials after the first ones; factor of that maximum with effort "full".
 _BATCH_COST, _MAX_WORK, _FULL_EFFORT_RATIO = 500, 75_000, 4
 _REMEDIES = "--plan.zero 3, --train.remat layers or a smaller --data.max_tokens"
 
@@ -37,12 +36,12 @@ _REMEDIES = "--plan.zero 3, --train.remat layers or a smaller --data.max_tokens"
 def screen(
     evaluator: PlanEvaluator, candidates: Sequence[Candidate], n: int = _MIN_TRIALS
 ) -> list[Candidate]:
-    """The candidates after their first `n` trials, fastest first."""
+    """Run the candidates' first `n` trials; return them fastest first."""
     return _fastest_first([_run_trials(evaluator, c, n) for c in candidates], n)
 
 
 def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that are close to the fastest in the first trials."""
+    """Return the candidates within `CLOSE_RATIO` of the fastest in the first trials."""
     max_s = CLOSE_RATIO * min(c.mean_trial_s(_MIN_TRIALS) for c in candidates)
     return [c for c in candidates if c.mean_trial_s(_MIN_TRIALS) <= max_s]
 
@@ -50,7 +49,7 @@ def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
 def successive_halving(
     evaluator: PlanEvaluator, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The candidates, fastest first, those that left early last; a single one runs no trial."""
+    """Return candidates fastest first, early dropouts last; a single candidate runs no trial."""
     running, left = list(candidates), list[Candidate]()
     batches = evaluator.trial_batches(0)
     trial_work = len(batches) * max(1.0, len(batches[0]) / LARGE_BATCH) * (TRIAL_WORK + _BATCH_COST)
@@ -73,7 +72,7 @@ def successive_halving(
 def compare_new(
     evaluator: PlanEvaluator, compared: Sequence[Candidate], new: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The fastest of `new` and the first of `compared`, then all others by first trials."""
+    """Compare `new` with the first of `compared`; return the fastest, then the others by trials."""
     if not new:
         return list(compared)
     fastest, *others = successive_halving(evaluator, [compared[0], *new])
@@ -81,7 +80,7 @@ def compare_new(
 
 
 def _run_trials(evaluator: PlanEvaluator, candidate: Candidate, n: int) -> Candidate:
-    """The candidate with the seconds of its first `n` trials, and with its best lookahead."""
+    """Return the candidate with its best lookahead and the seconds of its first `n` trials."""
     plan, run_seconds, prices = candidate.plan, candidate.trial_seconds, candidate.prices
     if not run_seconds and prices is None:
         plan = evaluator.with_lookahead(plan)
@@ -90,7 +89,7 @@ def _run_trials(evaluator: PlanEvaluator, candidate: Candidate, n: int) -> Candi
 
 
 def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
-    """By the first `n` trials; of equal ones that with fewer buckets, then the first."""
+    """Sort by the first `n` trials; ties by number of buckets, then by the given order."""
     unordered, ordered = list(candidates), list[Candidate]()
     while unordered:
         fastest_s = min(c.mean_trial_s(n) for c in unordered)
@@ -101,7 +100,7 @@ def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
 
 
 def _is_decided(candidate: Candidate, fastest: Candidate, n: int) -> bool:
-    """Whether a candidate is certainly slower than the fastest, or certainly as fast."""
+    """Return whether a candidate is significantly slower than the fastest, or equal to it."""
     if n < _MIN_TESTED_TRIALS:
         return candidate.mean_trial_s(n) > _MAX_SLOWDOWN * fastest.mean_trial_s(n)
     fastest_s = fastest.trial_seconds[:n]
@@ -111,35 +110,35 @@ def _is_decided(candidate: Candidate, fastest: Candidate, n: int) -> bool:
 
 
 class PlanTooLarge(ValueError):
-    """A plan whose programs ran out of memory, which lacks `short_bytes` (0: not known)."""
+    """Raised when a plan's programs run out of memory by `short_bytes` (0: unknown)."""
 
     def __init__(self, reason: str, short_bytes: float = 0.0):
-        super().__init__(f"{reason}; give a smaller --plan.memory_bytes, {_REMEDIES}")
+        super().__init__(f"{reason}; use a smaller --plan.memory_bytes, {_REMEDIES}")
         self.reason, self.short_bytes = reason, short_bytes
 
 
 def plans_to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
-    """The first `n` plans, and the first `n` of the first one's policy."""
+    """Return the first `n` plans, and the first `n` plans of the first plan's policy."""
     same_policy = [p for p in plans if p.policy == plans[0].policy][:n]
     return [p for i, p in enumerate(plans) if i < n or p in same_policy]
 
 
 class TimingSession:
-    """Tries plans on the devices at hand, and learns from those that these do not hold."""
+    """Timing of plans on the devices; each plan that runs out of memory lowers the limit."""
 
     def __init__(self, evaluator: PlanEvaluator, time_plan: TimePlan, try_step: TryStep):
         self.evaluator = self._all_memory = evaluator
         self._time_plan, self._try_step = time_plan, try_step
-        self._missing_bytes = 0.0  # that refused plans were short of, which others leave free
+        self._missing_bytes = 0.0  # missing in refused plans; later plans must leave them free
         self._refused: list[PlanTooLarge] = []
         self.n_timed = 0  # plans
 
     def choose(self, plans: Sequence[Plan], n: int) -> Plan:
-        """The fastest plan by the times of its own programs, with the predictions that these give.
+        """Return the plan that is fastest by its own programs' times, with predictions from them.
 
-        About the first `n` plans are timed (0: none, the profile chooses the first), and the others
-        one by one where memory holds none of these. A plan that memory does not hold is dropped,
-        and the others leave free what it was short of; ValueError where memory holds none.
+        Times about the first `n` plans (0: none, the profile decides), and the others one by one if
+        none of these fits. A plan that runs out of memory is dropped, and later plans must leave
+        its missing bytes free. ValueError: no plan fits.
         """
         finalists = plans_to_time(plans, n)
         for plan_group in (finalists, *([p] for p in plans if p not in finalists)):
@@ -151,24 +150,24 @@ class TimingSession:
                 if chosen := self._run_step(fastest):
                     return chosen
         limit = self.evaluator.context.spec.memory_bytes
-        if not self._missing_bytes:  # not known
+        if not self._missing_bytes:  # unknown
             limit *= PLANNED_SHARE
         remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
         last = self._refused[-1].reason if self._refused else "none was tried"
         raise ValueError(
-            f"no plan of the fastest fits into memory ({len(self._refused)} tried): {last}; plan "
-            f"for less: {remedy}, {_REMEDIES}"
+            f"none of the fastest plans fits into memory ({len(self._refused)} tried): {last}; use "
+            f"{remedy}, {_REMEDIES}"
         )
 
     def _refuse(self, error: PlanTooLarge) -> None:
-        """Plan for devices with so much less memory."""
+        """Lower the memory limit by the bytes that a plan was short of."""
         self._refused.append(error)
         self._missing_bytes += error.short_bytes
         self.evaluator = self._all_memory.with_less_memory(self._missing_bytes)
 
     def _time_candidate(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
-        """The plan evaluated by its own times, or by the profile's; none where the devices do not
-        hold it. `alone`: no other plan is timed with it, so the profile chose it."""
+        """Return the plan evaluated by its own or the profile's times; [] if it does not fit on the
+        devices. `alone`: no other plan is timed with it, so the profile chose it."""
         evaluator = self.evaluator
         if not evaluator.fits(plan):
             return []
@@ -189,7 +188,7 @@ class TimingSession:
         return [Candidate(plan, prices=prices)]
 
     def _run_step(self, candidate: Candidate) -> Plan | None:
-        """The plan after it has run a step; None where the devices do not hold that."""
+        """Run a step of the plan and return the plan; None: the step ran out of memory."""
         free = candidate.plan.scheduling.free_bytes.items()
         left = {m: max(0.0, n - self._missing_bytes) for m, n in free}
         plan = candidate.plan.with_scheduling(free_bytes=left)

@@ -96,7 +96,7 @@ CASES = [
     ((*TRAIN, *SIMULATE), "--plan-file deep.json", "covers 6 layers of 'llm', the model has 4"),
     (TRAIN, "--plan-file far.json", "submesh 'llm' needs devices 1..15 but only 2 exist"),
     (TRAIN, "--plan.devices 8 --plan-file odd.json", "does not divide by the degree model=5"),
-    (TRAIN, "--plan-file short.json", "the plan's shapes hold no sample of this data"),
+    (TRAIN, "--plan-file short.json", "no sample of this data fits into the plan"),
     (PLAN, "--profile-file gone.json", "gone.json: no such file"),
     (SIMULATE, "--batches 0", "--batches: 0 must be at least 1"),
 ]  # fmt: skip

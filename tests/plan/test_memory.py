@@ -120,10 +120,10 @@ def test_memory_of_a_saved_trace():
     got = memory_of_trace(plan.layout, model, trace, named)
     assert got == memory_over_time(plan.layout, trace, GROUPS, byte_table(plan.layout, model))
     for bad in ({**named, 3: "b:9x9"}, {**named, 3: "c:1x64"}, {0: "a:1x64"}):
-        with pytest.raises(ValueError, match="does not name a shape of the plan"):
+        with pytest.raises(ValueError, match="do not name a shape of the plan"):
             memory_of_trace(plan.layout, model, trace, bad)
     stray = Trace(0, "run", (Event("z", "z", -1, "update", 0.0, 1.0),))
-    with pytest.raises(ValueError, match="of another plan"):
+    with pytest.raises(ValueError, match="belongs to another plan"):
         memory_of_trace(plan.layout, model, stray, {})
 
 

@@ -173,7 +173,7 @@ def test_the_fastest_plan_that_the_devices_hold_is_taken(n, refused, expected, f
 @pytest.mark.parametrize("short, remedy", [(1.0, "6.442e"), (0.0, "1.02e")])
 def test_error_names_a_remedy_where_no_plan_fits(short, remedy):
     """10 GiB less 1 GiB for each of four; or, where nothing is known, less what plans leave."""
-    message = rf"no plan of the fastest .* \(4 tried\): d is large; .*memory_bytes {remedy}.*, "
+    message = rf"none of the fastest plans .* \(4 tried\): d is large; .*memory_bytes {remedy}.*, "
     with pytest.raises(ValueError, match=message):
         chosen(3, no_step={p.policy: short for p in PLANS})
 

@@ -258,7 +258,7 @@ def test_the_run_ends_where_the_others_cannot_leave():
     job.stop()
     ((why, code),) = job.failures[0]
     assert code == 2
-    assert "give a smaller --plan.memory_bytes" in why
+    assert "use a smaller --plan.memory_bytes" in why
 
 
 def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):

@@ -111,8 +111,8 @@ def head(**changes):
 
 @pytest.mark.parametrize("text, says", [
     ("", "not JSON"), ('{"record": "Sha', "not JSON"),
-    ("[1, 2]", "holds no record, expected Shape"),
-    (head(record="Plan"), "holds Plan, expected Shape"),
+    ("[1, 2]", "contains no record, expected Shape"),
+    (head(record="Plan"), "contains Plan, expected Shape"),
     (head(version=99), "version 99, this program reads"),
     (head(value={"rows": "x", "tokens": 8}), r"Expected `int`, got `str` - at `\$.rows`"),
     (head(value={"rows": 1}), "missing required field `tokens`"),
@@ -157,17 +157,17 @@ BAD_LAYOUTS = {
     "submesh names repeat": {"submeshes": (ENC, changed(DEC, name="enc"))},
     "a plan needs segments": {"segments": ()},
     "segment names repeat": {"segments": (changed(VISION, name="llm"), LLM)},
-    "lies on unknown submesh 'gone'": {"segments": (VISION, changed(LLM, submesh="gone"))},
-    "3 layers do not divide into 2 stages": {"segments": (VISION, changed(LLM, stop=3))},
-    "3 rounds need .* it has stage=2 and 8 layers: choose": {"segments": (VISION, IN_ROUNDS)},
+    "has unknown submesh 'gone'": {"segments": (VISION, changed(LLM, submesh="gone"))},
+    "3 layers are not divisible into 2 stages": {"segments": (VISION, changed(LLM, stop=3))},
+    "3 rounds need .* it has stage=2 and 8 layers: use": {"segments": (VISION, IN_ROUNDS)},
     "must be a multiple of stage=2": {"group_size": 3},
-    "'vision' do not join": {"segments": (changed(VISION, first=False), LLM)},
-    "the source first; it has .'llm', 'vision'.": {"segments": (LLM, VISION)},
-    "'llm' have zero=.1, 3.; give": {"segments": (VISION, LOW, changed(HIGH, zero=3))},
-    "module by module": {"segments": (LOW, VISION, HIGH), "edges": ()},
+    "'vision' are not consecutive": {"segments": (changed(VISION, first=False), LLM)},
+    "the source before the target; it has .'llm', 'vision'.": {"segments": (LLM, VISION)},
+    "'llm' have zero=.1, 3.; use": {"segments": (VISION, LOW, changed(HIGH, zero=3))},
+    "not sorted by module": {"segments": (LOW, VISION, HIGH), "edges": ()},
     "modules .'llm'. that the plan lacks": {"segments": (VISION,), "edges": ()},
-    "buckets repeat; give each once": {"buckets": PLAN.layout.buckets[:1] * 2},
-    "2 stages and an edge between its layers": {"edges": (EDGE, TAP)},
+    "buckets repeat; list each once": {"buckets": PLAN.layout.buckets[:1] * 2},
+    "2 stages and an edge at an inner layer": {"edges": (EDGE, TAP)},
     "group_size 0 must be": {"group_size": 0},
     "fan_in 0 must be": {"fan_in": 0},
 }
@@ -197,7 +197,7 @@ def test_a_wrong_plan_cannot_exist(says):
 ])  # fmt: skip
 def test_segments_of_a_module_join_end_to_end(parts):
     assert changed(LAYOUT, segments=(VISION, LOW, HIGH)).modules == ("vision", "llm")
-    with pytest.raises(ValueError, match="segments of 'llm' do not join end to end"):
+    with pytest.raises(ValueError, match="segments of 'llm' are not consecutive"):
         changed(LAYOUT, segments=(VISION, *parts))
 
 

@@ -1,9 +1,8 @@
-"""The frozen records that flow from stage to stage.
+"""Frozen records that the stages exchange (profile -> plan -> schedule -> trace).
 
-Every arrow of the data flow (profile -> plan -> schedule -> trace) is one of these. A record
-validates itself when made, so a wrong one cannot exist; `files` writes and reads it as
-versioned JSON, so every stage can run alone from a file. No record knows a modality: modules are
-names, joined by the edges that the model declares.
+A record validates its fields when it is constructed. `files` saves and loads records as versioned
+JSON, so every stage can run alone from a file. Records do not depend on modalities: modules are
+names, connected by the edges that the model declares.
 """
 
 from dflop_jax.records.data import (

@@ -1,4 +1,5 @@
-"""Records as messages and versioned JSON files: {"record": type, "version": n, "value": ...}."""
+"""Serialization of records to messages and versioned JSON files:
+{"record": type, "version": n, "value": ...}."""
 
 from __future__ import annotations
 
@@ -12,53 +13,53 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-VERSION = 3  # of records that have not changed since
-# Raised whenever a field is renamed or changes its meaning; `load` refuses other versions.
+VERSION = 3  # of records that are not in `_NEWER`
+# Increase a version when a field is renamed or changes its meaning; `load` rejects other versions.
 _NEWER = {"Plan": 7, "ModelProfile": 5, "Profile": 5, "PriceList": 8, "Schedule": 6}
-_STEP = "<i4"  # of two neighbours' difference: pieces of a batch and their places stay below 2^31
+_STEP = "<i4"  # dtype of differences of neighbours: piece ids and positions stay below 2^31
 T = TypeVar("T")
 
 
 def to_json(value: Any) -> bytes:
-    """Records as JSON. Columns of whole numbers become compressed differences of neighbours, most
-    of which are 0 or 1, so that the position of a piece takes about one byte."""
+    """Encode records as JSON. Integer columns become compressed differences of neighbours, which
+    are mostly 0 or 1, so that a piece's position takes about one byte."""
     return msgspec.json.encode(value, enc_hook=_encode_columns)
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """The record of type `kind` in JSON; `msgspec.DecodeError` for other data."""
+    """Decode a record of type `kind` from JSON; `msgspec.DecodeError` for other data."""
     return msgspec.json.decode(data, type=kind, dec_hook=_decode_columns)
 
 
 def to_msgpack(value: Any) -> bytes:
-    """MessagePack of records, smaller and faster than JSON, for messages between processes."""
+    """Encode records as MessagePack, smaller and faster than JSON, for inter-process messages."""
     return msgspec.msgpack.encode(value, enc_hook=_encode_columns)
 
 
 def from_msgpack(data: bytes, kind: Any) -> Any:
-    """The record of type `kind` in MessagePack data; `msgspec.DecodeError` for other data."""
+    """Decode a record of type `kind` from MessagePack; `msgspec.DecodeError` for other data."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_columns)
 
 
 def _encode_columns(columns: Any) -> tuple[int, str]:
-    """How many columns, [columns, n], and their text."""
-    assert isinstance(columns, np.ndarray), f"{type(columns).__name__} is no part of a record"
+    """Return (number of columns, compressed text) of an array [columns, n]."""
+    assert isinstance(columns, np.ndarray), f"a record cannot contain {type(columns).__name__}"
     steps = np.diff(columns, prepend=0).astype(_STEP)
     return len(columns), base64.b64encode(zlib.compress(steps.tobytes())).decode()
 
 
 def _decode_columns(kind: type, encoded: Any) -> np.ndarray:
-    assert kind is np.ndarray, f"{kind.__name__} is no part of a record"
+    assert kind is np.ndarray, f"a record cannot contain {kind.__name__}"
     try:
         n_columns, text = encoded
         steps = np.frombuffer(zlib.decompress(base64.b64decode(text)), _STEP).reshape(n_columns, -1)
     except (TypeError, ValueError, zlib.error) as e:
-        raise ValueError(f"columns of whole numbers are damaged ({e})") from None
+        raise ValueError(f"integer columns are damaged ({e})") from None
     return np.cumsum(steps, axis=1, dtype=np.int64)
 
 
 def save(record: Any, path: str | Path) -> None:
-    """Write a record atomically: if the process is killed meanwhile, the old file stays."""
+    """Write a record atomically: if the process is killed during the write, the old file stays."""
     name = type(record).__name__
     head = {"record": name, "version": _NEWER.get(name, VERSION), "value": record}
     new_path = Path(path).with_suffix(".tmp")
@@ -67,7 +68,7 @@ def save(record: Any, path: str | Path) -> None:
 
 
 def load(kind: type[T], path: str | Path) -> T:
-    """Read a record; ValueError names the file and the field if it is not one of `kind`."""
+    """Read a record of type `kind`; ValueError names the file and the invalid field."""
     try:
         raw = msgspec.json.decode(Path(path).read_bytes())
     except OSError as e:
@@ -77,11 +78,11 @@ def load(kind: type[T], path: str | Path) -> T:
     name = raw.get("record") if isinstance(raw, dict) else None
     if name != kind.__name__:
         raise ValueError(
-            f"{path}: holds {name or 'no record'}, expected {kind.__name__}; name a file of that"
+            f"{path}: contains {name or 'no record'}, expected {kind.__name__}; give another file"
         )
     if (version := raw.get("version")) != (expected_version := _NEWER.get(name, VERSION)):
         raise ValueError(
-            f"{path}: version {version}, this program reads {expected_version}; make it again"
+            f"{path}: version {version}, this program reads {expected_version}; create it again"
         )
     try:
         return msgspec.convert(raw.get("value"), kind, dec_hook=_decode_columns)
@@ -90,7 +91,7 @@ def load(kind: type[T], path: str | Path) -> T:
 
 
 def load_or_compute(kind: type[T], path: Path, compute: Callable[[], T]) -> T:
-    """A record of a cache; if it cannot be read, it is computed and written."""
+    """Read a cached record; if it cannot be read, compute and write it."""
     with suppress(ValueError):
         return load(kind, path)
     record = compute()

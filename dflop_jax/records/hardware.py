@@ -1,4 +1,4 @@
-"""A kind of device in its usual node, and the links between its devices."""
+"""Records of a kind of device, its usual node and the links between devices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Literal
 
 Collective = Literal["send", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ppermute"]
 
-# Fraction of a device's memory that jax takes, in plans and in runs: driver and libraries take the
-# rest.
+# Fraction of device memory that JAX preallocates; the driver and libraries use the rest.
 USABLE_MEMORY = 0.92
-# Fraction of jax's memory that plans fill: compiled programs took up to 4% more than predicted.
+# Fraction of JAX's memory that plans may fill: compiled programs used up to 4% more than predicted.
 PLANNED_SHARE = 0.95
 _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
 
@@ -20,28 +19,28 @@ class Link:
     """The measured speed of a collective between devices."""
 
     collective: Collective
-    across: bool  # of several nodes; else of one node
-    bandwidth: float  # bytes/s of each device in one direction
-    latency_s: float  # of one step of a ring
+    across: bool  # between nodes; False: within a node
+    bandwidth: float  # bytes/s per device in one direction
+    latency_s: float  # per step of a ring
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device in its usual node; bytes/s in one direction, seconds of a ring's step."""
+    """A kind of device in its usual node; bandwidths in bytes/s per direction."""
 
     name: str
-    chip: str  # what programs are compiled for (`contract.chip_of`)
+    chip: str  # compilation target (`contract.chip_of`)
     bfloat16_flops: float  # FLOP/s of matrix products
-    float32_flops: float  # in TF32 where there is such a thing, as JAX does by default
+    float32_flops: float  # in TF32 if supported, as is JAX's default
     memory_bytes: float
     memory_bandwidth: float
     devices_per_node: int
     link_bandwidth: float  # between devices of a node
-    link_latency_s: float
-    network_bandwidth: float  # a device's share of what joins nodes
+    link_latency_s: float  # per step of a ring
+    network_bandwidth: float  # between nodes, a device's share
     network_latency_s: float
     source: str = ""
-    measured: tuple[Link, ...] = ()  # goes before these
+    measured: tuple[Link, ...] = ()  # overrides the bandwidths and latencies above
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -50,28 +49,28 @@ class Hardware:
                 raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
 
     def link(self, collective: Collective, *, across: bool) -> Link | None:
-        """The measurement of a collective; None if there is none."""
+        """Return the measurement of a collective; None if there is none."""
         matching = (k for k in self.measured if (k.collective, k.across) == (collective, across))
         return next(matching, None)
 
     def with_links(self, factor: float) -> Hardware:
-        """The hardware with `factor` times the bandwidth of its links."""
+        """Return the hardware with link bandwidths multiplied by `factor`."""
         faster = {k: factor * getattr(self, k) for k in ("link_bandwidth", "network_bandwidth")}
         measured = tuple(replace(k, bandwidth=factor * k.bandwidth) for k in self.measured)
         return replace(self, measured=measured, **faster)
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a device that jax takes."""
+        """Bytes per device that JAX preallocates."""
         return USABLE_MEMORY * self.memory_bytes
 
     @property
     def plannable_bytes(self) -> float:
-        """Bytes of a device that a plan may fill."""
+        """Bytes per device that a plan may fill."""
         return PLANNED_SHARE * self.usable_bytes
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products of a dtype; ValueError names known dtypes."""
+        """Return dense FLOP/s of matrix products of a dtype; ValueError names known dtypes."""
         if dtype not in _PEAKS:
             raise ValueError(f"no peak is known for dtype {dtype!r}; known: {', '.join(_PEAKS)}")
         return float(getattr(self, _PEAKS[dtype]))

@@ -1,8 +1,8 @@
-"""Meshes of devices: the one module that names all of their axes.
+"""Device meshes; all axes are declared in this module.
 
-Code refers to an axis by its name, in `MeshShape` as in jax's `Mesh.shape`. A new axis is a field
-of `MeshShape` with default 1, between its neighbours from the outermost to the innermost axis;
-plans without it are read with size 1.
+Code refers to an axis by its name, as in `jax.sharding.Mesh.shape`. To add an axis, add a field
+with default 1 to `MeshShape`, in order from the outermost to the innermost axis; plans without it
+are read with size 1.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dflop_jax.records.data import require
 
 @dataclass(frozen=True, order=True)
 class MeshShape:
-    """Devices along each axis of a mesh, the outermost axis first."""
+    """Number of devices along each mesh axis, outermost first."""
 
-    stage: int = 1  # parts of a segment's layers, which microbatches pass one after the other
-    # Ranks that hold the same layers and take different rows; where many degrees are priced at
-    # once, an array of them.
+    stage: int = 1  # pipeline stages of a segment's layers
+    # Data-parallel ranks, with the same layers and different rows; an array of degrees if many are
+    # priced at once.
     data: int = 1
-    model: int = 1  # devices that split every tensor of a layer
+    model: int = 1  # tensor-parallel degree
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -37,21 +37,21 @@ class MeshShape:
 
     @property
     def text(self) -> str:
-        """Its sizes, as 1x2x4."""
+        """The axis sizes as text, such as 1x2x4."""
         return "x".join(map(str, self.sizes))
 
     def block(self, name: str, first: int) -> SubmeshPlan:
-        """Devices from `first` on as such a mesh."""
+        """Return a submesh of this shape that starts at device `first`."""
         return SubmeshPlan(name, first, *self.sizes)
 
     def stride(self, axis: str) -> int:
-        """Devices from one place on an axis to the next, counted as they are numbered."""
+        """Return the difference of device numbers between neighbours on an axis."""
         return prod(self.sizes[AXES.index(axis) + 1 :])
 
 
 AXES = tuple(f.name for f in fields(MeshShape))
-# Axes along which programs say themselves what every device does; XLA's partitioner splits along
-# the others, as the parameters' shardings say.
+# Axes that programs map manually (`shard_map`); XLA's partitioner handles the other axes according
+# to the parameters' shardings.
 MANUAL_AXES = ("stage", "data")
 
 
@@ -63,8 +63,8 @@ class _Block:
 
 @dataclass(frozen=True)
 class SubmeshPlan(MeshShape, _Block):
-    """A named block of devices [first, first + n_devices) as a mesh; in this order of bases, name
-    and first are the first of its fields."""
+    """A named block of devices [first, first + n_devices) as a mesh. The order of bases puts the
+    fields `name` and `first` first."""
 
     def __post_init__(self) -> None:
         require(
@@ -81,17 +81,17 @@ class SubmeshPlan(MeshShape, _Block):
         return range(self.first, self.first + self.n_devices)
 
 
-# ---- how tensor ranks split hidden states between layers: one rule for programs and prices ----
+# ---- how tensor ranks split hidden states between layers, for programs and prices ----
 
 
 def token_dim(rows: int, tokens: int, tp: int) -> int | None:
-    """The dim of hidden states [rows, tokens, width] split over tensor ranks; None: none."""
+    """Return the dim of hidden states [rows, tokens, width] split over tensor ranks; None: none."""
     if tp == 1:
         return None
     return next((dim for dim, size in enumerate((rows, tokens)) if size % tp == 0), None)
 
 
 def tp_share(rows: Any, tokens: Any, tp: int) -> Any:
-    """Share of hidden states [rows, tokens, width] that a tensor rank has; of numbers or arrays."""
+    """Return a tensor rank's share of hidden states [rows, tokens, width]; accepts arrays."""
     divides = (np.asarray(rows) % tp == 0) | (np.asarray(tokens) % tp == 0)
     return np.where(divides, 1 / tp, 1.0)[()]

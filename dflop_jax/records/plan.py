@@ -1,4 +1,4 @@
-"""The graph of modules, and the plan that places them on devices."""
+"""Records of the module graph and of the plan that places modules on devices."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ Zero = Literal[1, 2, 3]
 ZERO: tuple[int, ...] = get_args(Zero)
 Grouping = Literal["balanced", "arrival"]
 Order = Literal["1f1b", "gpipe"]
-Count = TypeVar("Count", int, np.ndarray)  # one, or of every cut
+Count = TypeVar("Count", int, np.ndarray)  # one number, or an array over granularities
 
 
 @dataclass(frozen=True)
 class Edge:
-    """An edge: outputs of the module `source` are placed into the module `target`."""
+    """An edge of the module graph: `target` reads outputs of `source`."""
 
     source: str
     target: str
-    name: str  # the field under which the target reads them; edges of one name are added up
-    tap: str = ""  # of the source whose output it is; "": its exit's features
-    leaves: int = -1  # layers of the source that have run where the tap leaves; -1: its exit
-    enters: int = -1  # layers of the target that have run where they are read; -1: its entry
-    sources: int = 1  # outputs that one place is a weighted sum of; 1: a plain copy
+    name: str  # field that the target reads; edges with the same name are summed
+    tap: str = ""  # tap of the source that gives the output; "": its exit
+    leaves: int = -1  # number of source layers before the tap; -1: all, at its exit
+    enters: int = -1  # number of target layers before the input; -1: none, at its entry
+    sources: int = 1  # number of outputs in the weighted sum at each position; 1: a copy
 
     def __post_init__(self) -> None:
         is_named = self.source != self.target and bool(self.name) and self.sources >= 1
-        require(is_named, f"an edge joins two modules by a field, sources >= 1, got {self}")
+        require(is_named, f"an edge needs two modules, a field name and sources >= 1, got {self}")
         has_layers = (self.leaves >= 0) == bool(self.tap) and min(self.leaves, self.enters) >= -1
-        require(has_layers, f"an edge from a tap says after how many layers it leaves, got {self}")
+        require(has_layers, f"an edge needs `leaves` >= 0 exactly if it has a tap, got {self}")
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Layers [start, stop) of a module on a submesh, with the module's ends where they belong.
+    """Layers [start, stop) of a module on a submesh; the first and last segment have its ends.
 
-    `remat` says what the backward task computes again, so that less is kept since forward: "none":
-    only elementwise work; "dots": all but products with weights; "named": all but what the model
-    names (attention's output); "layers": each layer, from its input; "segment": the whole segment,
-    from its input. A segment that nobody reads has one task for forward and backward; there
-    "segment" is "none", and the others say what is kept within the task.
+    `remat` selects what the backward task recomputes to save memory: "none": only elementwise work;
+    "dots": all except products with weights; "named": all except outputs that the model names
+    (attention); "layers": each layer from its input; "segment": the whole segment from its input. A
+    segment without readers runs forward and backward in one task; there "segment" means "none", and
+    the other policies apply within the task.
     """
 
     name: str
@@ -60,16 +60,15 @@ class SegmentPlan:
     first: bool
     last: bool
     remat: Remat = "none"
-    # What is split over the data ranks instead of whole on each (ZeRO): 1: optimizer state, 2:
-    # gradients too, 3: parameters too.
+    # ZeRO stage: 1 shards optimizer state over data ranks, 2 gradients too, 3 parameters too.
     zero: Zero = 1
-    # A policy that keeps more, compiled beside `remat`, for groups that memory has room for as a
-    # step goes (see `Group.remat_less`).
+    # Second policy that saves more residuals, compiled in addition to `remat`, for groups that run
+    # while memory is free (see `Group.remat_less`).
     remat_less: Remat | None = None
-    # Neighbouring devices within which that is split, where such blocks are several whole data
-    # ranks and divide these (hybrid sharding), else, and for 0, it is split over all.
+    # Hybrid sharding: number of neighbouring devices to shard over, if such blocks contain several
+    # whole data ranks and divide them evenly; otherwise, and for 0, shard over all data ranks.
     shard_devices: int = 0
-    # Times that a microbatch goes through the stages of its submesh, each time through another
+    # Number of times that a microbatch passes the stages of its submesh, each time through another
     # chunk of each stage's layers.
     rounds: int = 1
 
@@ -77,22 +76,22 @@ class SegmentPlan:
         name = f"segment {self.name!r}"
         require(self.shard_devices >= 0, f"{name}: shard_devices is negative")
         require(self.rounds >= 1, f"{name}: rounds={self.rounds} is not positive")
-        require(self.stop > self.start >= 0, f"{name} holds no layer")
+        require(self.stop > self.start >= 0, f"{name} has no layer")
         require(self.remat in REMAT, f"{name}: remat={self.remat!r} not in {REMAT}")
         require(self.zero in ZERO, f"{name}: zero={self.zero!r} not in {ZERO}")
         keeps_more = self.remat_less in (None, *REMAT[: REMAT.index(self.remat)])
-        require(keeps_more, f"{name}: remat_less={self.remat_less!r} keeps no more than remat")
+        require(keeps_more, f"{name}: remat_less={self.remat_less!r} saves no more than remat")
 
     @property
     def n_layers(self) -> int:
         return self.stop - self.start
 
     def ticks(self, stages: int, microbatches: Count) -> Count:
-        """Ticks of a group's pipeline; a stage computes in all but `stages` - 1."""
+        """Return the ticks of a group's pipeline; each stage is idle in `stages` - 1 of them."""
         return self.rounds * microbatches + stages - 1
 
     def shard_ranks(self, data: Any, model: int) -> Any:
-        """How many of `data` ranks, of `model` devices each, share a parameter (or arrays)."""
+        """Return over how many of `data` ranks (`model` devices each) a parameter is sharded."""
         ranks, data = self.shard_devices // model, np.asarray(data)
         return np.where((ranks > 1) & (data % max(ranks, 1) == 0), ranks, data)[()]
 
@@ -103,17 +102,17 @@ class SegmentPlan:
         return dataclasses.replace(self, remat=self.remat_less, remat_less=None)
 
     def sends(self, edge: Edge) -> bool:
-        """Whether the edge leaves from this segment; a tap leaves the segment of its layer."""
+        """Return whether the edge starts in this segment; a tap starts in its layer's segment."""
         if edge.source != self.module:
             return False
         return self.last if edge.leaves < 0 else self.runs_through(edge.leaves)
 
     def runs_through(self, layers: int) -> bool:
-        """Whether the module's first `layers` layers end inside this segment."""
+        """Return whether the module's first `layers` layers end inside this segment."""
         return self.start < layers <= self.stop or (self.first and layers == 0)
 
     def reads(self, edge: Edge) -> bool:
-        """Whether the edge enters this segment."""
+        """Return whether the edge ends in this segment."""
         if edge.target != self.module:
             return False
         if edge.enters < 0:
@@ -123,7 +122,7 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class ExchangeCapacity:
-    """The capacity of one round of the exchange between groups of two modules of these shapes."""
+    """Capacity of one round of the exchange between groups of two modules with these shapes."""
 
     source: str
     target: str
@@ -132,7 +131,7 @@ class ExchangeCapacity:
     share: float  # of a rank's features that one data rank can send to another
 
     def __post_init__(self) -> None:
-        require(0 < self.share <= 1, f"a room is a share above 0 and at most 1, got {self}")
+        require(0 < self.share <= 1, f"a capacity needs 0 < share <= 1, got {self}")
 
 
 @dataclass(frozen=True)
@@ -142,36 +141,36 @@ class ResidualBytes:
     segment: str
     shape: Shape
     n_bytes: float
-    more_bytes: float  # under its second recompute policy
+    more_bytes: float  # additional bytes under the second recompute policy
 
 
 @dataclass(frozen=True)
 class Predicted:
     """The planner's predictions for a mean step of a plan."""
 
-    makespan_s: float = 0.0  # by the plan's own programs once those are timed, else `chosen_by_s`
-    busy_fraction: dict[str, float] = field(default_factory=dict)  # in which a submesh computes
-    peak_bytes: dict[str, float] = field(default_factory=dict)  # of a device of each submesh
-    chosen_by_s: float = 0.0  # step time by the profile's single layers
-    priced_by: str = ""  # whose prices are of this
+    makespan_s: float = 0.0  # from the plan's own programs if they were timed, else `chosen_by_s`
+    busy_fraction: dict[str, float] = field(default_factory=dict)  # computing share, by submesh
+    peak_bytes: dict[str, float] = field(default_factory=dict)  # per device, by submesh
+    chosen_by_s: float = 0.0  # step time predicted from the profile's single layers
+    priced_by: str = ""  # source of the prices, in words
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where modules lie, and all else that compiled programs depend on: equal if these are."""
+    """The part of a plan that determines its compiled programs: equal layouts share programs."""
 
     submeshes: tuple[SubmeshPlan, ...]
-    segments: tuple[SegmentPlan, ...]  # module by module, every module after those that it reads
-    buckets: tuple[Bucket, ...] = ()  # none before shapes are chosen
-    edges: tuple[Edge, ...] = ()  # of the model
-    group_size: int = 1  # microbatches that one program call runs
-    # A microbatch's pieces go through some modules (`divided`) in at most `fan_in` groups of one
-    # small shape: those that read no other, whose groups together feed one, and the
-    # `divided_readers`, several of whose groups read one.
+    segments: tuple[SegmentPlan, ...]  # module by module, each module after its sources
+    buckets: tuple[Bucket, ...] = ()  # () before they are chosen
+    edges: tuple[Edge, ...] = ()
+    group_size: int = 1  # microbatches per program call
+    # Maximum number of groups in which a `divided` module processes one group of other modules.
+    # Divided modules are those without sources, several of whose groups feed one group, and
+    # `divided_readers`, several of whose groups read one group.
     fan_in: int = 1
     divided_readers: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()  # modules whose exits read the parameters of their entries
-    # What batches that the planner saw move between data ranks.
+    tied: tuple[str, ...] = ()  # modules whose exit reads the parameters of their entry
+    # Capacities that sufficed for the planner's sampled batches.
     exchange_capacities: tuple[ExchangeCapacity, ...] = ()
 
     def __post_init__(self) -> None:
@@ -185,28 +184,28 @@ class Layout:
         meshes = {m.name for m in self.submeshes}
         for s in self.segments:
             has_submesh = s.submesh in meshes
-            require(has_submesh, f"segment {s.name!r} lies on unknown submesh {s.submesh!r}")
+            require(has_submesh, f"segment {s.name!r} has unknown submesh {s.submesh!r}")
             self._check_stages(s)
         for module in self.modules:
             segments = self.segments_of(module)
             starts = [0, *(s.stop for s in segments[:-1])]
             ends = [(i == 0, i == len(segments) - 1) for i in range(len(segments))]
             joins = [(s.start, (s.first, s.last)) for s in segments] == [*zip(starts, ends)]
-            require(joins, f"segments of {module!r} do not join end to end")
+            require(joins, f"segments of {module!r} are not consecutive")
             for name in ("zero", "shard_devices"):
                 values = {getattr(s, name) for s in segments}
-                differ = f"segments of {module!r} have {name}={sorted(values)}; give all one"
+                differ = f"segments of {module!r} have {name}={sorted(values)}; use one value"
                 require(len(values) == 1, differ)
         names = [module for module, _ in groupby(s.module for s in self.segments)]
-        require(len(names) == len(set(names)), f"segments must stand module by module, got {names}")
+        require(len(names) == len(set(names)), f"segments are not sorted by module: {names}")
         for e in self.edges:
             indices = [names.index(m) for m in (e.source, e.target) if m in names]
             require(
                 len(indices) == 2 and indices[0] < indices[1],
-                f"edge {e.source} -> {e.target} must join modules of the plan, the source first; "
+                f"edge {e.source} -> {e.target}: the plan must have the source before the target; "
                 f"it has {names}",
             )
-        require(len(set(self.buckets)) == len(self.buckets), "buckets repeat; give each once")
+        require(len(set(self.buckets)) == len(self.buckets), "buckets repeat; list each once")
         for b in self.buckets:
             unknown = {m for m, _ in b.shapes} - {*names}
             require(not unknown, f"bucket {b.name} has modules {unknown} that the plan lacks")
@@ -214,11 +213,11 @@ class Layout:
     def _check_stages(self, s: SegmentPlan) -> None:
         stage = self.submesh(s.submesh).stage
         name, n = f"segment {s.name!r}", s.n_layers
-        require(n % stage == 0, f"{name}: {n} layers do not divide into {stage} stages")
+        require(n % stage == 0, f"{name}: {n} layers are not divisible into {stage} stages")
         require(
             s.rounds == 1 or (stage > 1 and n % (stage * s.rounds) == 0),
-            f"{name}: {s.rounds} rounds need several stages, and layers that stages x rounds "
-            f"divide; it has stage={stage} and {n} layers: choose rounds=1",
+            f"{name}: {s.rounds} rounds need several stages, and a number of layers divisible by "
+            f"stages x rounds; it has stage={stage} and {n} layers: use rounds=1",
         )
         is_multiple = self.group_size % stage == 0
         require(is_multiple, f"group_size {self.group_size} must be a multiple of stage={stage}")
@@ -226,7 +225,7 @@ class Layout:
         reads = any(e.enters >= 0 and s.reads(e) for e in self.edges)
         require(
             stage == 1 or not (sends or reads),
-            f"{name} has {stage} stages and an edge between its layers; use segments instead",
+            f"{name} has {stage} stages and an edge at an inner layer; use segments instead",
         )
 
     @cached_property
@@ -248,7 +247,7 @@ class Layout:
         return tuple(s for s in self.segments if s.module == module)
 
     def data_ranks(self, module: str) -> int:
-        """Data-parallel degree of a module; all its segments share it."""
+        """Return the data-parallel degree of a module, which all its segments share."""
         ranks = {self.submesh(s.submesh).data for s in self.segments_of(module)}
         require(len(ranks) == 1, f"segments of {module!r} differ in data parallelism: {ranks}")
         return ranks.pop()
@@ -256,7 +255,7 @@ class Layout:
     def exchange_capacity(
         self, edge: Edge, source_shape: Shape, target_shape: Shape
     ) -> float | None:
-        """The share of a rank's features that one round sends to another; None: unknown."""
+        """Return the share of a rank's features that a round sends to another; None: unknown."""
         key = edge.source, edge.target, source_shape, target_shape
         for r in self.exchange_capacities:
             if (r.source, r.target, r.source_shape, r.target_shape) == key:
@@ -264,18 +263,18 @@ class Layout:
         return None
 
     def devices(self, module: str) -> tuple[int, ...]:
-        """The first device of each of a module's data ranks, at the module's exit."""
+        """Return the first device of each data rank of a module's last segment."""
         mesh = self.submesh(self.segments_of(module)[-1].submesh)
         return tuple(mesh.first + rank * mesh.stride("data") for rank in range(mesh.data))
 
     def shapes(self, module: str) -> tuple[Shape, ...]:
-        """The module's compiled shapes, in the order of the buckets."""
+        """Return the module's compiled shapes in the order of the buckets."""
         shapes = (b.shape(module) for b in self.buckets)
         return tuple(dict.fromkeys(s for s in shapes if s is not None))
 
     @cached_property
     def divided(self) -> tuple[str, ...]:
-        """Modules of which several groups may go with one of the others (see `fan_in`)."""
+        """Modules with several groups per group of other modules (see `fan_in`)."""
         if self.fan_in == 1:
             return ()
         readers = set(self.divided_readers)
@@ -287,30 +286,30 @@ class Layout:
         return tuple(m for m in self.modules if m in readers or only_feeds(m))
 
     def sources(self, module: str) -> tuple[str, ...]:
-        """Modules whose outputs it reads."""
+        """Return the modules whose outputs the module reads."""
         return tuple(dict.fromkeys(e.source for e in self.edges if e.target == module))
 
     def targets(self, module: str) -> tuple[str, ...]:
-        """Modules that read its outputs."""
+        """Return the modules that read the module's outputs."""
         return tuple(dict.fromkeys(e.target for e in self.edges if e.source == module))
 
 
 @dataclass(frozen=True)
 class Scheduling:
-    """How the batches of a run are divided into groups and ordered."""
+    """Settings for dividing a run's batches into groups and ordering their tasks."""
 
-    # How samples meet microbatches: min-max and packed, or in order, one sample a row.
+    # "balanced": minimize the maximum load and pack samples; "arrival": in order, one per row.
     grouping: Grouping = "balanced"
     order: Order = "1f1b"
-    # Groups in flight beyond 1F1B's, so that unlike ones do not leave a submesh waiting.
+    # Groups in flight beyond 1F1B's, so that submeshes wait less for groups of unequal length.
     lookahead: int = 0
-    # Limit of the solver of one batch in units of work (pairs of rows priced), so that the step
-    # hides it; 0: the scheduler's default.
+    # Limit of the solver's work units per batch (pairs of rows priced), so that it overlaps with
+    # the step; 0: the scheduler's default.
     work_budget: int = 0
-    node: int = 0  # devices that share a node, counted from the first; 0: all do
-    residuals: tuple[ResidualBytes, ...] = ()  # of the segments with two recompute policies
-    # By submesh, what of a device's memory is left when every segment keeps as many groups as it
-    # ever may under the first policy.
+    node: int = 0  # devices per node; 0: all devices are on one node
+    residuals: tuple[ResidualBytes, ...] = ()  # for segments with two recompute policies
+    # Free bytes per device by submesh, when every segment holds its maximum number of groups under
+    # the first policy.
     free_bytes: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -324,7 +323,7 @@ class Scheduling:
 
 @dataclass(frozen=True)
 class Plan:
-    """The static plan of a run: its programs, how batches are scheduled, and predictions."""
+    """Static plan of a run: the layout of its programs, scheduling settings and predictions."""
 
     policy: str
     layout: Layout
@@ -332,17 +331,17 @@ class Plan:
     predicted: Predicted = Predicted()
 
     def with_layout(self, **changes: Any) -> Plan:
-        """The plan with other fields of its layout."""
+        """Return the plan with some fields of its layout changed."""
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, **changes))
 
     def with_scheduling(self, **changes: Any) -> Plan:
-        """The plan with other fields of its scheduling."""
+        """Return the plan with some fields of its scheduling changed."""
         scheduling = dataclasses.replace(self.scheduling, **changes)
         return dataclasses.replace(self, scheduling=scheduling)
 
 
 def with_remat(plan: Plan, remat: Remat) -> Plan:
-    """The plan with every segment's `remat` replaced, and no second policy."""
+    """Return the plan with this `remat` in every segment and no second policy."""
     segments = plan.layout.segments
     segments = tuple(dataclasses.replace(s, remat=remat, remat_less=None) for s in segments)
     return plan.with_layout(segments=segments).with_scheduling(residuals=(), free_bytes={})

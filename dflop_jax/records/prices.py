@@ -1,4 +1,4 @@
-"""Prices: the seconds of programs, transfers and the end of a step."""
+"""Prices: seconds of programs, transfers and step-end tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflop_jax.records.schedule import Direction, Group, Task
 
 @dataclass(frozen=True)
 class ProgramId:
-    """A compiled program of a segment."""
+    """Identifier of a segment's compiled program."""
 
     segment: str
     shape: Shape
@@ -24,36 +24,36 @@ class ProgramId:
 
     @staticmethod
     def for_task(task: Task, group: Group) -> ProgramId:
-        """The program that a task of a group runs."""
+        """Return the program that a group's task runs."""
         has_less_remat = task.segment in group.remat_less
         return ProgramId(task.segment, group.shape, task.direction, has_less_remat)
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a program call."""
+    """Time of a program call."""
 
-    static_s: float  # for its shape, padding included
-    content_s: tuple[float, ...] = ()  # for a unit of each feature of `Group.content`
+    static_s: float  # for the static shape, padding included
+    content_s: tuple[float, ...] = ()  # per unit of each feature of `Group.content`
 
     def seconds(self, content: Sequence[float]) -> float:
         return self.static_s + content_seconds(self.content_s, content)
 
     def scaled(self, factor: float, min_s: float = 0.0) -> Price:
-        """The price times `factor`, with `static_s` of at least `min_s`."""
+        """Return the price times `factor`, with `static_s` of at least `min_s`."""
         content = tuple(factor * s for s in self.content_s)
         return Price(max(self.static_s * factor, min_s), content)
 
 
 def add_host_work(seconds: Any, host_s: float, *, shares_cores: bool) -> Any:
-    """Seconds of tasks (or an array) with `host_s` of the dispatching thread for each: on cores of
-    the host it adds up, otherwise it overlaps, and no task takes less than its dispatch."""
+    """Return task seconds (number or array) with the dispatching thread's `host_s` per task: added
+    if devices are cores of the host; otherwise it overlaps and is the minimum of a task's time."""
     return seconds + host_s if shares_cores else np.maximum(seconds, host_s)
 
 
 @dataclass(frozen=True)
 class SendId:
-    """A send between segments on other devices: activations, or their gradient (backward)."""
+    """Identifier of a send between submeshes: activations, or their gradient (backward)."""
 
     source: str
     target: str
@@ -63,15 +63,15 @@ class SendId:
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of everything in a step when it runs alone. Scheduler, planner, simulator and
-    correction use the same prices. Absent step ends and sends take no time."""
+    """Seconds of each task and send when it runs alone, for scheduler, planner, simulator and
+    correction. Absent step-end tasks and sends take no time."""
 
-    programs: Mapping[ProgramId, Price]  # of groups' tasks
-    step_end: Mapping[Task, float] = field(default_factory=dict)  # reduce, update: once a step
+    programs: Mapping[ProgramId, Price]
+    step_end: Mapping[Task, float] = field(default_factory=dict)  # reduce, update: once per step
     sends: Mapping[SendId, float] = field(default_factory=dict)  # from one submesh to another
-    concurrency: float = math.inf  # devices that really compute at once
-    # Work of a process's dispatching thread for each task on its devices, what it does for tasks of
-    # other processes included. Prices of programs hold it (see `add_host_work`).
+    concurrency: float = math.inf  # number of devices that can compute at the same time
+    # Seconds of a process's dispatching thread per task on its devices, including its work for
+    # tasks of other processes. Program prices include it (see `add_host_work`).
     host_s: float = 0.0
     shares_cores: bool = False  # whether the devices are cores of the host
 

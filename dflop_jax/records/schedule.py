@@ -1,4 +1,4 @@
-"""One global batch as groups of every module, and traces of its execution."""
+"""Records of a schedule (a global batch as groups of every module) and of execution traces."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ REDUCE: Direction = "reduce"
 UPDATE: Direction = "update"
 Status = Literal["optimal", "feasible", "greedy"]
 ScheduleMaker = Literal["arrival", "greedy", "local", "integer"]  # of a schedule's groups
-NO_GROUP = -1  # the group of a task that runs once a step
+NO_GROUP = -1  # the group of a task that runs once per step
 
 
 @dataclass(frozen=True, eq=False)
 class PackedPieces:
-    """The rows of n pieces of a module, from the scheduler to the packer: columns `piece_id` (the
-    number among the module's pieces of the global batch), `microbatch`, `rank`, `row`, int64
-    [4, n]. Pieces of one row are packed in the order of the entries."""
+    """Assignment of n pieces of a module to rows, which the packer uses: columns `piece_id` (index
+    among the module's pieces of the global batch), `microbatch`, `rank`, `row`, int64 [4, n].
+    Pieces of one row are packed in the order of the entries."""
 
     columns: np.ndarray
 
     def __post_init__(self) -> None:
         shape = self.columns.shape
-        require(len(shape) == 2 and shape[0] == 4, f"packed pieces are four columns, got {shape}")
+        require(len(shape) == 2 and shape[0] == 4, f"packed pieces need shape [4, n], got {shape}")
 
     @classmethod
     def from_columns(
@@ -67,7 +67,7 @@ class PackedPieces:
 
     @cached_property
     def _row_by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the entries row by row, and for each the index where its row begins, [n]."""
+        """(entries sorted by row, for each of them the sorted index where its row begins), [n]."""
         order = np.lexsort((self.row, self.rank, self.microbatch))
         row = self.columns[1:, order]
         is_first = np.append(True, (row[:, 1:] != row[:, :-1]).any(axis=0))[: len(order)]
@@ -75,11 +75,11 @@ class PackedPieces:
 
     @cached_property
     def segment(self) -> np.ndarray:
-        """Segment ids, int64 [n]: in every row pieces count from 1."""
+        """Segment ids, int64 [n]: pieces are numbered from 1 in every row."""
         return self.row_offsets(np.ones(len(self), np.int64)) + 1
 
     def row_offsets(self, amount: np.ndarray) -> np.ndarray:
-        """Sum of the amounts [n] of the pieces before each piece in its row."""
+        """Return for each piece the sum of `amount` [n] over the pieces before it in its row."""
         order, begins = self._row_by_row
         total = np.cumsum(amount[order]) - amount[order]
         result = np.empty_like(total)
@@ -87,17 +87,17 @@ class PackedPieces:
         return result
 
     def select(self, entries: np.ndarray) -> PackedPieces:
-        """The entries that a mask or an index array selects."""
+        """Return the entries that a mask or an index array selects."""
         return PackedPieces(self.columns[:, entries])
 
     def reassigned(self, rank: np.ndarray, row: np.ndarray) -> PackedPieces:
-        """The same pieces on these ranks, in these rows."""
+        """Return the same pieces on these ranks, in these rows."""
         columns = self.columns.copy()
         columns[2:] = rank, row
         return PackedPieces(columns)
 
     def sorted_by_row(self) -> PackedPieces:
-        """The same pieces ordered by microbatch, rank, row and piece id."""
+        """Return the same pieces sorted by microbatch, rank, row and piece id."""
         return self.select(np.lexsort((self.piece_id, self.row, self.rank, self.microbatch)))
 
 
@@ -110,25 +110,24 @@ class Group:
 
     module: str
     shape: Shape
-    # Places in the schedule of the groups that read its output: of a module that reads the module's
-    # one, or several that read no other group of it.
+    # Indices in the schedule of the groups that read the output: one per reading module, or several
+    # that read no other group of this module.
     feeds: tuple[int, ...] = ()
-    # Of each feature of the module's content the sum over the pieces of the data rank with most,
-    # which the others wait for.
+    # Amount of each content feature, the maximum over data ranks, since ranks wait for each other.
     content: tuple[int, ...] = ()
-    pieces: PackedPieces = EMPTY_PACKED_PIECES  # not needed where it is only simulated
+    pieces: PackedPieces = EMPTY_PACKED_PIECES  # not needed for simulation
     microbatches: int = 1
-    remat_less: tuple[str, ...] = ()  # segments that run it under their second recompute policy
+    remat_less: tuple[str, ...] = ()  # segments that run the group under their second policy
 
     def __post_init__(self) -> None:
-        require(self.microbatches > 0, f"a group of {self.module!r} holds no microbatch")
+        require(self.microbatches > 0, f"a group of {self.module!r} has no microbatch")
         for column, limit, unit in (
             (self.pieces.microbatch, self.microbatches, "microbatch"),
             (self.pieces.row, self.shape.rows, "row"),
         ):
             require(
                 column.min(initial=0) >= 0 and column.max(initial=0) < limit,
-                f"a piece of {self.module!r} lies in no {unit} of its group, which has {limit}",
+                f"a piece of {self.module!r} has a {unit} outside its group, which has {limit}",
             )
 
 
@@ -136,24 +135,24 @@ class Task(NamedTuple):
     """One program call."""
 
     segment: str
-    group: int  # its place in the schedule; `NO_GROUP`: once a step
+    group: int  # index in the schedule; `NO_GROUP`: once per step
     direction: Direction
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One global batch as groups of every module, their edges, and the order of tasks."""
+    """A global batch as groups of every module, and the order of their tasks."""
 
     step: int
     groups: tuple[Group, ...]
-    order: tuple[Task, ...] = ()  # none: the runtime makes one by list scheduling
-    makespan_s: float = 0.0  # in the simulator
-    lower_bound_s: float = 0.0  # of all schedules of this batch under the same plan
+    order: tuple[Task, ...] = ()  # (): the runtime orders tasks by list scheduling
+    makespan_s: float = 0.0  # simulated
+    lower_bound_s: float = 0.0  # of any schedule of this batch under the same plan
     status: Status = "greedy"
-    work: int = 0  # of the solvers, in the unit of `Scheduling.work_budget`
+    work: int = 0  # solvers' work units, as in `Scheduling.work_budget`
     elapsed_s: float = 0.0
     made_by: ScheduleMaker = "greedy"
-    integer_bound_s: float = 0.0  # that the integer program proved; 0: it was not asked
+    integer_bound_s: float = 0.0  # proved by the integer program; 0: it did not run
 
     def __post_init__(self) -> None:
         for module in {g.module for g in self.groups}:
@@ -164,16 +163,16 @@ class Schedule:
         for i, g in enumerate(self.groups):
             targets = [self.groups[f].module for f in g.feeds if 0 <= f < len(self.groups)]
             is_valid = len(targets) == len(g.feeds) == len(set(g.feeds)) and g.module not in targets
-            problem = "it may feed groups of other modules, each once"
+            problem = "feeds must be distinct groups of other modules"
             require(is_valid, f"group {i} feeds {g.feeds}; {problem}")
             shared = [f for f, m in zip(g.feeds, targets) if targets.count(m) > 1]
-            problem = f"of which some read other groups of {g.module!r}, too"
+            problem = f"some of which also read other groups of {g.module!r}"
             alone = all(feeders[f, g.module] == 1 for f in shared)
             require(alone, f"group {i} feeds {g.feeds}, {problem}")
 
     @property
     def gap(self) -> float:
-        """The step time over its proved bound, less 1; nan if no bound is known."""
+        """Relative gap of the step time to its lower bound; nan if no bound is known."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.nan
 
     def feeders(self, group: int, module: str) -> tuple[int, ...]:
@@ -182,15 +181,15 @@ class Schedule:
         return tuple(feeders)
 
 
-# ---- what happened in a step, or would ----
+# ---- traces ----
 
-# Between submeshes: what a segment sends on, and the gradients that come back to it.
+# Sends between submeshes: activations from a segment, and gradients back to it.
 SEND, RETURN = "send", "return"
 
 
 @dataclass(frozen=True)
 class Event:
-    """A task that ran or was simulated on a submesh; times are seconds from the step's start."""
+    """A task or send, measured or simulated; times are seconds from the start of the step."""
 
     submesh: str
     segment: str
@@ -202,7 +201,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one step, measured or simulated."""
+    """Events of one step, measured or simulated."""
 
     step: int
     source: str
@@ -213,7 +212,7 @@ class Trace:
         return max((e.end_s for e in self.events), default=0.0)
 
     def busy_fraction(self) -> dict[str, float]:
-        """Fraction of the makespan in which each submesh computes."""
+        """Return the fraction of the makespan in which each submesh computes."""
         total = self.makespan_s
         busy: dict[str, float] = {}
         for e in self.events:

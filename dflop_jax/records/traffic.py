@@ -1,7 +1,7 @@
-"""What moves between the data ranks of two modules, of which one reads the other's features.
+"""Amounts that the data ranks of a target module read from the data ranks of a source module.
 
-Shape suffixes: P pieces of the source, Q of the target, V data ranks of the source, D of the
-target.
+Shape suffixes: P pieces of the source, Q pieces of the target, V data ranks of the source, D data
+ranks of the target.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def rank_traffic(
     rank_Q: Ints,
     n_ranks: tuple[int, int],
 ) -> Ints:
-    """[V, D]: the amount that each source rank has for each target rank; `n_ranks` = (V, D).
-    All pieces of a sample in the target read all of its pieces in the source. A piece counts once
-    for a rank that reads it."""
+    """Return [V, D]: the amount that each target rank reads from each source rank. `n_ranks` is
+    (V, D). All of a sample's pieces in the target read all of its pieces in the source. A piece
+    counts once per target rank that reads it."""
     n_source_ranks, n_target_ranks = n_ranks
     readers = np.sort(sample_Q * n_target_ranks + rank_Q)
     readers = readers[np.append(True, readers[1:] != readers[:-1])[: len(readers)]]
@@ -45,18 +45,18 @@ def rank_traffic(
 
 @dataclass(frozen=True, eq=False)
 class CrossingTraffic:
-    """The amounts that target ranks read from source ranks other than their home."""
+    """Amounts that target ranks read from source ranks other than their home rank."""
 
     amount: np.ndarray  # [V, D]
-    is_across_nodes: np.ndarray  # whether the two ranks are in different nodes, [V, D]
+    is_across_nodes: np.ndarray  # whether the two ranks are on different nodes, [V, D]
 
     def for_target_ranks(self, ranks: Sequence[int]) -> CrossingTraffic:
-        """The amounts that some of the target's ranks read."""
+        """Return the amounts that a subset of target ranks reads."""
         return CrossingTraffic(self.amount[:, ranks], self.is_across_nodes[:, ranks])
 
     @property
     def max_amount(self) -> float:
-        """Largest amount that one rank reads from one other."""
+        """Maximum amount that a target rank reads from one source rank."""
         return float(self.amount.max(initial=0))
 
     @property
@@ -69,7 +69,7 @@ class CrossingTraffic:
 
 
 def crossing_traffic(read_VD: np.ndarray, node_V: Ints) -> CrossingTraffic:
-    """The amounts that leave the rank that has them; `node_V` are the ranks' nodes."""
+    """Return the amounts read from other ranks than home ranks; `node_V`: nodes of the ranks."""
     home_D = home_ranks(*read_VD.shape)
     amount = read_VD.copy()
     amount[home_D, np.arange(len(home_D))] = 0
@@ -77,12 +77,12 @@ def crossing_traffic(read_VD: np.ndarray, node_V: Ints) -> CrossingTraffic:
 
 
 def home_ranks(n_source_ranks: int, n_target_ranks: int) -> Ints:
-    """[D]: the source rank that receives what a target rank reads, if possible on its device."""
+    """Return [D]: the source rank that collects each target rank's input, if possible locally."""
     common = gcd(n_source_ranks, n_target_ranks)
     return np.arange(n_target_ranks) // (n_target_ranks // common) * (n_source_ranks // common)
 
 
 def rank_nodes(plan: Plan, module: str) -> Ints:
-    """[V]: the node of the first device of each of a module's data ranks."""
+    """Return [V]: the node of the first device of each of a module's data ranks."""
     devices = np.array(plan.layout.devices(module))
     return devices // (plan.scheduling.node or plan.layout.n_devices)

@@ -58,7 +58,7 @@ def test_proposed_hardware_fits():
     l40s = find_hardware("l40s")
     with pytest.raises(ValueError, match="no plan fits") as failed:
         plan(2, 4 * GIB, l40s)
-    assert re.search(r"(or on \w|would fit on [A-Z])", str(failed.value))
+    assert re.search(r"(or on \w|would fit on [A-Za-z])", str(failed.value))
     for h in HARDWARE.values():
         if re.search(rf"\b{h.name}\b", str(failed.value)):
             plan(2, h.plannable_bytes, h)

@@ -233,7 +233,7 @@ def test_layer_costs_come_from_the_timings_of_their_kinds():
     entry, leave, layers = relative_layer_costs(profile)["llm", 1]
     assert (entry, leave) == pytest.approx((0.25 * 12 / mean_s, 0.75 * 12 / mean_s))
     assert layers == pytest.approx((0.6, 0.6, 1.8))
-    with pytest.raises(ValueError, match="'llm' has 3 layers and kinds of 2"):
+    with pytest.raises(ValueError, match="'llm' has 3 layers but 2 layer kinds"):
         dataclasses.replace(profile, kinds={"llm": kinds[:2]})
 
 

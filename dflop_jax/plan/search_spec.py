@@ -46,8 +46,8 @@ class SearchSpec:
     def __post_init__(self) -> None:
         if self.n_devices < 1 or self.global_batch < 1:
             raise ValueError(
-                f"a plan needs at least one device and one sample per step, got {self.n_devices} "
-                f"devices and {self.global_batch} samples"
+                f"the plan has {self.n_devices} devices and {self.global_batch} samples per step; "
+                "give at least one of each"
             )
 
     @property

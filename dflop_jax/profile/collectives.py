@@ -1,9 +1,9 @@
-"""Seconds of collectives and sends, by bytes and place: rings inside a node, then between nodes.
+"""Cost model of collectives and sends: rings inside each node, then between nodes.
 
-Devices are numbered node by node. A group of n devices `stride` apart is what a mesh axis joins:
-stride 1 for the axis "model", the degree of tensor parallelism for "data". Across nodes a reduction
-is hierarchical, as NCCL's are: scatter inside each node, exchange each device's share over its
-own network link, gather inside. What was measured of a link goes before its data sheet.
+Devices are numbered node by node. A mesh axis joins groups of n devices `stride` apart: stride 1
+for the axis "model", the tensor-parallel degree for "data". Reductions across nodes are
+hierarchical, as NCCL's are: scatter inside each node, exchange each device's share over its own
+network link, gather inside. Measured links override the data sheet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from dflop_jax.records import Collective, Hardware
 
-Array = Any  # a whole number, or an array of them; of results floats
+Array = Any  # a number or an array: integers as arguments, floats as results
 
 # NCCL's cost model (src/graph/tuning.cc): share of a link's bandwidth that a collective reaches,
 # 235 of an A100's 300 GB/s, and seconds to start a ring.
@@ -24,22 +24,21 @@ START_S = 8.4e-6
 
 
 def ring_passes(collective: Collective) -> int:
-    """Times that a collective goes around a ring: an all-reduce scatters the sum and gathers it."""
+    """Return how often a collective goes around a ring; an all-reduce is a scatter and a gather."""
     return 2 if collective == "all_reduce" else 1
 
 
 def ring_s(
     collective: Collective, n_bytes: float, n: Array, hardware: Hardware, *, stride: int = 1
 ) -> Array:
-    """Seconds of a collective of n devices that goes around a ring in each node, then around one of
-    nodes, on which each device moves its share: a reduction of which each device keeps 1/n of the
-    sum ("reduce_scatter") or all ("all_reduce"), or what gives each all of what each has 1/n of
-    ("all_gather").
+    """Return the seconds of a collective of n devices: a ring in each node, then a ring of nodes on
+    which each device moves its share.
 
     Args:
-      n_bytes: of one device's input, of a gather's output.
-      n: devices of the group, a number or an array; 1 costs nothing.
-      stride: distance of neighbours in the numbering of devices.
+      collective: "reduce_scatter", "all_reduce" or "all_gather".
+      n_bytes: bytes of one device's input, or of an all-gather's output.
+      n: number of devices in the group (number or array); 1 takes no time.
+      stride: difference of neighbours' device numbers.
     """
     inside = np.minimum(n, max(1, hardware.devices_per_node // stride))
     nodes = -(-n // inside)
@@ -47,9 +46,9 @@ def ring_s(
     seconds = np.zeros(np.shape(n))
     for ring_size, ring_bytes, across in rings:
         start_s, bandwidth, latency_s = _link_rates(collective, hardware, across=across)
-        # Each of its steps passes on a part of the bytes.
+        # Each step of the ring passes on one part of the bytes.
         step_s = ring_bytes / ring_size / bandwidth + latency_s
-        # A ring that reaches across goes on where the other has started.
+        # The ring between nodes follows the inner ring without a second start.
         inner_ring_started = across & (inside > 1)
         steps = (ring_size - 1) * ring_passes(collective)
         seconds = seconds + (ring_size > 1) * (steps * step_s + start_s * ~inner_ring_started)
@@ -64,8 +63,8 @@ reduce_scatter_s, all_gather_s, all_reduce_s = (
 def send_s(
     n_bytes: Array, hardware: Hardware, *, across: bool = False, collective: Collective = "send"
 ) -> Array:
-    """Seconds of a copy from one device to another, inside a node or `across` nodes; as the
-    collective "ppermute" every device of a ring sends one at once."""
+    """Return the seconds of a copy between two devices, inside a node or `across` nodes. With
+    collective "ppermute" all devices of a ring send at once."""
     _, bandwidth, latency_s = _link_rates(collective, hardware, across=across)
     return np.where(np.equal(n_bytes, 0), 0.0, latency_s + n_bytes / bandwidth)[()]
 
@@ -73,7 +72,7 @@ def send_s(
 def _link_rates(
     collective: Collective, hardware: Hardware, *, across: bool
 ) -> tuple[float, float, float]:
-    """(seconds to start, bytes/s, seconds of a step)."""
+    """Return (seconds to start, bytes/s, seconds per step) of a collective on a link."""
     if link := hardware.link(collective, across=across):
         return 0.0, link.bandwidth, link.latency_s
     if across:

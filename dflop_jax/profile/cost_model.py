@@ -1,9 +1,9 @@
-"""Seconds and bytes of any plan's segments from a profile, and the prices of a layout.
+"""Cost model: time and memory of segments, and the prices of a layout, from a profile.
 
-Programs are priced by the profile's fits, transfers between devices by its hardware: activations
-between segments, gradients and parameters between data ranks. Devices are numbered node by node;
-the model axis of a submesh is the innermost. Shapes are `rows` rows of `tokens`, arrays or numbers;
-so are data-parallel degrees and the number of microbatches in a group.
+Programs are priced by the profile's fits; transfers (activations between segments, gradients and
+parameters between data ranks) by its hardware. Devices are numbered node by node; the model axis of
+a submesh is the innermost. `rows`, `tokens` (per row), data-parallel degrees and the number of
+microbatches in a group may be numbers or arrays.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dflop_jax.simulate.task_graph import segment_links, tied_segments
 
 
 class Predictions:
-    """Quantities of a module at shapes, each predicted once (see `LayerFits.predict`)."""
+    """Predicted quantities of a module at shapes, cached by name (see `LayerFits.predict`)."""
 
     def __init__(self, costs: CostModel, module: str, tp: int, rows: Array, tokens: Array):
         self.has_rows = np.asarray(rows) > 0
-        self.rank_share = records.tp_share(rows, tokens, tp)  # of hidden states, on a tensor rank
+        self.rank_share = records.tp_share(rows, tokens, tp)  # of hidden states, per tensor rank
         features = records.shape_features(rows, tokens)
         self._first_kind = costs.profile.kinds.get(module, (records.LAYERS,))[0]
         self.layer = cache(
@@ -45,14 +45,14 @@ class Predictions:
 
 
 class CostModel:
-    """Prices segments by a ModelProfile. Methods are pure; some results are cached."""
+    """Cost model of a ModelProfile. Methods are pure; some results are cached."""
 
     def __init__(self, profile: records.ModelProfile):
         self.profile, self.fits = profile, cache(partial(LayerFits, profile))
         self._max_bytes: dict[tuple[object, ...], SegmentBytes] = {}
 
     def price_key(self, segment: SegmentPlan) -> tuple[object, ...]:
-        """Equal for segments of equal prices and bytes, as most of those inside a module are."""
+        """Return a key that is equal for segments with equal prices and bytes."""
         return (
             segment.module, tuple(self.profile.kinds_in(segment).items()), segment.first,
             segment.last, segment.remat, segment.zero, segment.shard_devices, segment.rounds,
@@ -66,34 +66,34 @@ class CostModel:
         return SegmentCosts(self, segment, mesh)
 
     def slowdown(self, mesh: MeshShape) -> Array:
-        """How much longer a submesh's devices take together than a rank, of `model` devices, took
-        when it was timed, because they share cores (`ModelProfile.concurrency`)."""
+        """Return the slowdown of a submesh whose devices share cores (`ModelProfile.concurrency`),
+        relative to the timing of one rank of `model` devices."""
         timed = max(1.0, mesh.model / self.profile.concurrency)
         return np.maximum(1.0, mesh.n_devices / self.profile.concurrency) / timed
 
     def priced_policies(self, module: str) -> tuple[records.Remat, ...]:
-        """Recompute policies that the profile has prices of, in the order of `REMAT`."""
+        """Return the recompute policies that the profile has prices for, in order of `REMAT`."""
         policies = [t.recompute for t in self.profile.timings if t.module == module]
         return tuple(
             r for r in get_args(records.Remat) if r == "segment" or all(r in k for k in policies)
         )
 
     def has_forward(self, segment: SegmentPlan) -> bool:
-        """Whether a segment has a forward task, which hands residuals to its backward task. A last
-        segment whose outputs no edge reads has none: its backward task runs forward, too."""
+        """Return whether a segment has a forward task, which saves residuals for its backward task.
+        A last segment without reading edges has none: its backward task also runs forward."""
         return not segment.last or any(segment.sends(e) for e in self.profile.edges)
 
     def saved_inputs(self, segment: SegmentPlan) -> tuple[int, int]:
-        """Arrays of the hidden states' size that a segment saves from forward to backward: (whole
-        on every tensor rank: what each edge brings, or a first segment's fields; split over tensor
-        ranks: the hidden states of the segment before it)."""
+        """Return the number of inputs of hidden-state size that a segment saves for backward:
+        (replicated over tensor ranks: inputs from edges, or a first segment's fields; split over
+        tensor ranks: hidden states of the previous segment)."""
         entering = sum(segment.reads(e) for e in self.profile.edges)
         return (max(1, entering), 0) if segment.first else (entering, 1)
 
     def max_segment_bytes(
         self, s: SegmentPlan, layout: Layout, *, trained: bool, backward: bool
     ) -> SegmentBytes:
-        """Largest bytes of a segment over a layout's shapes; without any it is still updated."""
+        """Return a segment's maximum bytes over the layout's shapes, or without any shape."""
         mesh, group_size = layout.submesh(s.submesh).shape, layout.group_size
         shapes = tuple(layout.shapes(s.module))
         key = self.price_key(s), mesh, group_size, shapes, trained, backward
@@ -110,8 +110,8 @@ class CostModel:
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """Seconds and bytes of one segment on a mesh, whose data degree may be an array. Methods take
-    `group_size`, the microbatches of a group, and `predictions` at their per-rank shapes."""
+    """Time and memory of a segment on a mesh, whose data-parallel degree may be an array. Methods
+    take `group_size` (microbatches per group) and `predictions` at the per-rank shapes."""
 
     costs: CostModel
     segment: SegmentPlan
@@ -119,16 +119,15 @@ class SegmentCosts:
 
     @cached_property
     def state(self) -> ShardedState:
-        """Parameters, gradients and optimizer state of the segment on a device."""
+        """Parameters, gradients and optimizer state of the segment on one device."""
         return ShardedState(self.segment, self.mesh, self.costs.profile)
 
     def task_s(self, group_size: Array, predictions: Predictions, direction: str) -> Array:
-        """Seconds of a task on a group of microbatches, run alone and without content (see
-        `content_s`), with what data ranks gather and scatter meanwhile and what the host does for a
-        task; 0 without rows.
+        """Return the seconds of a group's task that runs alone, with its collectives over data
+        ranks and its host work, without content (see `content_s`); 0 without rows.
 
         A segment of S stages takes R x M + S - 1 ticks for M microbatches in R rounds. Every stage
-        runs the entry in every tick, while the exit's microbatches are shared by the stages.
+        runs the entry in every tick; the exit's microbatches are divided among the stages.
         """
         segment, profile = self.segment, self.costs.profile
         stages, slowdown = self.mesh.stage, self.costs.slowdown(self.mesh)
@@ -151,17 +150,17 @@ class SegmentCosts:
                 layer_s = predictions.layer(kind, f"layer_{layer_pass}")
                 if layer_pass == BACKWARD:
                     layer_s = layer_s + predictions.layer(kind, f"{self._policy}.layer_s")
-                # A layer's parameters come while the one before is computed.
+                # Gathering a layer's parameters overlaps with the previous layer.
                 layers_s = layers_s + n / self._visits * np.maximum(layer_s * slowdown, transfer_s)
-            layers_s = layers_s + transfer_s  # the first layer waits
+            layers_s = layers_s + transfer_s  # the first layer's gather does not overlap
             seconds = seconds + ticks * (layers_s + stage_send_s) + n_ends * ends_s * slowdown
         seconds = records.add_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
         return np.where(predictions.has_rows, seconds, 0.0)
 
     def content_s(self, group_size: Array, direction: str) -> Array:
-        """Seconds that a group's task takes more for a unit of each feature of the group's content,
-        [features, *data degrees]. A stage sees every microbatch in every round, and in S - 1 more
-        ticks, while the pipeline fills and drains, one of mean content."""
+        """Return the additional seconds of a group's task per unit of each content feature,
+        [features, *data degrees]. A stage processes every microbatch in every round, and in the
+        S - 1 ticks of fill and drain a microbatch of mean content."""
         segment, tp = self.segment, self.mesh.model
         quantities = [*self._passes(direction), *[self._policy] * (direction == BACKWARD)]
         ticks = segment.ticks(self.mesh.stage, group_size)
@@ -175,7 +174,7 @@ class SegmentCosts:
     def n_bytes(
         self, group_size: Array, predictions: Predictions, *, trained: bool, backward: bool
     ) -> SegmentBytes:
-        """Bytes per device, by shape; `trained`: it has trainable parameters."""
+        """Return bytes per device, by shape; `trained`: the segment has trainable parameters."""
         residuals, temporaries = self.task_bytes(
             group_size, predictions, trained=trained, backward=backward
         )
@@ -190,12 +189,12 @@ class SegmentCosts:
     def task_bytes(
         self, group_size: Array, predictions: Predictions, *, trained: bool, backward: bool
     ) -> tuple[Array, Array]:
-        """(bytes that a group's forward task hands to its backward task: residuals of every
-        microbatch and of all of a stage's layers; temporary bytes of the larger of these tasks).
+        """Return (residual bytes from a group's forward task to its backward task, over all
+        microbatches and a stage's layers; temporary bytes of the larger task).
 
-        Backward copies the residuals of its current tick if there are several. A task that runs
-        forward and backward has all residuals among its temporaries, with the hidden states after
-        the last layer and their gradients; when its loss is computed, backward has not begun.
+        With several ticks, backward copies the residuals of the current tick. In a task that runs
+        forward and backward, temporaries include all residuals, the last hidden states and their
+        gradients; the loss is computed before backward starts.
         """
         segment, policy = self.segment, self._policy
         kinds = self.costs.profile.kinds_in(segment)
@@ -229,16 +228,16 @@ class SegmentCosts:
 
     @property
     def _visits(self) -> int:
-        """Ticks in which a microbatch goes through all layers."""
+        """Ticks that a microbatch takes through all layers."""
         return self.mesh.stage * self.segment.rounds
 
     @property
     def _policy(self) -> records.Remat:
-        """The recompute policy of backward's loop over layers."""
+        """Recompute policy of backward's loop over layers."""
         return "none" if self.segment.remat == "segment" else self.segment.remat
 
     def _passes(self, direction: str) -> tuple[str, ...]:
-        """Directions in which a task runs the segment's layers, in order."""
+        """Return the directions in which a task runs the segment's layers, in order."""
         if direction != BACKWARD:
             return (FORWARD,)
         if self.segment.remat == "segment" or not self.costs.has_forward(self.segment):
@@ -246,7 +245,7 @@ class SegmentCosts:
         return (BACKWARD,)
 
     def _stage_send_s(self, predictions: Predictions) -> Array:
-        """Seconds to send a microbatch to the next stage of a loop, which nothing overlaps."""
+        """Return seconds to send a microbatch to the next stage; they do not overlap."""
         hardware = self.costs.profile.hardware
         if hardware is None:
             return 0.0
@@ -258,7 +257,7 @@ class SegmentCosts:
 
 
 def layout_prices(layout: Layout, costs: CostModel) -> records.Prices:
-    """Prices of all in a step of a layout; ValueError if the profile lacks a degree of it."""
+    """Return the prices of a layout; ValueError if the profile lacks a degree of the layout."""
     return records.Prices(
         programs=_program_prices(layout, costs),
         step_end=_step_end_seconds(layout, costs),
@@ -270,7 +269,7 @@ def layout_prices(layout: Layout, costs: CostModel) -> records.Prices:
 
 
 def _program_prices(layout: Layout, costs: CostModel) -> dict[records.ProgramId, Price]:
-    """Price of every segment at every shape of its module, under each of its policies."""
+    """Return the price of every segment at every shape, under each of its policies."""
     programs: dict[records.ProgramId, Price] = {}
     priced: dict[object, dict[tuple[Shape, records.Direction], Price]] = {}
     for s in layout.segments:
@@ -302,8 +301,8 @@ def _segment_prices(
 
 
 def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:
-    """Seconds of every segment's reduction and update. A segment that reads the parameters of a
-    tied entry sends their gradient to the owner and receives the new parameters from it."""
+    """Return the seconds of every segment's gradient reduction and update. A segment that reads a
+    tied entry's parameters sends their gradient to the owner and receives new parameters."""
     seconds, profile = dict[Task, float](), costs.profile
     for s in layout.segments:
         state = costs.segment(s, layout.submesh(s.submesh).shape).state
@@ -320,12 +319,12 @@ def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:
 
 
 def _send_seconds(layout: Layout, costs: CostModel) -> dict[records.SendId, float]:
-    """Seconds of the activations that each segment sends to one on other devices, for every shape
-    of the reader, and of their gradients, which are as many bytes.
+    """Return the seconds of sends of activations to other submeshes, for every shape of the reader,
+    and of their gradients, which have equal size.
 
-    Each device of the reader receives its data rank's activations over its own link: its tokens of
-    hidden states, and all of them for every edge between the two modules. If several groups feed
-    one group, each is priced as if it filled the whole group.
+    Each device of the reader receives its data rank's activations over its own link: its share of
+    hidden states, or the whole output for each edge between two modules. If several groups feed one
+    group, each is priced as if it filled the whole group.
     """
     seconds, hardware = dict[records.SendId, float](), costs.profile.hardware
     for link in segment_links(layout) if hardware else ():
@@ -349,7 +348,7 @@ def _transfer_s(
     n_bytes: float,
     hardware: records.Hardware | None,
 ) -> float:
-    """Seconds to send `n_bytes` to each device of another submesh; 0 on the same submesh."""
+    """Return seconds to send `n_bytes` to each device of another submesh; 0 if it is the same."""
     if hardware is None or (source.first, source.shape) == (target.first, target.shape):
         return 0.0
     nodes = {d // hardware.devices_per_node for d in (*source.devices, *target.devices)}

@@ -1,16 +1,15 @@
-"""From timings at a few shapes to seconds and bytes of a module's layers and ends at any shapes.
+"""Fits of time and bytes of a module's layers and ends, from timings at a few shapes.
 
-A quantity is fitted as a sum of the features of a static shape (`records.data`): launch cost,
-the linear parts and attention over a row, or fewer of these terms where the timings cannot tell
-them apart. Coefficients are not negative and errors are relative, so small shapes count as much as
-large ones. A layer's seconds and the ends' are fitted together, to whole programs of the depths
-that were timed: the split of one noisy difference of two programs is never believed alone. Where
-only the number of rows varies (a module that takes one piece a row), what the fit of whole programs
-misses is interpolated between the timings: caches make large shapes dearer.
+A quantity is fitted as a linear combination of the features of a static shape (`records.data`): a
+constant (launch cost), tokens (linear layers) and token pairs (attention), or fewer terms if the
+timings do not determine all of them. Coefficients are nonnegative and errors are relative, so small
+shapes count as much as large ones. The times of layers and ends are fitted jointly to the programs
+of all timed depths, since a single difference of two programs is noisy. If only the number of rows
+varies (modules with one piece per row), the ratio of timed to fitted values is interpolated, since
+large shapes do not fit into caches.
 
-Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees. Fitted numbers
-keep 24 bits (seven digits): the last bits of a least-squares fit differ from one linear algebra
-library to the next, and no plan may hang on them.
+Fitted numbers are rounded to 24 bits (seven digits), because the last bits of a least-squares fit
+differ between linear algebra libraries and must not change plans.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ import numpy as np
 from dflop_jax.profile.state import Array
 from dflop_jax.records import REMAT, ModelProfile, order_coefficients, shape_features
 
-# Layers of the programs that are timed, whose difference is what a layer takes; deeper ones take
-# longer to compile and to run, and tell it more exactly.
+# Numbers of layers in the timed programs; their difference gives the time of a layer. Deeper
+# programs take longer to compile and to run, but are more precise.
 DEPTHS = (1, 3)
 
 
 def round_to_float32(values: Array) -> Array:
-    """The values with their first 24 bits, the same on every machine."""
+    """Round values to 24 bits, so that they are equal on every machine."""
     n_bits = np.finfo(np.float32).nmant + 1
     mantissa, exponent = np.frexp(np.asarray(values, float))
     return np.ldexp(np.rint(mantissa * 2.0**n_bits), exponent - n_bits)
 
 
 def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Coefficients of least squared relative error, none below zero."""
-    from scipy.optimize import nnls  # loads for half a second, which others need not wait for
+    """Return the nonnegative coefficients with the least squared relative error."""
+    from scipy.optimize import nnls  # imported here, since it loads for 0.5 s
 
     weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
     scale = features.max(axis=0)
     solution, _ = nnls(features / scale * weights[:, None], values * weights)
-    solution[solution < solution.max() * 1e-9] = 0.0  # what is left of a term that is not there
+    solution[solution < solution.max() * 1e-9] = 0.0  # rounding residue of absent terms
     return round_to_float32(solution / scale)
 
 
 class LayerFits:
-    """The fits of the layers of one kind of a module (named by `layer_key`), and of its ends, at a
-    tensor-parallel degree; each is computed once."""
+    """Fits of a module's layers of one kind (`layers`: a `layer_key`) and of its ends, at a
+    tensor-parallel degree; each fit is cached."""
 
     def __init__(self, profile: ModelProfile, layers: str, tp: int):
         of_layers = [t for t in profile.timings if t.layers == layers]
@@ -69,7 +68,7 @@ class LayerFits:
         self.content_s = cache(self._compute_content_s)
 
     def predict(self, features: np.ndarray, quantity: str) -> np.ndarray:
-        """A quantity of one layer, or of both ends, at shapes' features; 0 without rows."""
+        """Predict a quantity of one layer, or of both ends, at shapes' features; 0 without rows."""
         sizes, ratio = self._corrections(quantity)
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)
@@ -83,9 +82,9 @@ class LayerFits:
         return fitted
 
     def _fit_coefficients(self, quantity: str) -> np.ndarray:
-        """A coefficient for each feature, 0 for those that the timings cannot tell apart: one shape
-        tells of tokens alone, two of a constant, too, as many as there are features, whose rows
-        differ in length, of all."""
+        """Fit the coefficient of each feature. Some are 0 if there are few shapes: one shape gives
+        the coefficient of tokens, two also the constant, and three with different row lengths all.
+        """
         n_shapes, n_features = len({t.shape for t in self._timings}), self._features.shape[-1]
         terms = list(range(2 if self._same_tokens else min(n_shapes, n_features)))
         if n_shapes == 1:
@@ -102,7 +101,8 @@ class LayerFits:
         return coefficients
 
     def _compute_corrections(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
-        """(log sizes, rising; timed over fitted value at each); a single 1 where tokens vary."""
+        """Return (ascending log sizes, ratios of timed to fitted values); ratio 1 if `tokens`
+        varies."""
         if not self._same_tokens:
             return np.zeros(1), np.ones(1)
         if _is_direct(quantity):
@@ -119,8 +119,8 @@ class LayerFits:
         return np.log(self._features[:, 1]), round_to_float32(ratio)
 
     def _compute_content_s(self, quantity: str) -> np.ndarray:
-        """Seconds of one layer for a unit of each feature of content: "forward", "backward" or what
-        a recompute policy adds to it; large shapes, of which noise hides little, count most."""
+        """Return a layer's seconds per unit of each content feature, for "forward", "backward" or
+        the addition of a recompute policy. Large shapes, which have less noise, weigh most."""
         if quantity in REMAT:
             unit_seconds = self._recompute_values(quantity, "content_s")
         else:
@@ -130,12 +130,12 @@ class LayerFits:
         return round_to_float32((seconds * weights).sum(axis=0) / weights.sum(axis=0))
 
     def _program_seconds(self, direction: str, depth: int) -> np.ndarray:
-        """Seconds of programs of so many layers with both ends, by timing."""
+        """Return the seconds of programs with `depth` layers and both ends, by timing."""
         layer, ends = f"layer_{direction}_s", f"ends_{direction}_s"
         return np.array([depth * getattr(t, layer) + getattr(t, ends) for t in self._timings])
 
     def _measured_values(self, quantity: str) -> np.ndarray:
-        """A directly measured quantity: "hidden", or POLICY.FIELD of `Recompute`."""
+        """Return a directly measured quantity: "hidden", or POLICY.FIELD of `Recompute`."""
         if quantity == "hidden":
             return np.array([t.hidden_bytes for t in self._timings])
         remat, _, name = quantity.partition(".")
@@ -145,11 +145,11 @@ class LayerFits:
         if any(remat not in t.recompute for t in self._timings):
             raise ValueError(
                 f"the profile has no price of the recompute policy {remat!r} for "
-                f"{self._timings[0].module!r}; profile again, or take another (train.remat)"
+                f"{self._timings[0].module!r}; profile again, or change train.remat"
             )
         return [getattr(t.recompute[remat], name) for t in self._timings]
 
 
 def _is_direct(quantity: str) -> bool:
-    """Whether a quantity is fitted to its own measured values, not to whole programs."""
+    """Return whether a quantity is fitted to its own measured values, not to whole programs."""
     return quantity == "hidden" or "." in quantity

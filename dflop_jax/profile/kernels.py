@@ -1,9 +1,10 @@
 """Kernels of a traced function (matrix products, attention, lookups and fused elementwise work),
-and their seconds by the roofline.
+and their time from the roofline model.
 
-Connected operations between two products become one kernel that reads and writes each array once,
-as XLA fuses them. Products of two activations (with a batch dim) count as attention, and so do
-kernels without a jaxpr; a trace gives their bytes, and the module their FLOPs (`attention_flops`).
+Connected elementwise operations between two products become one kernel that reads and writes each
+array once, as XLA fuses them. Products of two activations (with a batch dim) and attention kernels
+without a jaxpr count as attention; a trace gives their bytes, the module the FLOPs of kernels
+(`attention_flops`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Kind = IntEnum(
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
 _ATTENTION_CALLS = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
-# Products of attention kernels, of `models`' own by the names that they give themselves: of queries
-# with keys, of weights with values, and their gradients.
+# Number of matrix products in attention kernels (queries x keys, weights x values, gradients), by
+# name. Those of `models` start with "packed_".
 ATTENTION_PRODUCTS = {
     "packed_attention_forward": 2,
     "packed_attention_kv_gradient": 4,
@@ -38,25 +39,25 @@ _KERNEL_OPS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_ATTENTION_CAL
 
 @dataclass(frozen=True)
 class Kernel:
-    """`repeats` launches on one device: FLOPs and bytes of each. Bytes of a reduction are what each
-    device adds up, of a gather (or its inverse) what all devices have together. A copy moves arrays
-    and computes nothing; traces have none."""
+    """FLOPs and bytes per launch of a kernel on one device. Bytes of a reduction are each device's
+    input; of a gather or scatter, the whole array. A COPY moves arrays without computing; only
+    compiled programs have copies."""
 
     kind: Kind
     flops: float
     n_bytes: float
-    rows: float = 0.0  # of a product on this device, 0 of what reaches its rate at any size
+    rows: float = 0.0  # of a product on this device; 0: the kernel's rate does not depend on size
     cols: float = 0.0
     depth: float = 0.0
     dtype: str = "float32"
-    repeats: int = 1
-    pair_flops: float = 0.0  # of attention for one pair of each of its tokens
-    group: int = 0  # devices that a collective joins, `stride` apart; 0: tensor-parallel group
+    repeats: int = 1  # launches
+    pair_flops: float = 0.0  # attention FLOPs if each token has one pair
+    group: int = 0  # devices in a collective, `stride` apart; 0: the tensor-parallel group
     stride: int = 1
 
 
 def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
-    """Kernels that a region launches, each `repeats` times."""
+    """Return the kernels that a region launches, each `repeats` times."""
     kernels: list[Kernel] = []
     for op in region.ops:
         if op.body is not None:
@@ -70,7 +71,7 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
         elif op.name in _LOOKUPS:
             lookup_values = op.outputs[0] if op.name == "gather" else op.inputs[-1]
             kernels.append(Kernel(Kind.LOOKUP, 0.0, 2 * lookup_values.n_bytes, repeats=repeats))
-    for v in region.reduced:  # scattered: as a gather, of what each has of the sum's terms
+    for v in region.reduced:  # a sharded result is scattered, which costs as much as a gather
         whole_bytes = v.n_bytes * (1 if v.dim is None else v.tp)
         kind = Kind.REDUCE if v.dim is None else Kind.GATHER
         kernels.append(Kernel(kind, 0.0, whole_bytes, repeats=repeats))
@@ -98,7 +99,7 @@ def _product_kernel(op: Op, repeats: int) -> Kernel:
     flops = 2.0 * batch * rows * cols * depth
     n_bytes = lhs.n_bytes + rhs.n_bytes + op.outputs[0].n_bytes
     kind = Kind.ATTENTION if len(lb) else Kind.MATMUL
-    dtype = str(max(lhs.dtype, rhs.dtype, key=lambda d: d.itemsize))  # both are computed in it
+    dtype = str(max(lhs.dtype, rhs.dtype, key=lambda d: d.itemsize))
     return Kernel(kind, flops, n_bytes, rows, cols, depth, dtype, repeats)
 
 
@@ -130,7 +131,7 @@ def _convolution_kernel(op: Op, repeats: int) -> Kernel:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Elementwise operations that run as one kernel, and the values that it reads and writes."""
+    """Elementwise operations that run as one kernel, and the values the kernel reads and writes."""
 
     ops: list[Op]
     read: set[Value]
@@ -138,18 +139,18 @@ class Fusion:
 
 
 def is_kernel(op: Op) -> bool:
-    """Whether an operation is a kernel of its own (or a loop of them)."""
+    """Return whether an operation is a separate kernel (or a loop of kernels)."""
     return op.name in _KERNEL_OPS or op.body is not None or is_resharded(op)
 
 
 def is_resharded(op: Op) -> bool:
-    """Whether an operation changes an array's sharding: gathers it, or scatters a sum."""
+    """Return whether an operation changes an array's sharding (a gather, or scatter of a sum)."""
     return op.name == RESHARD and op.inputs[0].dim != op.outputs[0].dim
 
 
 def fusions(region: Region) -> list[Fusion]:
-    """Connected elementwise operations of one level (products passed on the way), each as one;
-    without those that compute nothing, of which a product can read the original."""
+    """Return each set of connected elementwise operations with the same number of products before
+    them. Sets that only change layouts are left out: a product can read the original array."""
     level_after: dict[Value, int] = {}
     level_of: dict[Op, int] = {}
     parent: dict[Op, Op] = {}
@@ -189,22 +190,22 @@ def fusions(region: Region) -> list[Fusion]:
 
 
 def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) -> float:
-    """Peak bytes of the values that a region computes, without its inputs and outputs.
+    """Return the peak bytes of the values that a region computes, without inputs and outputs.
 
-    Elementwise work overwrites an input of the same size that nothing reads later; a scatter writes
-    into an array of the region in place. `value_bytes`: bytes of a value on one device.
+    Elementwise work reuses the buffer of an input of the same size that is not read later; a
+    scatter updates an array of the region in place. `value_bytes`: a value's bytes on one device.
     """
     fused = fusions(region)
     position = {op: i for i, op in enumerate(region.ops)}
     end_of = {op: max(position[o] for o in f.ops) for f in fused for op in f.ops}
-    buffer_of: dict[Value, Value] = {}  # value -> the one whose buffer it is
+    buffer_of: dict[Value, Value] = {}  # value -> the value whose buffer it shares
     first_op: dict[Value, int] = {v: end_of[f.ops[0]] for f in fused for v in f.written}
     last_op: dict[Value, int] = {}
     for i, op in enumerate(region.ops):
         writes_in_place = op.name in _SCATTERS and op.inputs[0] not in region.inputs
         if (op.name in LAYOUT_OPS and not is_resharded(op)) or writes_in_place:
             buffer_of |= dict.fromkeys(op.outputs, buffer_of.get(op.inputs[0], op.inputs[0]))
-        elif is_kernel(op):  # a loop's carries stay where they began
+        elif is_kernel(op):  # a loop's carries keep their buffers
             first_op |= dict.fromkeys(op.outputs[len(op.carry) :], i)
         for v in op.inputs:
             v = buffer_of.get(v, v)
@@ -235,28 +236,28 @@ def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What kernels reach of the hardware.
+    """Efficiency of kernels relative to the hardware's peak.
 
-    The defaults are assumptions for GPUs: with them a bfloat16 product of n x n x n reaches 48%,
-    63% and 68% of an A100's peak at n = 1024, 2048 and 4096. Attention is that of `models`' kernels
-    as five rows of docs/gpus.md were timed on an H100, met to 27%.
+    Defaults are assumptions for GPUs: with them an n x n x n bfloat16 product reaches 48%, 63% and
+    68% of an A100's peak at n = 1024, 2048 and 4096. Attention is fitted to the five H100 timings
+    of `models`' kernels in docs/gpus.md, with errors up to 27%.
     """
 
-    matmul: float = 0.72  # share of the peak that a large matrix product reaches
-    attention: float = 0.26  # the same for the products of attention, batched over heads
-    attention_back: float = 0.42  # for those of its gradient, as many as its kernels compute
-    attention_pairs: float = 700.0  # for each token attention takes so many pairs' time more
-    half_dim: float = 64.0  # with so many rows, columns or depth a product reaches half, for each
-    bandwidth: float = 0.85  # share of the memory bandwidth, elementwise work and products alike
+    matmul: float = 0.72  # share of peak FLOP/s for a large matrix product
+    attention: float = 0.26  # the same for products of attention, batched over heads
+    attention_back: float = 0.42  # the same for all products of attention's gradient kernels
+    attention_pairs: float = 700.0  # fixed cost of attention per token, in token pairs
+    half_dim: float = 64.0  # rows, columns or depth at which a product's rate halves, each
+    bandwidth: float = 0.85  # share of memory bandwidth for elementwise work and products
     lookup: float = 0.3  # the same for gathers and scatters by row
-    launch_s: float = 3e-6  # seconds beside a kernel's work: launch, first loads, last stores
-    task_s: float = 20e-6  # seconds of a program call beside its kernels
+    launch_s: float = 3e-6  # overhead per kernel: launch, first loads, last stores
+    task_s: float = 20e-6  # overhead per program call
 
 
 def program_s(
     kernels: Iterable[Kernel], tp: int, hardware: Hardware, efficiency: Efficiency = Efficiency()
 ) -> float:
-    """Seconds of a program's kernels, one after another, on one of `tp` tensor ranks."""
+    """Return the seconds of a program's kernels, run in sequence, on one of `tp` tensor ranks."""
     seconds = 0.0
     for kernel in kernels:
         seconds += kernel.repeats * _kernel_s(kernel, tp, hardware, efficiency)
@@ -264,7 +265,7 @@ def program_s(
 
 
 def _kernel_s(kernel: Kernel, tp: int, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Seconds of one run of a kernel."""
+    """Return the seconds of one launch of a kernel."""
     if kernel.kind == Kind.SEND:
         return float(send_s(kernel.n_bytes, hardware))
     if kernel.kind in (Kind.REDUCE, Kind.GATHER):

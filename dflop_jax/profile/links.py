@@ -1,7 +1,7 @@
-"""Measures collectives and sends between devices of a node and of several nodes.
+"""Measurement of collectives and sends within a node and between nodes.
 
-Each is timed at two sizes: the common seconds are its latency, the difference gives its bandwidth.
-Every node runs the same at once, as data ranks do, so that devices share a network as in a step.
+Each is timed at two sizes, which give its latency and bandwidth. All nodes run the same collective
+at the same time, as data ranks do, so that devices share the network as in a step.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from dflop_jax.runtime.layout import can_join
 
 Sync = Callable[[], None]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-# Bytes that are timed: the large ones take many times a collective's start, on CPUs a millisecond
-# or so; as large again take twice as long.
+# Timed sizes in bytes. The larger takes many times a collective's start-up (about 1 ms on CPUs);
+# doubling it doubles the measuring time.
 _CPU_BYTES, _GPU_BYTES = (1 << 16, 1 << 21), (1 << 20, 1 << 26)
-# Calls that follow each other without being awaited, as in a step, and how often these are timed;
-# twice as many take twice as long.
+# Number of calls in a row without waiting, as in a step, and number of such timings; doubling
+# either doubles the measuring time.
 _CALLS_PER_TIMING, _N_TIMINGS = 4, 3
 
 
 @dataclass(frozen=True)
 class LinkTiming:
-    """Seconds of a collective of `n_bytes` (see `collectives.ring_s`) over `ranks` devices of one
-    node, or one of each of as many nodes (`across`)."""
+    """Time of a collective of `n_bytes` (see `collectives.ring_s`) over `ranks` devices: all in one
+    node, or on different nodes (`across`)."""
 
     collective: Collective
     across: bool
@@ -51,9 +51,8 @@ class LinkTiming:
 
 
 def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
-    """Devices that the faster kind of link joins: on CPUs those of a process, which share memory,
-    elsewhere those of a host; 1 where hosts have different numbers of them. `hosts`: the host's
-    name of each process."""
+    """Return the number of devices per node (on CPUs: per process, whose devices share memory); 1
+    if nodes have different numbers. `hosts`: the host name of each process."""
     cpu = devices[0].platform == "cpu"
     nodes = Counter(d.process_index if cpu else hosts[d.process_index] for d in devices)
     sizes = set(nodes.values())
@@ -61,8 +60,8 @@ def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
 
 
 def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[LinkTiming]:
-    """Timings that this process measures, near 0 s where it takes no part; all processes call this.
-    `node`: devices of a node; `sync` waits for the other processes."""
+    """Time all collectives; all processes call this. Timings of collectives without devices of this
+    process are near 0 s. `node`: devices per node; `sync` waits for the other processes."""
     blocks = [list(devices[i : i + node]) for i in range(0, len(devices), node)]
     sizes = _CPU_BYTES if devices[0].platform == "cpu" else _GPU_BYTES
     timings: list[LinkTiming] = []
@@ -75,7 +74,7 @@ def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[Lin
 
 
 def max_over_processes(process_timings: Sequence[Sequence[LinkTiming]]) -> list[LinkTiming]:
-    """The longest of the timings of each collective over processes."""
+    """Return the maximum over processes of each timing."""
     return [
         replace(timings[0], seconds=max(t.seconds for t in timings))
         for timings in zip(*process_timings, strict=True)
@@ -83,7 +82,7 @@ def max_over_processes(process_timings: Sequence[Sequence[LinkTiming]]) -> list[
 
 
 def hardware_with_links(kind: str, node: int, timings: Sequence[LinkTiming]) -> Hardware:
-    """The data sheet of a kind of device, with the nodes and links that were measured."""
+    """Return the data sheet of a kind of device with measured links and devices per node."""
     by_link: dict[tuple[Collective, bool], list[LinkTiming]] = {}
     for t in timings:
         by_link.setdefault((t.collective, t.across), []).append(t)
@@ -92,13 +91,13 @@ def hardware_with_links(kind: str, node: int, timings: Sequence[LinkTiming]) -> 
 
 
 def _fit_link(small: LinkTiming, large: LinkTiming) -> Link:
-    """A link's bandwidth and the latency of a step of a ring, from a collective of two sizes."""
+    """Return a link's bandwidth and latency per ring step, from timings at two sizes."""
     steps, chunk = 1, 1
     if small.collective not in ("send", "ppermute"):
         chunk, steps = small.ranks, (small.ranks - 1) * ring_passes(small.collective)
     byte_s = max(0.0, large.seconds - small.seconds) / (large.n_bytes - small.n_bytes)
     latency_s = max(0.0, small.seconds - byte_s * small.n_bytes)
-    # All of the larger one's time where the sizes differ by less than what is measured.
+    # If noise hides the difference, the whole time of the larger size counts as bandwidth.
     byte_s = byte_s or large.seconds / large.n_bytes
     return Link(small.collective, small.across, steps / chunk / byte_s, latency_s / steps)
 
@@ -109,8 +108,8 @@ Call = Callable[[], jax.Array]
 def _collective_calls(
     collective: Collective, across: bool, blocks: Sequence[Sequence[jax.Device]], n_bytes: int
 ) -> list[Call]:
-    """The calls of this process, one for each node that runs the collective at once."""
-    n_items = n_bytes // np.dtype(np.float32).itemsize  # of gradients
+    """Return this process's calls: one per group of devices that run the collective at once."""
+    n_items = n_bytes // np.dtype(np.float32).itemsize  # gradients are float32
     if collective == "send":
         pairs = [(blocks[0][0], blocks[1][0])] if across else [(b[0], b[1]) for b in blocks]
         shardings = [[SingleDeviceSharding(d) for d in pair] for pair in pairs]
@@ -128,8 +127,8 @@ def _collective_calls(
 
 
 def collective_call(collective: Collective, mesh: Mesh, n_items: int) -> Call:
-    """A compiled collective over the axis "rank" of a mesh ("node", "rank"), on zeros: at least
-    `n_items` float32 of a device's input, of a gather's output."""
+    """Compile a collective over the axis "rank" of a mesh ("node", "rank") and return a call on
+    zeros: at least `n_items` float32 of a device's input, or of an all-gather's output."""
     ranks = mesh.shape["rank"]
     items_per_rank = -(-n_items // ranks)
     n_items = items_per_rank * (1 if collective == "all_gather" else ranks)
@@ -158,7 +157,7 @@ def collective_call(collective: Collective, mesh: Mesh, n_items: int) -> Call:
 
 
 def _median_call_s(calls: Sequence[Call], sync: Sync) -> float:
-    """Median seconds of one of several calls in a row, after a warm-up."""
+    """Return the median seconds per call of several calls in a row, after a warm-up."""
 
     def run(n: int) -> float:
         sync()

@@ -1,5 +1,5 @@
-"""Measures a ModelProfile: chooses shapes from the data that a run will see, distributes the
-programs to time over processes, and adds what the roofline says of recompute policies."""
+"""Measurement of a ModelProfile: choose shapes from the run's data, time programs on all processes,
+and add the costs of recompute policies from the roofline model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.out_of_memory import is_out_of_memory
 
 Progress = Callable[[int, int], None]
-# Of the largest sample's tokens or pieces, in the largest shape that is timed; prices are believed
-# only up to a multiple of that.
+# Tokens or pieces of the largest timed shape, relative to the largest sample's. Prices are trusted
+# only up to a multiple of that shape.
 LARGEST_OVER_SAMPLE = 4
-# Bytes of XLA's CPU programs over those that traces count: of a nano Qwen3-VL with 1,000 to 4,000
-# tokens 1.8 were measured in the tower, 2.9 to 3.7 in the LLM, whose attention masks a square.
+# Ratio of the bytes of XLA's CPU programs to those counted in traces. In a nano Qwen3-VL with 1,000
+# to 4,000 tokens it was 1.8 in the tower and 2.9 to 3.7 in the LLM (attention masks are square).
 _MIN_OVER_TRACE, _MAX_OVER_TRACE = 1.7, 4.0
 
 # ---- shapes ----
@@ -42,8 +42,8 @@ _MIN_OVER_TRACE, _MAX_OVER_TRACE = 1.7, 4.0
 def shapes_to_time(
     data: DataProfile, model: MultimodalModel, token_multiple: int
 ) -> dict[str, list[Shape]]:
-    """Per-rank shapes of every module, from a few pieces to several of the largest samples, a large
-    one last. A module that the data do not use gets small shapes, so that its plans have prices."""
+    """Return per-rank shapes of every module, from a few pieces to several of the largest samples,
+    a large one last. Modules that the data does not use get small shapes, so they have prices."""
     return {
         m: _module_shapes(data, m, model.piece_tokens.get(m), token_multiple) for m in model.modules
     }
@@ -76,9 +76,9 @@ def _module_shapes(
 def shapes_within(
     shapes: dict[str, list[Shape]], memory_bytes: float, bytes_of: Callable[[str, Shape], float]
 ) -> dict[str, list[Shape]]:
-    """The shapes whose CPU programs need at most `memory_bytes` (a trace counts `bytes_of` them);
-    the smallest shape and a row of the longest piece are always included. ValueError if that row
-    needs more."""
+    """Return the shapes whose CPU programs need at most `memory_bytes` (`bytes_of`: bytes counted
+    in a trace). The smallest shape and a row of the longest piece are always included; ValueError
+    if that row needs more."""
     max_bytes, fitting = memory_bytes / _MAX_OVER_TRACE, {}
     for module, module_shapes in shapes.items():
         longest = Shape(1, module_shapes[-1].tokens)
@@ -87,8 +87,8 @@ def shapes_within(
             flag = "--data.max_tokens or " * (module == TEXT_MODULE) + "--data.max_pixels"
             raise ValueError(
                 f"the largest sample has {longest.tokens:,} tokens of {module!r} in a row, for "
-                f"which training needs about {needed_bytes / GIB:.1f} GiB; "
-                f"{memory_bytes / GIB:.1f} GiB of host memory are free for a device; lower {flag}"
+                f"which training needs about {needed_bytes / GIB:.1f} GiB; each device may use "
+                f"{memory_bytes / GIB:.1f} GiB of host memory; lower {flag}"
             )
         required = min(module_shapes), longest
         fitting[module] = [
@@ -105,9 +105,9 @@ def timing_jobs(
     shapes: Mapping[str, Sequence[Shape]],
     blocks: Sequence[Sequence[tuple[jax.Device, ...]]],
 ) -> list[TimingJob]:
-    """Jobs for every module and kind of layers at its `shapes`, at every tensor-parallel degree
-    that divides its sizes. `blocks`: for every degree, groups of as many devices, which time
-    different jobs at once."""
+    """Return jobs for every module and kind of layers at its `shapes`, at every tensor-parallel
+    degree that divides its sizes. `blocks`: for each degree, groups of that many devices, which
+    time different jobs at the same time."""
     of_degree = {len(groups[0]): groups for groups in blocks}
     measurements = [
         (m, kind, degree, shape)
@@ -129,9 +129,9 @@ def time_layers(
     on_progress: Progress | None = None,
     sync: Callable[[], None] = lambda: None,
 ) -> list[LayerTiming]:
-    """Timings of this process's jobs; jobs of several processes come last. All shapes of a module
-    but the smallest are left out if they exceed the device's memory. All processes call this with
-    the same jobs; `sync` waits for them."""
+    """Run this process's jobs and return their timings; jobs shared by processes run last. Shapes
+    that exceed the device's memory are left out, except a module's smallest. All processes call
+    this with the same jobs; `sync` waits for all processes."""
     min_shape = {j.module: min(k.shape for k in jobs if k.module == j.module) for j in jobs}
     process = jax.process_index()
     own_jobs = sorted((j for j in jobs if process in j.processes), key=_is_shared)
@@ -139,7 +139,7 @@ def time_layers(
     timings: list[LayerTiming] = []
     for i, job in enumerate(own_jobs):
         if _is_shared(job) and not is_synced:
-            # gloo connects processes at their first collective, which may not wait for 30 s.
+            # gloo connects processes in their first collective, which times out after 30 s.
             is_synced = True
             sync()
             _barrier(job)
@@ -153,7 +153,7 @@ def time_layers(
         if on_progress:
             on_progress(i + 1, len(own_jobs))
     if not is_synced:
-        sync()  # with those that have a part in shared jobs
+        sync()  # the processes with shared jobs wait for all processes
     return timings
 
 
@@ -162,8 +162,8 @@ def _is_shared(job: TimingJob) -> bool:
 
 
 def _barrier(job: TimingJob) -> None:
-    """Wait for all processes of a job. gloo's scattering reductions fail if a process arrives 30 s
-    late; its all-reduce does not."""
+    """Wait for all processes of a job. gloo's reduce-scatter fails if a process arrives 30 s late;
+    its all-reduce does not."""
     if _is_shared(job):
         jax.block_until_ready(_barrier_call(job.devices)())
 
@@ -182,7 +182,7 @@ def profile_key(
     shapes: Mapping[str, Sequence[Shape]],
     *extra_facts: Any,
 ) -> str:
-    """A digest of what a profile depends on: programs, shapes, devices, versions, and more."""
+    """Return a digest of the programs, shapes, devices and versions that a profile depends on."""
     programs = [
         Lowering(shallow_segment(model, m, 1, devices, MeshShape(), kind=kind))
         .lower(shapes[m][0], BACKWARD)
@@ -208,8 +208,8 @@ def model_profile(
     *,
     key: str,
 ) -> ModelProfile:
-    """The profile of measured timings, with the costs of every recompute policy. `concurrency` is
-    the number of devices; see `timed_programs.measure_concurrent_rate`."""
+    """Return the profile of measured timings, with the costs of every recompute policy. Its
+    `concurrency` is the number of devices; see `timed_programs.measure_concurrent_rate`."""
     device, with_policies = devices[0], []
     for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in timings):
         predictor = Predictor(

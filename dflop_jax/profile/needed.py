@@ -1,13 +1,13 @@
-"""FLOPs that a training step needs for a piece of a module, and a segment's program at its static
-shape, padding included: whatever programs compute.
+"""Model FLOPs: the FLOPs that a training step needs for a piece of a module, or for a segment's
+program at its static shape including padding, regardless of what programs compute.
 
-Counted are the matrix products of the module's own forward functions (a multiply-add counts two),
-and of their gradients one product for each operand that a gradient reaches: nothing for frozen
-parameters before which nothing trains, nothing for what the data give. Padding, recomputation and
-elementwise work count nothing. A product with parameters grows with a piece's tokens, one of two
-activations (attention) with its pairs, unless the module says what its attention needs
-(`attention_flops` in the contract). Kernels that are no jaxpr are only counted so, a `while` counts
-one turn, and of a choice between branches nothing counts.
+Counts the matrix products of the module's forward functions (2 FLOPs per multiply-add), and in
+backward one product per operand that needs a gradient: none for input data, nor for frozen
+parameters if nothing before them trains. Padding (of pieces), recomputation and elementwise work
+count 0. Products with parameters grow with a piece's tokens, products of two activations
+(attention) with its token pairs, unless the module declares the FLOPs of its attention
+(`attention_flops` in the contract), the only way to count kernels without a jaxpr. A `while` counts
+one iteration, and branches of a `cond` count 0.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from dflop_jax.runtime.module_parts import segment_layer_kinds
 from dflop_jax.runtime.segment import ProgramKind, Segment
 
 _PRODUCT_OPS = ("dot_general", "conv_general_dilated")
-# FLOPs by what is multiplied, (with parameters, two activations), and direction, (forward, of the
-# gradients that are needed), [2, 2].
+# FLOPs of matrix products, [2, 2]: (activations with parameters, two activations) by (forward,
+# needed gradients).
 Products = np.ndarray
 _WITH_PARAMETERS, _OF_ACTIVATIONS = range(2)
 
 
 @dataclass(frozen=True)
 class PieceFlops:
-    """FLOPs of one step, forward and backward, for a piece of a module."""
+    """FLOPs of a training step, forward and backward, for a piece of a module."""
 
-    per_token: float  # products with parameters, and what attention needs of a token
-    per_pair: float = 0.0  # products of two activations, if the module does not tell its attention
-    content: tuple[float, ...] = ()  # what it tells, for a unit of each feature of its content
+    per_token: float  # products with parameters, and attention's declared FLOPs per token
+    per_pair: float = 0.0  # products of two activations, if attention's FLOPs are not declared
+    content: tuple[float, ...] = ()  # attention's declared FLOPs per unit of each content feature
 
     def __call__(self, tokens: int, content: Sequence[int] | None = None) -> float:
-        """FLOPs of a piece with a load's content; None: of a module that names no features."""
+        """Return the FLOPs of a piece with this content; None: the module names no features."""
         n_pairs = token_pairs(tokens)
         content_flops = content_seconds(self.content, (n_pairs,) if content is None else content)
         return self.per_token * tokens + self.per_pair * n_pairs + float(content_flops)
@@ -57,9 +57,9 @@ class PieceFlops:
 def needed_flops(
     model: contract.MultimodalModel, row_tokens: Mapping[str, int], frozen: Collection[str] = ()
 ) -> dict[str, PieceFlops]:
-    """FLOPs of a piece, by module. `row_tokens`: for each module to count, tokens of a row, or of a
-    piece if a row has one; `frozen`: freeze groups that do not train."""
-    has_gradient: dict[tuple[str, str], bool] = {}  # (module, tap): its outputs need a gradient
+    """Return the FLOPs of a piece by module. `row_tokens`: tokens per row of each module to count;
+    `frozen`: freeze groups that do not train."""
+    has_gradient: dict[tuple[str, str], bool] = {}  # (module, tap) -> output needs a gradient
     by_module = {}
     for name, module in model.modules.items():
         if name not in row_tokens:
@@ -94,8 +94,8 @@ def needed_flops(
 def segment_flops(
     segment: Segment, shape: Shape, kind: ProgramKind, *, with_forward: bool
 ) -> float:
-    """FLOPs that a segment's program needs of each device of its submesh, at the per-rank shape of
-    a microbatch. `with_forward`: whether a backward is also the segment's only forward."""
+    """Return the FLOPs per device that a segment's program needs, at the per-rank shape of a
+    microbatch. `with_forward`: whether backward is also the segment's only forward."""
     module, plan, with_gradient = segment.module, segment.plan, segment.wants_gradient
     edge_fields = tuple(sorted(with_gradient & set(segment.entry_inputs)))
     enters = {depth for name, depth in segment.inlets if name in with_gradient}
@@ -120,7 +120,7 @@ def segment_flops(
 
 
 def visible_pair_share(module: Module, tokens: int) -> float:
-    """Mean share of a row's pairs of tokens that see each other; 1 if no layer declares it."""
+    """Return the mean share of a row's token pairs that attention computes; 1 if not declared."""
     visible_shares = []
     for kind, kind_module in single_kind_modules(module).items():
         if attention := attention_flops_of(kind_module):
@@ -131,14 +131,13 @@ def visible_pair_share(module: Module, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class _Needed:
-    """What consecutive layers of a module and its ends need."""
+    """FLOPs and gradients that consecutive layers of a module and its ends need."""
 
-    # As traced, without the attention of layers whose module gives its FLOPs.
-    products: Products
-    # Of each kind of such layers the module with that kind alone, the number of layers, and of
-    # layers whose attention needs a gradient.
+    products: Products  # traced FLOPs, without attention that the module declares
+    # (module with one kind of layers, number of layers, number of layers whose attention needs a
+    # gradient), for each kind with declared attention.
     attention: list[tuple[Any, int, int]]
-    gradient: list[bool]  # whether hidden states need one, before each layer and after the last
+    gradient: list[bool]  # whether hidden states need a gradient, before each layer and at the end
 
 
 def _needed_products(
@@ -151,9 +150,9 @@ def _needed_products(
     taps: Iterable[tuple[str, int]],
     ends: Sequence[str] = ENDS,
 ) -> _Needed:
-    """What layers of these kinds and the `ends` that run need, where these fields of the entry need
-    a gradient. `enters`: after how many layers inputs enter that need one, -1: before all; `taps`:
-    that run, and after how many layers each leaves."""
+    """Return what layers of these kinds and the given `ends` need. `edge_fields`: entry fields that
+    need a gradient; `enters`: numbers of layers before inputs that need a gradient (-1: at the
+    entry); `taps`: (name, number of layers before it) of each tap that runs."""
     needs = -1 in enters or ("entry" in ends and _has_trainable(trains, "entry"))
     gradient = []
     for i in range(len(kinds) + 1):
@@ -186,7 +185,7 @@ def _needed_products(
 
 
 def _has_trainable(trains: Collection[str], part: str) -> bool:
-    """Whether a part (also layers of a kind), or its adapters, are among the parts that train."""
+    """Return whether a part (or kind of layers) or its adapter is trained."""
     return part in trains or adapter_of(part) in trains
 
 
@@ -198,9 +197,9 @@ def _hidden_input(needs_gradient: bool) -> Names:
 def part_products(
     module: Module, part: str, shape: Shape, trains: frozenset[str], with_gradient: Names
 ) -> Products:
-    """Products of a part (of one layer for "layers", its adapter with it) at a shape. `trains`:
-    parts that train; `with_gradient`: inputs that need a gradient, "hidden" or fields of the entry
-    that edges fill."""
+    """Return the products of a part with its adapter ("layers": one layer) at a shape. `trains`:
+    trained parts; `with_gradient`: inputs that need a gradient, "hidden" or entry fields that edges
+    fill."""
     edge_fields = with_gradient if part == "entry" else ()
     spec = TraceSpec(module, part, shape, edge_fields=edge_fields)
     closed, arguments = traced_forward(spec, adapter=True)
@@ -217,8 +216,8 @@ def part_products(
 
 
 def _count_products(region: Region, data: set[Value], active: set[Value]) -> Products:
-    """Products of a region; `data` are the values that depend on the batch, `active` those that
-    need a gradient. Both grow by what the region makes."""
+    """Return the products of a region. `data` are values that depend on the batch, `active` values
+    that need a gradient; the region's own values are added to both sets."""
     total = np.zeros((2, 2))
     for op in region.ops:
         is_data, is_active = (any(v in marked for v in op.inputs) for marked in (data, active))
@@ -239,8 +238,8 @@ def _count_products(region: Region, data: set[Value], active: set[Value]) -> Pro
 
 
 def _marked_inputs(op: Op, marked: Collection[Value], any_marked: bool) -> list[Value]:
-    """Inputs of a loop's body that are marked: those whose outer value is, and, if any input of the
-    loop is marked, those that the loop carries."""
+    """Return the marked inputs of a loop's body: inputs with a marked outer value and, if any input
+    of the loop is marked, the loop's carries."""
     assert op.body is not None
     outer = op.inputs[len(op.inputs) - len(op.body.inputs) :]
     pairs = zip(op.body.inputs, outer, strict=True)

@@ -1,15 +1,15 @@
-"""Timings by the roofline, in the records of measured ones: of a model on hardware that is not on
-this machine, and of recompute policies beside measured ones.
+"""Roofline timings in the same records as measured ones: for a model on absent hardware, and for
+recompute policies of measured timings.
 
 A kernel takes max(FLOPs / (peak * efficiency), bytes / (bandwidth * efficiency)) plus its launch.
-Kernels come from traces of the module's own functions (`traced_parts`, `kernels`), so any model
-works. Products with few rows, columns or depth on one device reach less of the peak, as small
-batches and high tensor-parallel degrees have. Modules are those that the chip runs
-(`contract.on_chip`). Attention whose kernel skips other pieces costs the FLOPs of its content at
-the attention's share of the peak, and a fixed number of pairs for each token.
+Kernels come from traces of the module's functions (`traced_parts`, `kernels`), so any model works.
+Products with few rows, columns or depth per device, as with small batches and high tensor-parallel
+degrees, reach a smaller share of the peak. Modules are adapted to the chip (`contract.on_chip`).
+Attention kernels that skip other pieces cost the FLOPs of their content at attention's share of the
+peak, plus a fixed number of token pairs per token.
 
-The trace of a backward under a policy shows what it recomputes. For timed programs only forward and
-the gradient are measured; a policy then takes the share of forward that the roofline predicts.
+The trace of backward under a policy shows its recomputation. Measurements cover only forward and
+the gradient; a policy then adds the share of forward that the roofline predicts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dflop_jax.profile.traced_parts import ENDS, Names, TraceSpec, divides, trac
 from dflop_jax.records import BACKWARD, FORWARD, Direction, Hardware, Remat, Shape
 
 POLICIES: tuple[Remat, ...] = ("none", "dots", "named", "layers")
-# What is kept goes into a stack of all layers and out of it. About half of it is copied for that
-# (results and operands of products), the rest is read and written where it is computed.
+# Memory passes per residual byte: residuals are written to a stack of all layers and read from it.
+# About half (results and operands of products) is copied; the rest is accessed in place.
 _STACK_PASSES = 2
-_UNIT_SHAPE = Shape(1, 1024)  # whose features others are given in units of, to be about one
+_UNIT_SHAPE = Shape(1, 1024)  # features are scaled by those of this shape to be about 1
 
 
 def build_profile(
@@ -43,7 +43,7 @@ def build_profile(
     timings: Sequence[records.LayerTiming],
     **facts: Any,
 ) -> records.ModelProfile:
-    """A profile of any timings with the model's sizes; `facts` are fields of `ModelProfile`."""
+    """Return a profile of timings with the model's sizes; `facts`: other `ModelProfile` fields."""
     modules = model.modules
     ends = {m: [traced_parts.forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
             for m, module in modules.items()}  # fmt: skip
@@ -73,13 +73,12 @@ def roofline_profile(
     *,
     n_devices: int,
 ) -> records.ModelProfile:
-    """A profile like a measured one, computed for `n_devices` that compute at once: no device, no
-    weights.
+    """Compute a profile like a measured one for `n_devices`, without devices and weights.
 
     Args:
-      shapes: per-rank shapes of every module to predict at.
-      model_degrees: tensor-parallel degrees. Those that do not divide a module's sizes, or do not
-        fit into a node, are left out for it; ValueError if none is left.
+      shapes: per-rank shapes of every module to predict times for.
+      model_degrees: tensor-parallel degrees. Degrees that do not divide a module's sizes, or exceed
+        a node, are left out for the module; ValueError if none is left.
     """
     efficiency, timings, entry_share = Efficiency(), list[records.LayerTiming](), {}
     for name, module in model.modules.items():
@@ -125,14 +124,14 @@ def roofline_profile(
 
 
 def edge_fields(model: contract.MultimodalModel, module: str) -> Names:
-    """Fields of a module's entry that edges fill."""
+    """Return the fields of a module's entry that edges fill."""
     entering = (e for e in contract.edges_of(model) if e.target == module and e.enters < 0)
     return tuple(dict.fromkeys(e.name for e in entering))
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Seconds and bytes of one module at one tensor-parallel degree, by the roofline; edges fill
+    """Roofline predictor of a module's time and bytes at one tensor-parallel degree; edges fill
     `edge_fields` of its entry. `half_bytes`: see `traced_parts`."""
 
     module: contract.Module
@@ -144,12 +143,11 @@ class Predictor:
     def timings(
         self, shapes: Sequence[Shape], *, one_piece_rows: bool
     ) -> list[records.LayerTiming]:
-        """Timings as measuring the module at shapes would give them. `one_piece_rows`: each row is
-        one piece, so padding costs as much as content, and attention is part of the layers'
-        seconds."""
+        """Return timings in the form of measured ones. `one_piece_rows`: each row is one piece, so
+        padding costs as much as content, and attention is part of the layers' time."""
         costs, e = self.policy_costs(shapes), Efficiency()
         recomputed = {remat: self.recomputed_attention(shapes[-1], remat) for remat in POLICIES}
-        # Each of the gradient's two kernels computes what it needs of the scores.
+        # Each of the gradient's two kernels computes the scores that it needs.
         n = {k.removeprefix("packed_attention_"): v for k, v in ATTENTION_PRODUCTS.items()}
         products_ratio = (n["kv_gradient"] + n["q_gradient"]) / n["forward"]
         backward_ratio = products_ratio * e.attention / e.attention_back
@@ -158,7 +156,7 @@ class Predictor:
             kernels = trace_kernels(self._spec("layers", shape), FORWARD)
             dtype = next((k.dtype for k in kernels if k.kind == Kind.MATMUL), "float32")
             reached = self.hardware.peak_flops(dtype) * e.attention
-            # Seconds of forward attention for a unit of each feature of content.
+            # Seconds of forward attention per unit of each content feature.
             unit_s = {name: f / self.tp / reached for name, f in attention_flops.items()}
             full_s = 0.0
             if one_piece_rows:
@@ -201,17 +199,17 @@ class Predictor:
         shape: Shape,
         remat: Remat = "none",
     ) -> float:
-        """Seconds of one part, a layer for "layers"."""
+        """Return the seconds of one part ("layers": one layer)."""
         kernels = trace_kernels(self._spec(part, shape, remat), direction)
         return program_s(kernels, self.tp, self.hardware)
 
     def ends_s(self, direction: Direction, shape: Shape) -> float:
-        """Seconds of entry, exit and taps."""
+        """Return the seconds of entry, exit and taps."""
         return sum(self.part_s(p, direction, shape) for p in traced_parts.end_parts(self.module))
 
     def _policy_cost(self, shape: Shape, remat: Remat) -> records.Recompute:
         loss = traced_parts.has_loss(self.module, shape)
-        # A loss has its gradient where it is computed.
+        # The gradient of a loss is computed with the loss, so it is not recomputed.
         ends = [p for p in traced_parts.end_parts(self.module) if not (loss and p == "exit")]
         layer_bytes, ends_bytes, temp_bytes = traced_parts.program_bytes(
             self._spec("layers", shape, remat), self.half_bytes, loss=loss
@@ -228,12 +226,12 @@ class Predictor:
         )
 
     def _recomputed_s(self, part: str, shape: Shape, remat: Remat) -> float:
-        """Seconds of a part's forward that backward computes again."""
+        """Return the seconds of recomputation in a part's backward."""
         without_s = self.part_s(part, BACKWARD, shape)
         return max(0.0, self.part_s(part, BACKWARD, shape, remat) - without_s)
 
     def recomputed_attention(self, shape: Shape, remat: Remat) -> float:
-        """Share of forward's attention that backward computes again."""
+        """Return the share of forward's attention that backward recomputes."""
 
         def products(direction: Direction, remat: Remat = "none") -> int:
             kernels = trace_kernels(self._spec("layers", shape, remat), direction)
@@ -243,8 +241,8 @@ class Predictor:
         return min(1.0, max(0.0, recomputed / max(products(FORWARD), 1)))
 
     def policy_costs(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, records.Recompute]]:
-        """Costs of every policy at shapes, without the cost of content. At most as many shapes are
-        traced as a shape has features; costs at the others follow, since they are sums of these."""
+        """Return the costs of every policy at shapes, without content. A few shapes are traced;
+        costs at the others are interpolated, since costs are linear in the shape's features."""
         traced_shapes = _shapes_to_trace(shapes)
         traced = {s: {r: self._policy_cost(s, r) for r in POLICIES} for s in traced_shapes}
         traced_features = _features(traced_shapes)[:, : len(traced_shapes)]
@@ -258,8 +256,8 @@ class Predictor:
         return by_shape
 
     def add_policies(self, timings: Sequence[records.LayerTiming]) -> list[records.LayerTiming]:
-        """Timings of programs that recompute nothing, with costs of every policy added. Recomputed
-        seconds are a predicted share of the forward seconds; residual bytes beyond those of
+        """Return timings of programs without recomputation, with the costs of every policy added.
+        Recomputation takes a predicted share of the forward seconds; residual bytes beyond those of
         "layers" are a predicted share of the measured ones."""
         largest = max((t.shape for t in timings), key=lambda s: s.size)
         layer_s, ends_s = (
@@ -279,7 +277,7 @@ class Predictor:
             bytes_ratio = 1.0
             if max_bytes > min_bytes:
                 bytes_ratio = max(0.0, compiled.layer_bytes - min_bytes) / (max_bytes - min_bytes)
-            if ends_in_loss:  # other temporaries may hide what layers keep
+            if ends_in_loss:  # other temporaries may hide the layers' residuals
                 bytes_ratio = max(bytes_ratio, 1.0)
             recompute = {
                 r: replace(
@@ -297,15 +295,15 @@ class Predictor:
 
 
 def _shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes whose costs determine all others: the largest, the smallest, and, if rows differ
-    in length, a large one whose rows are not as long as the largest's."""
+    """Return the shapes that determine the costs of all others: the largest, the smallest and, if
+    rows differ in length, a large one whose rows differ from the largest's."""
     by_size = sorted(set(shapes), key=lambda s: (s.size, s))
     other_lengths = [s for s in by_size[1:-1] if s.tokens != by_size[-1].tokens]
     return list(dict.fromkeys([by_size[-1], by_size[0], *other_lengths[-1:]]))
 
 
 def _features(shapes: Sequence[Shape]) -> np.ndarray:
-    """Features of shapes in units of a usual shape, [n_shapes, n_features]."""
+    """Return features of shapes in units of `_UNIT_SHAPE`, [n_shapes, n_features]."""
     rows, tokens = np.array([(s.rows, s.tokens) for s in shapes]).T
     return records.shape_features(rows, tokens) / records.shape_features(
         _UNIT_SHAPE.rows, _UNIT_SHAPE.tokens
@@ -313,7 +311,7 @@ def _features(shapes: Sequence[Shape]) -> np.ndarray:
 
 
 def _weighted_sum(costs: Sequence[records.Recompute], weights: np.ndarray) -> records.Recompute:
-    """The weighted sum of costs, at least 0."""
+    """Return the weighted sum of costs, at least 0."""
     names = [f.name for f in fields(records.Recompute) if f.name != "content_s"]
     rows = np.array([[getattr(c, name) for name in names] for c in costs])
     mixed = np.maximum(0.0, round_to_float32(weights @ rows)).tolist()

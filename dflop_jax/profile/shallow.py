@@ -1,5 +1,5 @@
-"""Modules whose layers are all of one kind, and segments of a few layers: the programs that are
-timed or compiled to price a layer."""
+"""Modules with one kind of layers, and segments of a few layers, whose programs are timed or
+compiled to price a layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dflop_jax.runtime.segment import Segment
 
 
 def single_kind_modules(module: contract.Module) -> dict[str, contract.Module]:
-    """By kind, in the order of first use, the module with layers of that kind alone."""
+    """Return the module restricted to each kind of layers, by kind in order of first use."""
     kinds = dict.fromkeys(contract.layer_kinds_of(module))
     return {kind: single_kind_module(module, kind) for kind in kinds}
 
 
 def single_kind_module(module: contract.Module, kind: str) -> contract.Module:
-    """The module with layers of one kind alone, under the name "layers"."""
+    """Return the module restricted to one kind of layers, under the name "layers"."""
     return _SingleKindModule(module, kind) if hasattr(module, "layer_kinds") else module
 
 
@@ -36,7 +36,7 @@ class _SingleKindModule:
         if name == "layer_kinds":
             raise AttributeError(name)
         value = getattr(self.module, name)
-        if name in ("inputs", "freeze_groups"):  # of this kind and of parts that are not stacked
+        if name in ("inputs", "freeze_groups"):  # keep this kind and parts that are not stacked
             stacked = contract.stacked_parts(self.module)
             renamed = {self._stacked_part(p): p for p in (contract.LAYERS, contract.ADAPTER)}
             return {
@@ -64,7 +64,7 @@ class _SingleKindModule:
 
 @dataclass(frozen=True)
 class _ShallowModule:
-    """A module whose taps all leave after the first layer at the latest."""
+    """A module with all taps moved to the first layer or before."""
 
     module: contract.Module
 
@@ -87,12 +87,12 @@ def shallow_segment(
     ends: bool = True,
     kind: str = "",
 ) -> Segment:
-    """A segment of `depth` layers of a module, all of one kind ("": that of its first layer). With
-    `ends` everything that enters and leaves the module does so at the first layer, so that every
-    depth runs it once; without they are layers between others."""
+    """Return a segment of `depth` layers of a module, all of one kind ("": the first layer's kind).
+    With `ends`, all edges and taps are at the first layer, so that every depth runs them once;
+    without, the segment has only inner layers."""
     edges = [replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1))
              for e in contract.edges_of(model)]  # fmt: skip
-    first = 0 if ends else 2  # behind what enters after the first layer
+    first = 0 if ends else 2  # after the edges that enter after the first layer
     plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
     on_chip: Any = contract.on_chip(model.modules[module], contract.chip_of(devices[0]))
     single_kind: Any = single_kind_module(on_chip, kind or contract.layer_kinds_of(on_chip)[0])

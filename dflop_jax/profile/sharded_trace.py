@@ -1,11 +1,11 @@
-"""A traced function as a flat list of operations on one device of a tensor-parallel group.
+"""Sharding propagation: a traced function as operations on one device of a tensor-parallel group.
 
-The jaxpr is walked with one sharded dim per value, in the manner of GSPMD (arXiv 2105.04663):
-parameters bring their dims from the contract's logical axes, every operation hands them on, and a
-contraction over a sharded dim gives a sum to reduce over the group. Where the traced function lays
-an array out (`dflop_jax.runtime.token_split`), a sharded one is gathered or a sum is scattered.
-Nothing is compiled, so it takes milliseconds. Known limits: one sharded dim per value, and a
-`while` counts once.
+Walks the jaxpr with one sharded dim per value, as GSPMD does (arXiv 2105.04663): parameters get
+their dims from the contract's logical axes, operations propagate them, and a contraction over a
+sharded dim gives partial sums to reduce over the group. At a sharding constraint
+(`dflop_jax.runtime.token_split`), a sharded array is gathered or a sum is scattered. Nothing is
+compiled, so it takes milliseconds. Known limits: one sharded dim per value, and a `while` counts
+once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESHARD = "sharding_constraint"
 LAYOUT_OPS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "copy", "stop_gradient", RESHARD}
 )
-# What lays its result out as its consumers want it: their sharding reaches through.
+# Operations whose results take the sharding of their consumers.
 _FOLLOWS_CONSUMER = (LAYOUT_OPS - {RESHARD}) | frozenset(
     {"broadcast_in_dim", "iota", "scatter-add", "convert_element_type", "select_n"}
 )
@@ -29,7 +29,7 @@ _FOLLOWS_CONSUMER = (LAYOUT_OPS - {RESHARD}) | frozenset(
 
 @dataclass(eq=False)
 class Value:
-    """An array; `dim` is the dim that is split over the group's `tp` devices, if any."""
+    """An array; `dim` is the dim sharded over the group's `tp` devices, if any."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -45,9 +45,9 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One operation. A loop has a `body` that runs `repeats` times; its first outputs are carried
-    from iteration to iteration, starting with `carry`. Outputs of a `partial` operation are terms
-    of a sum over the group."""
+    """One operation. A loop has a `body` that runs `repeats` times; its first outputs are the
+    carries, with initial values `carry`. Outputs of a `partial` operation are partial sums over
+    the group."""
 
     name: str
     inputs: list[Value]
@@ -61,8 +61,8 @@ class Op:
 
 @dataclass(eq=False)
 class Region:
-    """Operations in order, the values that enter and leave them, the values that the group reduces
-    (scattered if sharded), and those that it gathers."""
+    """Operations in order, with the region's inputs and outputs, the values that the group reduces
+    (scatters if sharded), and the values that the group gathers."""
 
     inputs: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Region:
 
 
 def trace(closed: core.ClosedJaxpr, dims: Sequence[int | None], tp: int) -> Region:
-    """Operations of a jaxpr on one of `tp` devices; `dims`: the sharded dim of each input."""
+    """Return a jaxpr's operations on one of `tp` devices; `dims`: the sharded dim of each input."""
     if tp == 1:
         dims = [None] * len(dims)
     inputs = [_value(v, tp, d) for v, d in zip(closed.jaxpr.invars, dims, strict=True)]
@@ -116,22 +116,22 @@ def _walk(jaxpr: Any, inputs: Sequence[Value], tp: int) -> Region:
 
 
 def _called_jaxpr(params: dict[str, Any]) -> Any:
-    """The jaxpr of a call; of a conditional the last branch."""
+    """Return the jaxpr that an operation calls, if any."""
     jaxpr = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _scan(eqn: Any, args: list[Value], tp: int) -> Op:
-    """A loop whose carries are sharded as its body leaves them."""
+    """Return a loop whose carries are sharded as its body's outputs."""
     jaxpr, length = eqn.params["jaxpr"].jaxpr, eqn.params["length"]
-    # Only what is scanned over has one dim more outside than inside (how else the counts are told
-    # differs between versions of jax).
+    # Only scanned arrays have one more dim outside than inside; ranks give the counts for every
+    # version of JAX, while the parameters of `scan` differ.
     n_carry = _count_equal_ranks(eqn.outvars, jaxpr.outvars)
     n_fixed = _count_equal_ranks(args, jaxpr.invars) - n_carry
     constants, carry, xs = args[:n_fixed], args[n_fixed:][:n_carry], args[n_fixed + n_carry :]
     slices = [Value(v.shape[1:], v.dtype, tp, v.dim - 1 if v.dim else None) for v in xs]
     body_carry = [Value(v.shape, v.dtype, tp, v.dim) for v in carry]
-    for _ in range(2):  # the second time with the carries' dims of the first
+    for _ in range(2):  # the second pass uses the carries' dims from the first
         body = _walk(jaxpr, [*constants, *body_carry, *slices], tp)
         for value, output in zip(body_carry, body.outputs):
             value.dim = output.dim if value.dim is None else value.dim
@@ -147,7 +147,7 @@ def _scan(eqn: Any, args: list[Value], tp: int) -> Op:
 
 
 def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Number of values with the same rank outside and inside a loop."""
+    """Return the number of values with the same rank outside and inside a loop."""
 
     def rank(a: Any) -> int:
         return len(getattr(a, "aval", a).shape)
@@ -164,7 +164,7 @@ def _while(params: dict[str, Any], args: list[Value], tp: int) -> Op:
 
 
 def _output_sharding(op: Op, output: Value) -> tuple[int | None, bool]:
-    """(sharded dim of an output, whether the output is a sum over the group)."""
+    """Return (sharded dim of an output, whether the output is a partial sum)."""
     if op.name == "dot_general":
         return _dot_dim(op)
     if op.name == RESHARD:
@@ -187,12 +187,12 @@ def _output_sharding(op: Op, output: Value) -> tuple[int | None, bool]:
         return dim - sum(a < dim for a in op.params["dimensions"]), False
     if op.name == "reshape":
         return _reshaped_dim(sharded.shape, dim, output), False
-    # Element by element, or along another dim.
+    # Elementwise operations, or operations along another dim.
     return (dim, False) if rank == len(output.shape) else (None, False)
 
 
 def _reshaped_dim(shape: tuple[int, ...], dim: int, output: Value) -> int | None:
-    """The dim of the output that starts where the sharded one did."""
+    """Return the output dim that starts at the same element as the sharded dim."""
     n_before = prod(shape[:dim])
     for i, size in enumerate(output.shape):
         if prod(output.shape[:i]) == n_before and size % output.tp == 0:
@@ -218,7 +218,7 @@ def _dot_dim(op: Op) -> tuple[int | None, bool]:
 
 
 def _shard_inputs(region: Region) -> None:
-    """Shard values whose sharded consumer has the same shape and that need not be whole."""
+    """Shard values with a sharded consumer of the same shape, if their producer allows it."""
     producer = {output: op for op in region.ops for output in op.outputs}
     for op in reversed(region.ops):
         if op.body is not None:
@@ -234,14 +234,14 @@ def _shard_inputs(region: Region) -> None:
 
 
 def _eliminate_dead_ops(region: Region) -> Region:
-    """The region without operations whose results nothing reads."""
+    """Return the region without operations whose results are not read."""
     live, reversed_ops = set(region.outputs), []
     for op in reversed(region.ops):
         if any(output in live for output in op.outputs):
             live.update(op.inputs)
             reversed_ops.append(op)
     ops = reversed_ops[::-1]
-    # An array is gathered once, whoever reads it whole.
+    # Gather each array once, for all its readers.
     gathered = {op.inputs[0]: op.outputs[0] for op in ops if op.name == RESHARD
                 if op.inputs[0].dim is not None and op.outputs[0].dim is None}  # fmt: skip
     reduced = _reduced_values(ops, region.outputs)
@@ -249,8 +249,8 @@ def _eliminate_dead_ops(region: Region) -> Region:
 
 
 def _reduced_values(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Value]:
-    """Values that the group reduces. Terms are added before the reduction, as XLA does
-    (AllReduceReassociate), so three products of one sum cost one reduction."""
+    """Return the values that the group reduces. Partial sums are added before the reduction, as XLA
+    does (AllReduceReassociate), so a sum of three products costs one reduction."""
     partial_sums: dict[Value, None] = {}
     reduced: dict[Value, None] = {}
     for op in ops:

@@ -1,5 +1,5 @@
-"""Parameters, gradients and optimizer state of a segment on a device: their bytes, and the seconds
-of their collectives over data ranks (ZeRO)."""
+"""Bytes of a segment's parameters, gradients and optimizer state on a device, and the seconds of
+their collectives over data ranks (ZeRO)."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ from dflop_jax.records import MeshShape, ModelProfile, ParamDims, SegmentPlan, l
 
 Array = Any  # a float array, or one number
 Dims = tuple[ParamDims, ...]
-# What is in memory for each element of a parameter: an attribute of `ParamDims`.
+# Attribute of `ParamDims` with bytes per element of a parameter.
 Element = Literal["working_bytes", "trained_bytes", "trained_working_bytes", "element_state_bytes"]
-# Float32 arrays of a segment's size that any optimizer reads (parameters, gradients) and writes
-# (parameters), beside its state.
+# Float32 arrays of the segment's size that an optimizer reads (parameters, gradients) and writes
+# (parameters), besides its state.
 _UPDATE_PASSES = 3
-# What the programs of a step's end take beside their arguments, as compiled for H100, in shards of
-# gradients: copies of a reduction, and of pieces that are made into whole parameters. On one device
-# alone both are made in place.
+# Temporaries of step-end programs compiled for H100, in multiples of the gradient shard: copies for
+# the reduction, and for gathering whole parameters. A single device needs neither.
 _REDUCED_COPIES, _GATHERED_COPIES = 0.85, 2.2
 
 
 @dataclass(frozen=True)
 class SegmentBytes:
-    """state: parameters, gradients and optimizer state that the device has. residuals: of one group
-    in flight, its inputs and what forward hands to backward. temporaries: of the largest
-    program."""
+    """Bytes of a segment on one device."""
 
-    state: Array
-    residuals: Array
-    temporaries: Array
+    state: Array  # parameters, gradients and optimizer state
+    residuals: Array  # inputs and residuals of one group in flight
+    temporaries: Array  # of the largest program
 
 
 @dataclass(frozen=True)
 class ShardedState:
-    """State of a segment on one device of a mesh, whose data degree may be an array."""
+    """A segment's state on one device of a mesh, whose data-parallel degree may be an array."""
 
     segment: SegmentPlan
     mesh: MeshShape
@@ -48,31 +45,31 @@ class ShardedState:
 
     @cached_property
     def ranks(self) -> Array:
-        """Data ranks that share a parameter."""
+        """Number of data ranks over which a parameter is sharded."""
         return self.segment.shard_ranks(self.mesh.data, self.mesh.model)
 
     def n_bytes(self, element: Element, ranks: Array = 1, *, exact: bool = False) -> Array:
-        """Bytes on a device of an element quantity that `ranks` data ranks split. `exact`:
-        parameters that tensor parallelism does not split are whole on each tensor rank; otherwise
-        all count as split."""
+        """Return the bytes on a device of an element quantity sharded over `ranks` data ranks.
+        `exact`: parameters that tensor parallelism does not split count in full; otherwise all
+        count as split."""
         layers = sum(
             n * self._rank_bytes(dims, element, ranks, exact) for dims, n in self._layer_dims
         )
         return layers / self.mesh.stage + self.ends_bytes(element, ranks, exact=exact)
 
     def ends_bytes(self, element: Element, ranks: Array = 1, *, exact: bool = False) -> Array:
-        """`n_bytes` of the ends. Each end counts as half of both; if they are tied and in two
-        segments, both segments have the shared parameters, so each counts as both."""
+        """Return `n_bytes` of the ends. Each end counts as half of both; tied ends in two segments
+        count in full in each, since both segments have the shared parameters."""
         first, last, module = self.segment.first, self.segment.last, self.segment.module
         share = float(first or last) if module in self.profile.tied else (first + last) / 2
         return share * self._rank_bytes(self.profile.ends_dims[module], element, ranks, exact)
 
     def layer_bytes(self, element: Element) -> float:
-        """Bytes of the largest layer."""
+        """Return the bytes of the largest layer."""
         return max(float(self._rank_bytes(d, element, 1, False)) for d, _ in self._layer_dims)
 
     def state_bytes(self, *, trained: bool) -> Array:
-        """Bytes of parameters, gradients, optimizer state, and masters if not all are float32."""
+        """Return bytes of parameters, gradients, optimizer state, and of masters if any."""
         zero = self.segment.zero
         n_bytes = self.n_bytes("working_bytes", self.ranks if zero == 3 else 1, exact=True)
         if trained:
@@ -83,11 +80,11 @@ class ShardedState:
         return n_bytes + np.zeros(np.shape(self.mesh.data))
 
     def gathered_bytes(self, *, trained: bool, ends_in_loss: bool) -> Array:
-        """Peak bytes of what a backward program gathers that is split between programs (ZeRO 2, 3).
+        """Return the peak bytes of unsharded arrays in a backward program under ZeRO 2 or 3.
 
-        These are a layer's parameters and float32 gradients, and the ends' gradients. In a task
-        that ends in a loss the ends' gradients are among the loss's temporaries; the parameters
-        that the loss reads are whole instead, half of untied ends.
+        These are a layer's parameters and float32 gradients, and the ends' gradients. A task that
+        ends in a loss instead holds the parameters that the loss reads (half of untied ends); its
+        ends' gradients are part of the loss's temporaries.
         """
         zero, tied, whole = self.segment.zero, self.segment.module in self.profile.tied, 0.0
         if zero == 3:
@@ -99,8 +96,8 @@ class ShardedState:
         return np.where(np.asarray(self.mesh.data) > 1, whole, 0.0)
 
     def step_end_bytes(self) -> Array:
-        """Temporary bytes of a trained segment while it is reduced or updated: the rank's own
-        reduced gradients, copies of them, and all new parameters where ranks gather them."""
+        """Return the temporary bytes of a trained segment's reduction and update: the rank's
+        reduced gradients, copies of them, and all new parameters if ranks gather them."""
         data = np.asarray(self.mesh.data)
         one_device = data * self.mesh.stage * self.mesh.model == 1
         shard = self.n_bytes("trained_bytes", self.ranks)
@@ -112,18 +109,18 @@ class ShardedState:
 
     @cached_property
     def gather_s(self) -> tuple[Array, Array]:
-        """Seconds in which a program gathers (a layer's, once a call the ends') parameters."""
+        """Seconds to gather parameters in a program: (of one layer, of the ends once per call)."""
         return self._layer_and_ends_s(all_gather_s, "working_bytes", self.segment.zero == 3)
 
     @cached_property
     def scatter_s(self) -> tuple[Array, Array]:
-        """Seconds in which a program scatters (a layer's, once a tick the ends') gradients."""
+        """Seconds to scatter gradients in a program: (of one layer, of the ends once per tick)."""
         return self._layer_and_ends_s(reduce_scatter_s, "trained_bytes", self.segment.zero >= 2)
 
     def reduce_s(self) -> Array:
-        """Seconds to reduce gradients over data ranks at the step's end, if the programs do not;
-        each rank keeps its part of the sum. Between blocks of ranks the sums of the blocks are
-        reduced."""
+        """Return the seconds to reduce-scatter gradients over data ranks at the end of the step, if
+        programs do not (ZeRO 1), and to all-reduce shards between blocks of ranks (hybrid
+        sharding)."""
         size = self.n_bytes("trained_bytes")
         seconds = self._collective_s(reduce_scatter_s, size * (self.segment.zero == 1))
         hardware, devices = self.profile.hardware, self.segment.shard_devices
@@ -137,7 +134,7 @@ class ShardedState:
         )
 
     def update_s(self) -> Array:
-        """Seconds of the optimizer's memory traffic, and of gathering the new parameters."""
+        """Return the seconds of the optimizer's memory traffic and of gathering new parameters."""
         hardware = self.profile.hardware
         working = self.n_bytes("trained_working_bytes") * (self.segment.zero != 3)
         gathered = self._collective_s(all_gather_s, working)
@@ -156,7 +153,7 @@ class ShardedState:
         return layer_s, ends_s
 
     def _collective_s(self, collective: Callable[..., Array], n_bytes: float) -> Array:
-        """Seconds of a collective over the data ranks that share a parameter, by degree."""
+        """Return the seconds of a collective over the ranks that shard a parameter, by degree."""
         hardware = self.profile.hardware
         if hardware is None or not n_bytes:
             return np.zeros(np.shape(self.mesh.data))
@@ -164,7 +161,7 @@ class ShardedState:
 
     @cached_property
     def _layer_dims(self) -> list[tuple[Dims, int]]:
-        """(parameters of a layer, number of layers) of each kind of layers."""
+        """(a layer's parameters, number of layers) of each kind of layers."""
         kinds, dims = self.profile.kinds_in(self.segment), self.profile.layer_dims
         return [(dims[layer_key(self.segment.module, kind)], n) for kind, n in kinds.items()]
 
@@ -174,13 +171,13 @@ class ShardedState:
         return np.reshape(by_degree, np.shape(ranks))
 
 
-@lru_cache(maxsize=4096)  # asked again for every option of a module
+@lru_cache(maxsize=4096)  # called again for every option of a module
 def _padded_bytes(
     dims: Dims, degrees: tuple[int, ...], tp: int, element: Element, exact: bool
 ) -> np.ndarray:
-    """Bytes of the elements on one device, by the number of data ranks that split them. The ranks
-    cut what a tensor rank has of each parameter into equal pieces (`runtime.zero_sharding`), the
-    last of which may be padded with zeros."""
+    """Return the bytes on one device by number of sharding data ranks. Ranks split a tensor rank's
+    part of each parameter into equal pieces (`runtime.zero_sharding`), padded with zeros if
+    needed."""
     ranks, total = np.array(degrees), np.zeros(len(degrees))
     for p in dims:
         n_elements = prod(p.sizes) // (tp if p.split >= 0 or not exact else 1)

@@ -1,15 +1,15 @@
-"""Compiles segments of a few layers and times them on the devices, memory from XLA.
+"""Timing of compiled segments of a few layers on the devices; XLA reports their memory.
 
-Each (module, tensor-parallel degree, per-rank shape) is compiled at two depths; their difference is
-one layer and the rest are the ends (the DFLOP Model Profiler's idea, arXiv 2603.25120, on whole
-programs, so that casts and the loss are counted as they run). What leaves or enters between layers
-is counted with the ends. Programs recompute nothing; what a recompute policy adds follows from
-these times and from traces (`roofline`).
+Each (module, tensor-parallel degree, per-rank shape) is compiled at two depths; the difference
+gives one layer and the rest the ends. This is the DFLOP Model Profiler's method (arXiv 2603.25120)
+on whole programs, which include casts and the loss. Edges and taps between layers count with the
+ends. Programs do not recompute; the cost of recompute policies is derived from these times and from
+traces (`roofline`).
 
-Programs run on random values, parameters included (`runtime.calibration`), and rows are packed
-with pieces, without padding. Where a module's attention kernel skips what is not in a piece
-(`content_flops_of`), programs are timed with whole rows of one piece and with rows of short ones;
-the difference is the cost of content."""
+Programs run on random parameters and inputs (`runtime.calibration`), and rows are filled with
+pieces without padding. If a module's attention kernel skips token pairs of different pieces
+(`content_flops_of`), programs are timed with rows of one piece and with rows of several pieces;
+the difference gives the cost of content."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.segment import EVALUATE, Segment
 
 Run = Callable[[], Any]
-# Runs of each program, and seconds of all its runs after which no more than the least are made:
-# twice as many take twice as long, for a median that scatters less by a third.
+# Minimum and maximum runs of each program; after MAX_RUNS_S seconds per program only the minimum is
+# required. Twice as many runs reduce the median's scatter by a third.
 MIN_RUNS, MAX_RUNS, MAX_RUNS_S = 3, 25, 0.5
-# Pieces in a row by which what content costs is told from the rest, and features from each other.
+# Pieces per row in timings that separate the cost of each content feature from the rest.
 _PIECE_COUNTS = (1, 16, 4, 2, 8)
 
 
 @dataclass(frozen=True)
 class TimingJob:
-    """A module with layers of one kind at a per-rank shape, to time on as many `devices` as its
-    tensor-parallel degree. If the devices belong to several processes, all of them time it, and the
-    first process returns the timing."""
+    """Timing job: a module with one kind of layers at a per-rank shape, tensor-parallel over
+    `devices`. If the devices belong to several processes, all of them run the job, and the first
+    process returns the timing."""
 
     module: str
     shape: Shape
@@ -61,17 +61,17 @@ class TimingJob:
 
     @property
     def max_runs(self) -> int:
-        """Several processes, whose clocks differ, have to run programs equally often."""
+        """Maximum runs; fixed for several processes, which must run programs equally often."""
         return MAX_RUNS if len(self.processes) == 1 else MIN_RUNS
 
 
 def time_layer(
     model: MultimodalModel, job: TimingJob, sync: Callable[[], None] = lambda: None
 ) -> LayerTiming:
-    """Time a module at a shape. `sync` waits for the job's processes once all is compiled."""
+    """Time a module at a shape. `sync` waits for the job's processes after compilation."""
     shape, devices = job.shape, job.devices
     module = single_kind_module(on_chip(model.modules[job.module], chip_of(devices[0])), job.kind)
-    # Rows of one piece each are all alike: their content goes by the shape.
+    # If each row is one piece, the shape determines the content.
     flops = {} if job.module in model.piece_tokens else content_flops_of(module)
     piece_counts = _PIECE_COUNTS[: len(flops) + 1] if flops else (PIECES_PER_ROW,)
     row_pieces = [min(n, shape.tokens) for n in piece_counts]
@@ -82,7 +82,7 @@ def time_layer(
     runs = [run for low_runs, high_runs in zip(low.runs, high.runs, strict=True)
             for run in (*low_runs, *high_runs)]  # fmt: skip
     sync()
-    # By filling of the rows, depth and direction.
+    # [number of pieces per row, depth, direction]
     seconds = np.reshape(median_seconds(runs, job.max_runs), (-1, 2, 2))
     if not low.saves_residuals:
         seconds[..., 1] = np.maximum(seconds[..., 1] - seconds[..., 0], 0.0)
@@ -94,7 +94,7 @@ def time_layer(
     layer_temp = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
     layer_residuals = (high.residual_bytes - low.residual_bytes) / (DEPTHS[1] - DEPTHS[0])
     residuals = Recompute(
-        # A backward that runs forward itself has what it keeps among its temporaries.
+        # In a backward that also runs forward, residuals are part of the temporaries.
         layer_bytes=layer_residuals if low.saves_residuals else layer_temp,
         temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_temp, 0.0),
     )
@@ -115,8 +115,8 @@ def time_layer(
 
 
 def _split_ends(shallow: float, deep: float) -> tuple[float, float]:
-    """(seconds of one layer, of both ends) from programs of the two depths."""
-    # Noise can make the deeper program look faster; a layer never costs less than nothing.
+    """Return (seconds of one layer, of both ends) from programs of the two depths."""
+    # Noise can make the deeper program seem faster, so a layer has a minimum time.
     layer = max(deep - shallow, 0.02 * deep) / (DEPTHS[1] - DEPTHS[0])
     return layer, max(shallow - DEPTHS[0] * layer, 0.0)
 
@@ -124,8 +124,8 @@ def _split_ends(shallow: float, deep: float) -> tuple[float, float]:
 def _split_content(
     layer_s: Sequence[float], contents: Sequence[Mapping[str, int]], flops: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """(seconds without content, seconds of a unit of each feature) of a layer that was timed with
-    rows of each content. A feature that no row had is priced by its FLOPs."""
+    """Return (a layer's seconds without content, seconds per unit of each content feature) from
+    timings with rows of each content. Features that no row has are priced by their FLOPs."""
     if not flops:
         return layer_s[0], {}
     names = [name for name in flops if any(c[name] for c in contents)]
@@ -139,8 +139,8 @@ def _split_content(
 def measure_concurrent_rate(
     model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
 ) -> float:
-    """Programs per second of `devices` that all run the same one-layer backward of the last module
-    at once, each at `shape`; against that of one device it tells how many compute concurrently."""
+    """Return the programs per second when all `devices` run the last module's one-layer backward at
+    `shape` at the same time. Its ratio to the rate of one device is the concurrency."""
     last, n = list(model.modules)[-1], len(devices)
     lowering = Lowering(shallow_segment(model, last, 1, devices, MeshShape(data=n)))
     backward = lowering.lower(shape, BACKWARD).compile()
@@ -151,7 +151,7 @@ def measure_concurrent_rate(
 
 
 def measure_overhead_s(device: jax.Device) -> float:
-    """Seconds of an awaited call that computes nothing."""
+    """Return the seconds of a blocking call of a trivial program."""
     x = jax.device_put(np.zeros(8, np.float32), jax.sharding.SingleDeviceSharding(device))
     program = jax.jit(lambda a: a + 1).lower(x).compile()
     return median_seconds([lambda: program(x)])[0]
@@ -164,15 +164,15 @@ def measure_overhead_s(device: jax.Device) -> float:
 class TimedPrograms:
     """A segment's compiled programs with their arguments, and the bytes that they need."""
 
-    runs: tuple[tuple[Run, Run], ...]  # forward and backward, for each number of pieces in a row
+    runs: tuple[tuple[Run, Run], ...]  # (forward, backward) for each number of pieces per row
     temp_bytes: float
     residual_bytes: float
     hidden_bytes: float
-    saves_residuals: bool  # whether backward starts from forward's, or runs forward itself
+    saves_residuals: bool  # False: backward also runs forward
 
 
 def median_seconds(runs: Sequence[Run], max_runs: int = MAX_RUNS) -> list[float]:
-    """Median seconds of awaited calls, which run in turns: disturbances affect all of them."""
+    """Return the median seconds of blocking calls, interleaved so that noise affects all alike."""
     for run in runs:
         jax.block_until_ready(run())
     run_seconds: list[list[float]] = [[] for _ in runs]
@@ -190,11 +190,11 @@ def median_seconds(runs: Sequence[Run], max_runs: int = MAX_RUNS) -> list[float]
 def compile_timed_programs(
     segments: Sequence[Segment], shape: Shape, below: int, piece_counts: Sequence[int]
 ) -> list[TimedPrograms]:
-    """Forward with its loss, and backward, of each segment, on rows of each number of pieces."""
+    """Compile forward with its loss and backward of each segment; see `TimedPrograms`."""
     compiling = []
     with ThreadPoolExecutor(threads_for(segments)) as pool:
         for segment in segments:
-            kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
+            kind = EVALUATE if segment.has_loss else FORWARD  # FORWARD does not compute the loss
             lowering = Lowering(segment)
             job = pool.submit(lowering.lower(shape, kind).compile)
             if segment.compiles_forward_first:
@@ -223,13 +223,13 @@ def _prepare_backward(
     below: int,
     piece_counts: Sequence[int],
 ) -> tuple[Any, Any, list[tuple[Any, Run]]]:
-    """(backward's parameters, its inputs, and for each number of pieces its fields and a call)."""
+    """Return (parameters, inputs, [(fields, backward call) for each number of pieces per row])."""
     params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
     params, x, dy, residual_values = jax.tree.map(
         lambda a: shard_array(calibration.random_values(a.shape, a.dtype, below), a.sharding),
         (params, x, dy, residuals),
     )
-    grads_donated = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
+    grads_donated = [jax.tree.map(zeros, grads)]  # each call donates and returns them
 
     def run_backward(batch: Any) -> Any:
         _, dx, grads_donated[0], done = backward(

@@ -1,11 +1,10 @@
-"""The parts of a module as functions to trace: what one layer, or an end, computes per microbatch.
+"""Traces of a module's parts: the computation of one layer, or of an end, for a microbatch.
 
-A part is "entry", "layers" (one layer), "exit" or the name of a tap; of a module that names kinds
-of layers each kind is taken alone (`shallow.single_kind_module`). Backward is what the runtime
-runs: the gradient from what forward kept under a recompute policy, and its sum into the float32
-accumulators (`dflop_jax.runtime.residuals`). `edge_fields` names the fields of the entry that edges
-fill: they get a gradient too. What enters between layers is added to the hidden states there, and
-is not counted.
+A part is "entry", "layers" (one layer), "exit" or the name of a tap. Modules with several kinds of
+layers are traced one kind at a time (`shallow.single_kind_module`). Backward is traced as the
+runtime runs it: the gradient from the residuals under a recompute policy, and its sum into the
+float32 accumulators (`dflop_jax.runtime.residuals`). Entry fields that edges fill (`edge_fields`)
+get a gradient, too. Inputs between layers are added to hidden states, which is not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class TraceSpec:
-    """A part of a module to trace: at a per-rank shape, on one of `tp` tensor-parallel devices,
+    """Specification of a trace: a part of a module at a per-rank shape on one of `tp` tensor ranks,
     under a recompute policy; edges fill `edge_fields` of the module's entry."""
 
     module: Module
@@ -51,24 +50,24 @@ class TraceSpec:
 
 
 def end_parts(module: Module) -> Names:
-    """Parts that run once for all layers: the ends, and taps, which count as ends."""
+    """Return the parts that run once for all layers: the ends, and taps, which count as ends."""
     return (*ENDS, *taps_of(module))
 
 
 @lru_cache(maxsize=4096)
 def trace_kernels(spec: TraceSpec, direction: str) -> tuple[Kernel, ...]:
-    """Kernels of a part."""
+    """Return the kernels of a part."""
     return tuple(kernels_of(_trace_device(spec, direction)))
 
 
 def forward_flops(spec: TraceSpec) -> float:
-    """FLOPs of the matrix products of a part's forward, padding included."""
+    """Return the FLOPs of matrix products in a part's forward, padding included."""
     return sum(k.flops * k.repeats for k in trace_kernels(spec, FORWARD))
 
 
 @lru_cache(maxsize=1024)
 def _at_traced_degree(spec: TraceSpec) -> TraceSpec:
-    """The spec at the degree to trace: 2 if activations are split alike at that degree."""
+    """Return the spec at the degree to trace: 2 if activations are split in the same way."""
 
     def laid_out(tp: int) -> tuple[Any, ...]:
         rows, tokens = rows_and_tokens(hidden_struct(spec.module, spec.shape))
@@ -80,9 +79,9 @@ def _at_traced_degree(spec: TraceSpec) -> TraceSpec:
 
 @lru_cache
 def _record_gradient(spec: TraceSpec) -> tuple[SplitVjp, Tree, core.ClosedJaxpr, Tree]:
-    """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
-    hidden states or None, edge fields, other fields), the jaxpr of the first half, and that half's
-    (output, residuals)."""
+    """Return a part's split VJP as the runtime has it, its arguments (parameters by part, hidden
+    states or None, edge fields, other fields), and the jaxpr and (output, residuals) of its
+    forward."""
     params, x, fields = _argument_structs(spec)
     hidden = x.pop("hidden", None)
 
@@ -96,13 +95,13 @@ def _record_gradient(spec: TraceSpec) -> tuple[SplitVjp, Tree, core.ClosedJaxpr,
 
 
 def has_loss(module: Module, shape: Shape) -> bool:
-    """Whether the module's exit gives a loss."""
+    """Return whether the module's exit computes a loss."""
     return isinstance(exit_struct(module, shape), dict)
 
 
 @lru_cache
 def traced_forward(spec: TraceSpec, *, adapter: bool = False) -> tuple[core.ClosedJaxpr, Tree]:
-    """Jaxpr of a part with its `adapter`, and its arguments: see `_argument_structs`."""
+    """Return the jaxpr of a part, with its `adapter`, and its arguments (`_argument_structs`)."""
     params, x, fields = _argument_structs(spec)
     name = adapter_of(spec.part)
     if adapter and name in spec.module.freeze_groups:
@@ -112,7 +111,7 @@ def traced_forward(spec: TraceSpec, *, adapter: bool = False) -> tuple[core.Clos
 
 @lru_cache
 def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
-    """Jaxpr of a part's gradient and its sum into the accumulators, and its arguments (parameters,
+    """Return the jaxpr of a part's gradient with its accumulation, and its arguments (parameters,
     residuals, edge fields, other fields, the output's gradient, accumulators)."""
     recorded, args, _, (output, residuals) = _record_gradient(spec)
     params, _, x, fields = args
@@ -129,7 +128,7 @@ def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
 
 
 def _param_splits(spec: TraceSpec) -> Dims:
-    """The dim of each parameter of a part that is split over devices."""
+    """Return the dim of each parameter of a part that is split over tensor ranks."""
     leaves = [
         leaf for p in sorted(_argument_structs(spec)[0]) for leaf in param_structs(spec.module, p)
     ]
@@ -137,7 +136,7 @@ def _param_splits(spec: TraceSpec) -> Dims:
 
 
 def _trace_device(spec: TraceSpec, direction: str) -> Region:
-    """Operations of a part on one device."""
+    """Return a part's operations on one device."""
     split = _param_splits(spec)
     if direction != BACKWARD:
         closed, args = traced_forward(replace(_at_traced_degree(spec), remat="none"))
@@ -148,7 +147,7 @@ def _trace_device(spec: TraceSpec, direction: str) -> Region:
 
 
 def _split_dims(args: Tree, spec: TraceSpec) -> Dims:
-    """The split dim of each argument of a part; hidden states are split by tokens."""
+    """Return the split dim of each argument of a part; hidden states are split by `token_dim`."""
     structs = hidden_struct(spec.module, spec.shape)
     hidden = {a.shape for a in jax.tree.leaves(structs)}
     dim = token_dim(*rows_and_tokens(structs), spec.tp)
@@ -157,14 +156,14 @@ def _split_dims(args: Tree, spec: TraceSpec) -> Dims:
 
 @lru_cache
 def _trace_residuals(spec: TraceSpec) -> Region:
-    """Operations of a part's forward on one device; its outputs are the residuals."""
+    """Return a part's forward operations on one device, with the residuals as outputs."""
     _, args, closed, (output, _) = _record_gradient(_at_traced_degree(spec))
     region = trace(closed, [*_param_splits(spec), *_split_dims(args[1:], spec)], spec.tp)
     return replace(region, outputs=region.outputs[len(jax.tree.leaves(output)) :])
 
 
 def _argument_structs(spec: TraceSpec) -> tuple[Tree, Tree, Tree]:
-    """Structs of a part's (parameters by part, inputs that get a gradient, fields)."""
+    """Return structs of a part's (parameters by part, inputs that get a gradient, fields)."""
     module, part, shape = spec.module, spec.part, spec.shape
     init = partial(part_struct, module)
 
@@ -192,28 +191,28 @@ def _forward(spec: TraceSpec, params: Tree, x: Tree, fields: Tree) -> Tree:
 
 
 def hidden_bytes(module: Module, shape: Shape) -> float:
-    """Bytes of the hidden states between layers, on one data rank."""
+    """Return the bytes of hidden states between layers on one data rank."""
     arrays = jax.tree.leaves(hidden_struct(module, shape))
     return float(sum(a.size * a.dtype.itemsize for a in arrays))
 
 
 def _value_bytes(value: Value, half_bytes: int) -> float:
-    """Bytes on one device if half-precision floats take `half_bytes` each: 2 on accelerators, 4 in
-    programs of XLA's CPU compiler."""
+    """Return bytes on one device if half-precision floats take `half_bytes` each: 2 on GPUs and
+    TPUs, 4 with XLA's CPU compiler."""
     is_half = value.dtype in (jnp.bfloat16, jnp.float16)
     return value.n_bytes * (half_bytes / 2 if is_half else 1)
 
 
 @lru_cache(maxsize=1024)
 def residual_bytes(spec: TraceSpec, half_bytes: int) -> float:
-    """Bytes of residuals of a part on one device for one microbatch, as the runtime hands them to
-    backward: nothing that follows from parameters and fields alone."""
+    """Return a part's residual bytes on one device for one microbatch, without values that the
+    runtime derives from parameters and fields alone."""
     return sum(_value_bytes(v, half_bytes) for v in dict.fromkeys(_trace_residuals(spec).outputs))
 
 
 @lru_cache(maxsize=4096)
 def live_bytes(spec: TraceSpec, half_bytes: int) -> float:
-    """Peak live bytes of a part's backward on one device, without its arguments."""
+    """Return the peak live bytes of a part's backward on one device, without its arguments."""
     value_bytes = partial(_value_bytes, half_bytes=half_bytes)
     return peak_temporary_bytes(_trace_device(spec, BACKWARD), value_bytes)
 
@@ -221,8 +220,8 @@ def live_bytes(spec: TraceSpec, half_bytes: int) -> float:
 def program_bytes(
     whole: TraceSpec, half_bytes: int, *, loss: bool = False
 ) -> tuple[float, float, float]:
-    """(residual bytes of a layer, of both ends, live bytes of the largest part in backward) of the
-    module of a spec. `loss`: the exit gives a loss, whose gradient is computed in forward."""
+    """Return (residual bytes of a layer, of both ends, live bytes of the largest part in backward)
+    of a spec's module. `loss`: the exit computes a loss with its gradient in forward."""
     layer, *ends = (
         residual_bytes(replace(whole, part=name), half_bytes)
         for name in ("layers", *end_parts(whole.module))
@@ -235,7 +234,7 @@ def program_bytes(
 
 
 def probe_bytes(module: Module, shape: Shape) -> float:
-    """Bytes of activations of the largest program that times a shape on one CPU device."""
+    """Return the activation bytes of the largest timed program of a shape on one CPU device."""
     all_bytes = []
     for kind_module in single_kind_modules(module).values():
         layer, ends, live = program_bytes(TraceSpec(kind_module, "layers", shape), half_bytes=4)
@@ -247,20 +246,20 @@ def probe_bytes(module: Module, shape: Shape) -> float:
 
 
 def parameter_parts(module: Module) -> tuple[str, ...]:
-    """Parts that have a module's parameters, without adapters."""
+    """Return the parts with parameters of a module, without adapters."""
     kinds = dict.fromkeys(contract.layer_kinds_of(module))
     return ("entry", *kinds, "exit", *(tap for tap in taps_of(module) if tap in module.inputs))
 
 
 @lru_cache(maxsize=256)
 def param_structs(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
-    """(struct, logical axes) of each parameter of a part; for "layers" of one layer."""
+    """Return (struct, logical axes) of each parameter of a part ("layers": of one layer)."""
     axes = jax.tree.leaves(logical_axes(module, part), is_leaf=lambda a: isinstance(a, tuple))
     return list(zip(jax.tree.leaves(part_struct(module, part)), axes, strict=True))
 
 
 def divides(module: Module, tp: int) -> bool:
-    """Whether `tp` divides every dim that tensor parallelism splits."""
+    """Return whether `tp` divides every dim that tensor parallelism splits."""
     leaves = [leaf for part in parameter_parts(module) for leaf in param_structs(module, part)]
     split = [(leaf.shape, split_dim(leaf.shape, names, tp)) for leaf, names in leaves]
     return not any(dim is not None and shape[dim] % tp for shape, dim in split)
@@ -269,8 +268,8 @@ def divides(module: Module, tp: int) -> bool:
 def parameter_dims(
     model: MultimodalModel, tx: Optimizer | None = None, frozen: Collection[str] = ()
 ) -> dict[str, Any]:
-    """`layer_dims` and `ends_dims` of a model's profile: every parameter, whether it trains (it is
-    in no `frozen` group), and the bytes of its state under `tx`; None: under AdamW."""
+    """Return `layer_dims` and `ends_dims` of a model's profile: each parameter, whether it trains
+    (it is in no `frozen` group), and its state bytes under `tx`; None: AdamW."""
     layer_dims, ends_dims = {}, {}
     for name, module in model.modules.items():
         stacked = contract.stacked_parts(module)
@@ -302,7 +301,7 @@ def _param_dims(
 
 
 def _state_element_bytes(tx: Optimizer, module: Module, part: str) -> list[float]:
-    """Bytes of optimizer state for an element of each parameter of a part."""
+    """Return the optimizer state's bytes per element, for each parameter of a part."""
     structs = part_struct(module, part)
     params = {part: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), structs)}
     element_bytes = [0.0] * len(jax.tree.leaves(params))

@@ -62,7 +62,7 @@ class Load:
     """Load of one sample on every module, known from headers and text before decoding.
 
     `pieces[module]` are the token counts of its indivisible pieces: a tile, a picture at native
-    resolution, a window of audio, the text sequence. Modules that the sample does not use are
+    resolution, a window of sound, the text sequence. Modules that the sample does not use are
     absent or have none. `content[module]` has each piece's amount of every content feature, if the
     module names features. `runs[module]` has the number of pieces per medium, if a medium's pieces
     are consecutive in the text; absent: one piece each.

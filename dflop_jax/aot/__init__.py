@@ -1,6 +1,6 @@
-"""Compile every program of a plan for a GPU that is not on this machine, and read the results.
+"""Ahead-of-time compilation of a plan's programs for an absent GPU, and analysis of the results.
 
-`chips` finds the compiler and describes GPUs to it, `worker` runs it in a process of its own;
-`hlo_text` and `hlo_cost` read optimized programs, and `reports` says whether they fit. `compiling`
-is the entry for plans, `chip_profile` for the prices of a model's layers.
+`chips` finds the compiler and describes GPUs to it; `worker` runs it in a separate process.
+`hlo_text` and `hlo_cost` read optimized programs; `reports` decides whether they fit. `compiling`
+is the entry point for plans, `chip_profile` for the prices of a model's layers.
 """

@@ -1,10 +1,10 @@
-"""The profile of a model on a chip that is not on this machine, from programs compiled for it.
+"""Profile of a model on an absent chip, from programs compiled for it.
 
 A few layers of every module are compiled (`worker.Probe`) under every recompute policy, at two
-depths and at a small and a large shape; the difference of two depths is one layer. Seconds are
-those of the compiled kernels under the roofline, bytes are the compiler's. What programs do not
-show comes from traces: how much of attention is recomputed, and what a segment that runs forward
-and backward in one task would hand over.
+depths and at a small and a large shape; the difference of two depths gives one layer. The roofline
+gives the time of the compiled kernels; the compiler reports the bytes. Traces give the remaining
+quantities: the recomputed share of attention, and residuals of segments that run forward and
+backward in one task.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from dflop_jax.records import DataProfile, Hardware, LayerTiming, Profile, Recom
 from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
 from dflop_jax.train.run_context import RunContext
 
-# Tokens of the large shape over the small one; twice as much fits a wider range, less well.
+# Ratio of tokens of the large shape to the small one; a larger ratio covers a wider range, but fits
+# less well.
 _SHAPES_RATIO = 4
-# Layers of the programs, whose difference is what a layer costs: the compiler takes loops that run
-# twice or so apart.
+# Numbers of layers in the programs; their difference gives a layer's cost. The compiler unrolls
+# loops of about two iterations, so depths must be larger.
 _DEPTHS = (10, 20)
-# Seconds of forward and backward, bytes of residuals, of backward's work and of hidden states.
+# Array of: forward and backward seconds; bytes of residuals, backward's work and hidden states.
 _Cost = np.ndarray
 _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK, _HIDDEN = range(5)
 
@@ -45,11 +46,11 @@ def predict_profile(
     on_progress: OnProgress,
     on_message: Callable[[str], None],
 ) -> Profile:
-    """The profile of data for `plan.hardware`: from programs compiled for it, or from data sheets
-    if there is no compiler; `on_message` gets a line about that. ValueError if a module does not
-    compile for the chip at any tensor-parallel degree."""
+    """Return the profile of the model on `plan.hardware` and of the data. Times come from compiled
+    programs, or from data sheets if there is no compiler (`on_message` gets the reason). ValueError
+    if a module does not compile for the chip at any tensor-parallel degree."""
     hardware, model = workplace.hardware, workplace.model
-    assert hardware is not None, "it is for a chip that is not here"
+    assert hardware is not None, "predict_profile needs plan.hardware"
     try:
         find_chip(hardware.name)
         compiler_environment()
@@ -67,8 +68,8 @@ def predict_profile(
 def _probe_shapes(
     data: DataProfile, module: str, model: MultimodalModel, multiple: int
 ) -> list[Shape]:
-    """A small and a large shape of a module, up to four times the largest sample. Sizes are powers
-    of two, so that similar data reuse compiled probes."""
+    """Return a small and a large shape of a module, up to four times the largest sample. Sizes are
+    powers of two, so that similar data reuses compiled probes."""
     if module in model.piece_tokens:
         max_pieces = max(len(load.lengths(module)) for load in data.loads)
         rows, tokens = 2 * _next_power_of_two(max_pieces), model.piece_tokens[module]
@@ -79,7 +80,7 @@ def _probe_shapes(
 
 
 def _next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -92,12 +93,12 @@ def compile_profile(
     n_devices: int,
     on_progress: OnProgress = lambda *_: None,
 ) -> records.ModelProfile:
-    """A profile from compiled programs for the chip `plan.hardware`, at tensor-parallel `degrees`.
-    `shapes`: per-rank shapes of each module, a small and a large one."""
+    """Return a profile from programs compiled for `hardware`, at tensor-parallel `degrees`.
+    `shapes`: a small and a large per-rank shape of each module."""
     traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
     remat = config.train.remat
     policies = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
-    compiled = tuple(r for r in policies if r != "segment")  # which follows from none
+    compiled = tuple(r for r in policies if r != "segment")  # "segment" is derived from "none"
     modules = {m: on_chip(module, hardware.chip) for m, module in model.modules.items()}
     probe_sets = [
         ProbeSet(m, tp, tuple(shapes[m]), compiled, has_loss(modules[m], shapes[m][0]), kind)
@@ -126,7 +127,7 @@ def compile_profile(
 def _compilable(
     probe_sets: Sequence[ProbeSet], results: Mapping[Probe, ProbeResult], hardware: Hardware
 ) -> list[ProbeSet]:
-    """Probe sets of degrees at which all of a module compiles; ValueError if it does at none."""
+    """Return the probe sets of degrees at which the whole module compiles; ValueError: none."""
     errors = {(s.module, s.tp): results[p].error for s in probe_sets for p in s.probes
              if results[p].error}  # fmt: skip
     compilable = [s for s in probe_sets if (s.module, s.tp) not in errors]
@@ -140,7 +141,7 @@ def _compilable(
 
 
 def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
-    assert result.backward is not None, "what does not compile has an error"
+    assert result.backward is not None, "a probe without programs has an error"
     seconds = (
         program_s(program.kernels if program else (), probe.tp, hardware)
         for program in (result.forward, result.backward)
@@ -151,9 +152,9 @@ def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """Probes of layers of one kind at one tensor-parallel degree: two depths, a small and a large
-    shape. A module with a loss runs forward and backward in one program; its layers are therefore
-    compiled without the ends as well, at one depth."""
+    """Probes of layers of one kind at one tensor-parallel degree: two depths, and a small and a
+    large shape. A module with a loss runs forward and backward in one program; therefore its layers
+    are also compiled without the ends, at one depth."""
 
     module: str
     tp: int
@@ -175,7 +176,7 @@ class ProbeSet:
     def _split_layer(
         self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True
     ) -> tuple[_Cost, _Cost]:
-        """(cost of one layer, of all else) of the programs with the module's ends, or without."""
+        """Return (cost of one layer, of the rest) of programs with or without the module's ends."""
         if not ends:
             whole = costs[self._probe(shape, remat, _DEPTHS[1], ends)]
             shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
@@ -185,7 +186,7 @@ class ProbeSet:
         return layer, deep - _DEPTHS[1] * layer
 
     def timing(self, traced: LayerTiming, costs: Mapping[Probe, _Cost]) -> LayerTiming:
-        """The traced timing with seconds and bytes of the compiled programs at its shape."""
+        """Return the traced timing with the compiled programs' seconds and bytes at its shape."""
         shape = traced.shape
         hidden_bytes = float(costs[self._probe(shape, "none", _DEPTHS[0], True)][_HIDDEN])
         layer, ends = self._split_layer(costs, shape, "none")
@@ -194,7 +195,7 @@ class ProbeSet:
         if self.has_loss:
             forward_s = float(self._split_layer(costs, shape, "none", ends=False)[0][_FORWARD_S])
             backward_s -= forward_s
-            # A loss is computed where its gradient is; of each product it has three.
+            # The loss and its gradient are one program, with three products for each of forward's.
             ends_s = [ends_s[_BACKWARD_S] / 3, ends_s[_BACKWARD_S] * 2 / 3]
         recompute = {
             r: replace(
@@ -216,7 +217,7 @@ class ProbeSet:
     def _policy_cost(
         self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, hidden_bytes: float
     ) -> Recompute:
-        """Cost of a recompute policy; its seconds are those beyond the policy "none"."""
+        """Return the cost of a recompute policy; seconds are in addition to the policy "none"."""
         layer, ends = self._split_layer(costs, shape, remat)
         none = self._split_layer(costs, shape, "none")
         more_s = [a[_BACKWARD_S] - b[_BACKWARD_S] for a, b in zip((layer, ends), none, strict=True)]

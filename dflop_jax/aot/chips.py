@@ -1,7 +1,7 @@
-"""Finds XLA's GPU compiler, describes GPUs to it, and makes device objects for absent GPUs.
+"""Descriptions of absent GPUs for XLA's compiler, and JAX device objects for them.
 
-Sizes are those of the vendor's data sheets and tuning guides; memory and its bandwidth are those of
-`dflop_jax.hardware`. The compiler reads them to choose tile sizes and to order the program.
+Sizes are from the vendor's data sheets and tuning guides; memory and its bandwidth are from
+`dflop_jax.hardware`. The compiler uses them to choose tile sizes and to order the program.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from dflop_jax.distributed.devices import xla_environment
 from dflop_jax.records import Hardware
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-_INSTALL_HINT = "pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile]) brings it"
+_INSTALL_HINT = "install it with pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile])"
 
-# XLA asks for versions of the driver, the toolkit and cuDNN that the chip would run with.
+# XLA needs the versions of the driver, the toolkit and cuDNN on the target machine.
 _CUDA, _DRIVER, _CUDNN = "12.8.0", "13.0.0", (9, 10, 0)
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What the compiler asks of a GPU beside its memory."""
+    """Description of a GPU for the compiler, besides its memory."""
 
-    device: str  # its name as drivers give it
+    device: str  # name that drivers report
     capability: tuple[int, int]  # compute capability
-    accelerated: bool  # with the features of this one generation
+    accelerated: bool  # use architecture-specific features, such as sm_90a
     cores: int  # streaming multiprocessors
-    lanes: int  # float32 units of each
-    shared_bytes: int  # shared memory of a core; a block may take all but 1 KiB of it
-    l2_bytes: int  # of the cache between cores and memory
-    clock_ghz: float  # boosted
+    lanes: int  # float32 units per core
+    shared_bytes: int  # shared memory per core; a block may use all but 1 KiB
+    l2_bytes: int  # L2 cache
+    clock_ghz: float  # boost clock
 
 
 _A100 = Chip("NVIDIA A100-SXM4-40GB", (8, 0), False, 108, 64, 164 * 2**10, 40 * 2**20, 1.41)
@@ -50,7 +50,7 @@ CHIPS = {
 
 
 def find_chip(name: str) -> Chip:
-    """The chip with a name of `dflop_jax.hardware`; ValueError lists the described ones."""
+    """Return the chip with a name of `dflop_jax.hardware`; ValueError lists the known chips."""
     chip = CHIPS.get(name.strip().lower())
     if chip is None:
         raise ValueError(f"no programs can be compiled for {name!r}; known: {', '.join(CHIPS)}")
@@ -58,7 +58,7 @@ def find_chip(name: str) -> Chip:
 
 
 def target_config(chip: Chip, hardware: Hardware) -> str:
-    """A chip as the text of XLA's GpuTargetConfigProto."""
+    """Return a chip's description as the text of XLA's GpuTargetConfigProto."""
     major, minor = chip.capability
     feature = "feature_extension: ACCELERATED_FEATURES" if chip.accelerated else ""
     cudnn = ".".join(map(str, _CUDNN))
@@ -103,7 +103,7 @@ device_description_str: "{chip.device}"
 
 
 def absent_devices(hardware: Hardware, n_devices: int) -> list[jax.Device]:
-    """`n_devices` devices of a chip to compile for, one process for each node."""
+    """Return `n_devices` devices of a chip to compile for, with one process per node."""
     name, per_node = hardware.name, min(n_devices, hardware.devices_per_node)
     if n_devices % per_node:
         raise ValueError(
@@ -119,24 +119,22 @@ def absent_devices(hardware: Hardware, n_devices: int) -> list[jax.Device]:
 
 
 def compiler_environment() -> dict[str, str]:
-    """This process's environment, changed so that jax loads the GPU compiler and no driver.
+    """Return this process's environment, changed so that JAX loads the GPU compiler but no driver.
 
-    Products are left to cuBLAS: XLA's own Triton products are chosen by timing them on the device,
-    and for some shapes none fits untimed. Flags that the user has set win. ValueError if the
-    compiler is not installed; it says how to get it.
+    Matrix products use cuBLAS, since XLA autotunes Triton products on the device and some shapes
+    fail without autotuning. Flags that the user has set take precedence. ValueError if the compiler
+    is not installed; the message says how to install it.
     """
     if not any(_is_installed(name) for name in _PLUGINS):
-        raise ValueError(
-            f"compiling for a GPU that is not here needs jax's CUDA plugin; {_INSTALL_HINT}"
-        )
+        raise ValueError(f"compiling for an absent GPU needs jax's CUDA plugin; {_INSTALL_HINT}")
     folder = _cuda_folder()
     if folder is None:
-        raise ValueError(f"compiling for a GPU that is not here needs ptxas; {_INSTALL_HINT}")
+        raise ValueError(f"compiling for an absent GPU needs ptxas; {_INSTALL_HINT}")
     flags = (
         f"--xla_gpu_cuda_data_dir={folder}",
         "--xla_gpu_enable_triton_gemm=false",
         "--xla_gpu_autotune_level=0",
-        # What a run on GPUs sets, and the user's own.
+        # Flags that a run on GPUs sets, and the user's flags.
         {**os.environ, **xla_environment(os.environ, on_gpus=True)}.get("XLA_FLAGS", ""),
     )
     quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
@@ -146,12 +144,12 @@ def compiler_environment() -> dict[str, str]:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its package
+    except ModuleNotFoundError:  # the parent package is missing, too
         return False
 
 
 def _cuda_folder() -> Path | None:
-    """A folder with bin/ptxas: of NVIDIA's wheels for CUDA 12 or 13, else of an installed CUDA."""
+    """Return a folder with bin/ptxas, from NVIDIA's wheels for CUDA 12 or 13 or from PATH."""
     package = importlib.util.find_spec("nvidia")
     for root in (package.submodule_search_locations or ()) if package else ():
         for name in ("cuda_nvcc", "cu12", "cu13"):

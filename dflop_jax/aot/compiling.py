@@ -1,4 +1,4 @@
-"""Compiles plans, and probes of modules, for absent chips, in separate processes."""
+"""Compilation of plans, and of probes of modules, for absent chips in separate processes."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from dflop_jax.records.files import load, save
 
 OnProgress = Callable[[int, int], None]
 _PACKAGE = Path(__file__).resolve().parents[1]
-# What programs are made of, beside the model: files of this package.
+# Source files of this package, besides the model's, that programs depend on.
 _SOURCES = ("runtime/*.py", "aot/*.py", "contract.py", "profile/shallow.py")
 
 
 class CompilerDied(RuntimeError):
-    """The compiler's process ended without an answer; the message has its last output."""
+    """Raised when the compiler process ends without a response; the message has its last output."""
 
 
 class Compiler:
-    """A process that compiles; it starts at the first request, and again after it has died."""
+    """A compiler process, started at the first request and restarted after it has died."""
 
     def __init__(self) -> None:
         self._environment = compiler_environment()
         self._child: Child | None = None
 
     def request(self, request: Request) -> bytes:
-        """The encoded response to a request; CompilerDied if the process ended without one."""
+        """Return the encoded response to a request; CompilerDied: the process ended without one."""
         if self._child is None:
             self._child = Child(
                 Request.__module__,
-                # The experiment's folder comes first, as it does in this process.
+                # The experiment's folder comes first in sys.path, as in this process.
                 paths=[str(Path.cwd())],
                 environment=self._environment,
                 captures_stderr=True,
@@ -66,12 +66,12 @@ class Compiler:
 def compile_plan(
     config: Config, plan: Plan, compiler: Compiler, on_progress: OnProgress = lambda *_: None
 ) -> CompileReport:
-    """Compile every program of a plan for the chip `config.plan.hardware`, once those that are
-    equal in several plans of a compiler. One at which the compiler dies is reported so.
+    """Compile every program of a plan for the chip `config.plan.hardware`. Equal programs of a
+    compiler's plans are compiled once. If the compiler dies, the program's report has the error.
 
     Raises:
-      ValueError: the chip is not described, or the plan does not fit the model or the devices.
-      CompilerDied: it died before it came to a program.
+      ValueError: the chip is unknown, or the plan does not match the model or the devices.
+      CompilerDied: the compiler died before it compiled a program.
     """
     find_chip(config.plan.hardware)
     request = Request(config, plan)
@@ -108,19 +108,19 @@ def compile_probes(
     probes: Sequence[Probe],
     on_progress: OnProgress = lambda *_: None,
 ) -> dict[Probe, ProbeResult]:
-    """Results of probes on the chip `config.plan.hardware`, cached on disk."""
+    """Compile probes for the chip `config.plan.hardware`; results are cached on disk."""
     files = _result_files(config, model, probes)
     results: dict[Probe, ProbeResult] = {}
     for probe, file in files.items():
-        with suppress(ValueError):  # not known yet, or of another version
+        with suppress(ValueError):  # the file is missing or has another version
             results[probe] = load(ProbeResult, file)
     if pending := [p for p in files if p not in results]:
         files[pending[0]].parent.mkdir(parents=True, exist_ok=True)
-        # The dearest first, so that no process is left alone with one at the end.
+        # Compile the longest first, so that processes finish at about the same time.
         pending.sort(key=lambda p: (-p.tp, -p.depth, p.module, p.shape))
         for probe, result in _compile_in_processes(config, pending):
             results[probe] = result
-            if not result.died:  # what memory or a disk was short of may be there next time
+            if not result.died:  # a lack of memory or disk space may be temporary
                 save(result, files[probe])
             on_progress(len(results), len(files))
     return results
@@ -129,8 +129,8 @@ def compile_probes(
 def _result_files(
     config: Config, model: MultimodalModel, probes: Sequence[Probe]
 ) -> dict[Probe, Path]:
-    """The cache file of each probe's result, named by a digest of everything that its programs
-    depend on: sources, sizes, chip and compiler, but not the other modules."""
+    """Return the cache file of each probe's result. Its name is a digest of everything that the
+    programs depend on: sources, sizes, chip and compiler, but not the other modules."""
     models = {Path(inspect.getfile(type(m))).parent for m in model.modules.values()}
     sources = [*(f for name in _SOURCES for f in _PACKAGE.glob(name)),
                *(f for folder in models for f in folder.glob("*.py"))]  # fmt: skip
@@ -149,7 +149,7 @@ def _result_files(
 def _compile_in_processes(
     config: Config, probes: Sequence[Probe]
 ) -> Iterator[tuple[Probe, ProbeResult]]:
-    """Results as they arrive from one process for each core."""
+    """Compile probes in one process per core; yield results as they arrive."""
     idle: SimpleQueue[Compiler] = SimpleQueue()
 
     def compile_one(probe: Probe) -> tuple[Probe, ProbeResult]:

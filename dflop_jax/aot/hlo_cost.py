@@ -1,11 +1,11 @@
 """Cost of a compiled program on one device, read from its optimized HLO: the kernels that it
-launches, which the roofline prices (`profile.kernels.program_s`), their FLOPs (a multiply-add
-counts two), and the bytes of collectives.
+launches (priced by `profile.kernels.program_s`), their FLOPs (2 per multiply-add), and the bytes of
+collectives.
 
-A fusion reads of each operand what it uses (a slice of a stack, rows that it looks up) and writes
-its results; of an update in place it writes the changed part. Loops count as often as they run.
-Collectives count by themselves, though some run beside other kernels. Loops of unknown length
-count once, and they and unknown kernels are named.
+A fusion reads only the used part of each operand (a slice of a stack, looked-up rows) and writes
+its results; an in-place update writes only the changed part. Loop bodies count once per iteration.
+Collectives do not overlap with other kernels. Loops of unknown length count one iteration; the cost
+reports them and unknown kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dflop_jax.aot.hlo_text import KERNEL_CALLS, Computation, HloModule, Instruc
 from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Kernel, Kind
 from dflop_jax.records import token_pairs
 
-_DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; all others are priced as float32
-# Kinds of kernels of collectives. Gathering kernels stand for their inverses, too.
+_DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; others are priced as float32
+# Collectives that are priced as all-gather.
 _GATHERS = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
             "collective-broadcast")  # fmt: skip
 _COLLECTIVES = {
@@ -31,16 +31,16 @@ _COLLECTIVES = {
     "collective-permute": Kind.SEND,
     **dict.fromkeys(_GATHERS, Kind.GATHER),
 }
-# Beginnings of collectives whose type holds what they read, too.
+# Async collective starts whose result type also contains their operands.
 _HOLD_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
-# Instructions that launch nothing.
+# Instructions that launch no kernel.
 _NO_KERNEL = frozenset({
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "iota", "async-update", "add-dependency", "domain",
 })  # fmt: skip
-_WORKSPACE = ("s8", "u8")  # what libraries are lent
+_WORKSPACE = ("s8", "u8")  # dtypes of workspaces for libraries
 _SLICE_OPS = ("dynamic-slice", "slice")
-# Operations that move an array and compute nothing of it.
+# Operations that move arrays without computing.
 _COPY_OPS = frozenset({
     "parameter", "constant", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice",
     "pad", "dynamic-update-slice", "concatenate", "broadcast", "tuple", "convert",
@@ -49,9 +49,9 @@ _COPY_OPS = frozenset({
 _BACKWARD = re.compile(r"Backward|gradient")
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 _CUDNN = "__cudnn$fmha"
-# Products of the kernels of `models.delta_gpu`, of a chunk's keys with states or what is written.
+# Number of products (keys of a chunk with states or written values) in kernels of `delta_gpu`.
 _STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
-# Custom calls that compute no product.
+# Custom calls without matrix products.
 _NO_PRODUCT = re.compile(
     r"Sharding|SPMD|TopK|topk|Topk|annotate|AllocateBuffer|PadToStatic|SliceToDynamic|cub\$|"
     r"DeviceSort|RngBitGenerator|MoveTo|xla\.gpu\.collective|command_buffer|AssumeGatherIndices"
@@ -60,12 +60,12 @@ _NO_PRODUCT = re.compile(
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What one run of a program takes on one device."""
+    """Cost of one run of a program on one device."""
 
-    kernels: tuple[Kernel, ...]  # equal ones as one, with the number of launches
-    collectives: Mapping[str, float]  # bytes of the larger side of all collectives, by kind
-    unknown_loops: int  # whose length the text does not say
-    unknown_kernels: frozenset[str]  # calls whose FLOPs are not known
+    kernels: tuple[Kernel, ...]  # distinct kernels with their number of launches
+    collectives: Mapping[str, float]  # bytes of the larger of input and output, by kind
+    unknown_loops: int  # number of loops without a known trip count
+    unknown_kernels: frozenset[str]  # targets of calls with unknown FLOPs
 
     @property
     def flops(self) -> float:
@@ -80,9 +80,9 @@ class ProgramCost:
 def program_cost(
     module: HloModule, visible_pairs: float = 1.0, *, content: bool = True
 ) -> ProgramCost:
-    """Cost of a program. `visible_pairs`: share of a row's pairs of tokens that the attention
-    kernels of `models` visit, about half where attention is causal; `content`: whether attention
-    kernels count what they compute, or only what they move."""
+    """Return the cost of a program. `visible_pairs`: share of a row's token pairs that the
+    attention kernels of `models` compute, about 0.5 if causal; `content`: whether attention kernels
+    count FLOPs and bytes, or only bytes."""
     kernels: Counter[Kernel] = Counter()
     collectives: Counter[str] = Counter()
     unknown_loops, unknown_kernels = 0, set()
@@ -101,7 +101,7 @@ def program_cost(
 
 
 def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel | None:
-    """The kernel of an instruction, if it launches any."""
+    """Return the kernel that an instruction launches, if any."""
     opcode = i.opcode.removesuffix("-start")
     if opcode in _COLLECTIVES:
         group, stride = _group(i)
@@ -136,14 +136,13 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
 
 
 def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
-    """FLOPs of an instruction that computes matrix products; None of others."""
+    """Return an instruction's FLOPs of matrix products; None if it has none."""
     target = i.custom_call_target
     if i.opcode == "dot" or target in _CUBLAS:
         depth = prod(i.reads[0].shape[d] for d in _product_dims(i, "contracting"))
         return 2.0 * i.arrays[0].size * depth
     if target.startswith(_CUDNN):
-        # Scores of all pairs, and of them the products. Of causal attention cuDNN computes the half
-        # that counts.
+        # The score tensor has all token pairs; cuDNN computes half of them if attention is causal.
         scores = re.search(
             r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', i.attributes
         )
@@ -163,7 +162,7 @@ def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
 
 
 def _attention_products(i: Instruction) -> int:
-    """Products of an attention kernel, each of a pair of each of its tokens; 0 of others."""
+    """Return the number of matrix products in an attention kernel; 0: another instruction."""
     if i.custom_call_target.startswith(_CUDNN):
         is_backward = "Backward" in i.custom_call_target
         return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if is_backward else 'fwd'}"]
@@ -171,14 +170,14 @@ def _attention_products(i: Instruction) -> int:
 
 
 def _may_compute_products(i: Instruction) -> bool:
-    """Whether an instruction without known FLOPs could be a product."""
+    """Return whether an instruction without known FLOPs could be a product."""
     target = i.custom_call_target
     is_call = i.opcode == "custom-call" and not _NO_PRODUCT.search(target)
     return i.opcode == "convolution" or is_call
 
 
 def _product_dims(i: Instruction, kind: str) -> list[int]:
-    """Dims of the left side of a product: "contracting" or "batch"."""
+    """Return the "contracting" or "batch" dims of a product's left operand."""
     text = i.attributes
     numbers = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text)
     numbers = numbers or re.search(rf"lhs_{kind}_dims=\{{([^}}]*)\}}", text)
@@ -186,7 +185,7 @@ def _product_dims(i: Instruction, kind: str) -> list[int]:
 
 
 def _product_kernel(i: Instruction) -> Kernel:
-    """A matrix product; one of two activations, with a batch dim, counts as attention."""
+    """Return a matrix product's kernel; products with a batch dim count as attention."""
     lhs, rhs = i.reads[:2]
     output = i.arrays[0]
     batch = prod(lhs.shape[d] for d in _product_dims(i, "batch"))
@@ -206,13 +205,13 @@ def _product_kernel(i: Instruction) -> Kernel:
 
 
 def _fusion_kernel(module: HloModule, body: Computation) -> Kernel:
-    """A fused kernel: a copy, elementwise work, a lookup, or products with what is fused on."""
+    """Return a fusion's kernel: a copy, elementwise work, a lookup, or products."""
     n_bytes = _fused_bytes(body)
     products = [_product_kernel(dot) for dot in _fused_dots(module, body)]
     if products:
         return replace(products[0], flops=sum(p.flops for p in products), n_bytes=n_bytes)
     has_lookup = any(inner.opcode in ("gather", "scatter") for inner in body.values())
-    # Scalars, such as places in a stack, are computed beside.
+    # Ignore computed scalars, such as indices into a stack.
     only_moves = {inner.opcode for inner in body.values() if inner.arrays[0].size > 1} <= _COPY_OPS
     return Kernel(
         Kind.LOOKUP if has_lookup else Kind.COPY if only_moves else Kind.ELEMENTWISE, 0.0, n_bytes
@@ -220,7 +219,7 @@ def _fusion_kernel(module: HloModule, body: Computation) -> Kernel:
 
 
 def _fused_dots(module: HloModule, body: Computation) -> list[Instruction]:
-    """Products of a fusion and of fusions inside it."""
+    """Return the products of a fusion and of nested fusions."""
     dots = [i for i in body.values() if i.opcode == "dot"]
     fusions = (i for i in body.values() if i.opcode == "fusion")
     return dots + [
@@ -229,7 +228,7 @@ def _fused_dots(module: HloModule, body: Computation) -> list[Instruction]:
 
 
 def _fused_bytes(body: Computation) -> float:
-    """Bytes that a fusion reads and writes."""
+    """Return the bytes that a fusion reads and writes."""
     users: dict[Instruction, list[Instruction]] = {}
     for inner in body.values():
         for operand in inner.operands:
@@ -240,7 +239,7 @@ def _fused_bytes(body: Computation) -> float:
 
 
 def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]) -> float:
-    """Bytes that a fusion reads of one operand."""
+    """Return the bytes that a fusion reads from one operand."""
     used = 0.0
     for user in users.get(source, ()):
         is_first = user.operands[0] is source
@@ -254,7 +253,7 @@ def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]
 
 
 def _result_bytes(output: Instruction) -> float:
-    """Bytes that a fusion writes for one result: of an update in place those of the update."""
+    """Return the bytes that a fusion writes for one result, or for the update if it is in place."""
     source = output
     while source.opcode == "bitcast" and source.operands:
         source = source.operands[0]
@@ -271,7 +270,7 @@ _LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
 def _group(i: Instruction) -> tuple[int, int]:
-    """(number of devices in the collective's group, distance of neighbours in their numbering)."""
+    """Return (number of devices in a collective's group, difference of neighbours' numbers)."""
     if i.opcode.startswith("collective-permute"):
         return 2, 1
     text = i.attributes
@@ -296,7 +295,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _transfer_bytes(i: Instruction) -> float:
-    """Bytes of the larger side of a collective on one device."""
+    """Return the bytes of the larger of a collective's input and output on one device."""
     read_bytes = sum(o.n_bytes for o in i.operands)
     written = i.n_bytes - (read_bytes if i.opcode in _HOLD_OPERANDS else 0.0)
     return max(read_bytes, written)

@@ -1,4 +1,4 @@
-"""Parses the text of an optimized HLO module, walks the instructions that run, and finds arrays
+"""Parser for the text of optimized HLO modules, which walks executed instructions and finds arrays
 that grow with the square of a row's tokens."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-# Bits of an element, where the type's name does not end in them.
+# Bits per element of types whose name does not end in the number of bits.
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]|\b(token|opaque)\[\]")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -19,10 +19,10 @@ _CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
-# Attributes that name the computations that an instruction runs as a whole; those that it applies
-# to single elements (of a reduction, a sort) hold no product, and a loop's condition none either.
-# The computations of KERNEL_CALLS have arrays of their own in memory and launch kernels; what a
-# fusion computes inside has none.
+# Attributes that name the computations an instruction runs, by opcode. Computations applied to
+# single elements (reduce, sort) and loop conditions are left out, since they contain no product.
+# Computations of KERNEL_CALLS launch kernels and have arrays in memory; those inside a fusion do
+# not.
 KERNEL_CALLS = {
     "while": ("body",),
     "call": ("to_apply", "calls"),
@@ -34,7 +34,7 @@ _ALL_CALLS = {**KERNEL_CALLS, "fusion": ("calls",)}
 
 @dataclass(frozen=True)
 class ArrayType:
-    """Element type, such as "bf16", and sizes of an array."""
+    """Type of an array: element type, such as "bf16", and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,13 +53,13 @@ class ArrayType:
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """One operation."""
+    """One HLO instruction."""
 
     name: str
     opcode: str
-    arrays: tuple[ArrayType, ...]  # of its result, those of a tuple side by side
-    operand_names: tuple[str, ...]  # of instructions of its computation
-    attributes: str  # the text behind its parentheses
+    arrays: tuple[ArrayType, ...]  # of the result; tuples are flattened
+    operand_names: tuple[str, ...]  # instructions of the same computation
+    attributes: str  # the text after the operands
     computation: Computation = field(repr=False)
 
     @cached_property
@@ -68,7 +68,7 @@ class Instruction:
 
     @property
     def reads(self) -> list[ArrayType]:
-        """The first array of each operand."""
+        """First array of each operand."""
         return [o.arrays[0] for o in self.operands if o.arrays]
 
     @property
@@ -77,14 +77,14 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs as a whole."""
+        """Names of the computations that it runs (`_ALL_CALLS`)."""
         named = dict(_CALLED.findall(self.attributes.split(", metadata={", 1)[0]))
         texts = (named.get(role, "") for role in _ALL_CALLS.get(self.opcode, ()))
         return [name for text in texts for name in re.findall(r"[\w.\-]+", text)]
 
     @property
     def trip_count(self) -> int | None:
-        """Runs of the called computations, 1 except for loops; None if the text does not say."""
+        """Number of runs of the called computations, 1 except for loops; None: unknown."""
         if self.opcode != "while":
             return 1
         n = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)
@@ -101,14 +101,14 @@ Computation = Mapping[str, Instruction]  # by name, in the order of the text
 
 @dataclass(frozen=True)
 class HloModule:
-    """Computations by name, and the name of the entry computation."""
+    """Parsed HLO module: computations by name, and the name of the entry computation."""
 
     computations: Mapping[str, Computation]
     entry: str
 
     def walk(self, name: str = "", n_runs: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """Every instruction that runs and how often, in order, with those of called computations
-        (`KERNEL_CALLS`). Loops of unknown length run once, and of a conditional the longest
+        """Yield (instruction, number of runs) in order, including called computations
+        (`KERNEL_CALLS`). Loops of unknown length count one iteration, conditionals their longest
         branch."""
         for i in self.computations.get(name or self.entry, {}).values():
             yield i, n_runs
@@ -121,7 +121,7 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Read what `compiled.as_text()` gives; ValueError without an ENTRY computation."""
+    """Parse the text of `compiled.as_text()`; ValueError: it has no ENTRY computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = ""
     current: dict[str, Instruction] = {}
@@ -132,12 +132,12 @@ def parse_hlo(text: str) -> HloModule:
         elif instruction := _parse_instruction(line, current):
             current[instruction.name] = instruction
     if not entry:
-        raise ValueError("the text holds no ENTRY computation; give that of an HLO module")
+        raise ValueError("the text has no ENTRY computation; give the text of an HLO module")
     return HloModule(computations, entry)
 
 
 def _parse_instruction(line: str, computation: Computation) -> Instruction | None:
-    """The instruction in a line of a computation; None for other lines."""
+    """Return the instruction in a line of a computation; None for other lines."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -153,7 +153,7 @@ def _parse_instruction(line: str, computation: Computation) -> Instruction | Non
         name=head.group(2),
         opcode=opcode,
         arrays=_parse_arrays(text[:stop]),
-        # A constant's text is its value.
+        # The operand text of a constant is its value.
         operand_names=() if opcode == "constant" else tuple(_NAME.findall(argument)),
         attributes=text[close_at + 1 :],
         computation=computation,
@@ -161,7 +161,7 @@ def _parse_instruction(line: str, computation: Computation) -> Instruction | Non
 
 
 def _closing_parenthesis(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`, or the text's length."""
+    """Return the index of the parenthesis that closes the one at `start`, or `len(text)`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match.group() == "(" else -1
@@ -171,7 +171,7 @@ def _closing_parenthesis(text: str, start: int) -> int:
 
 
 def _parse_arrays(text: str) -> tuple[ArrayType, ...]:
-    """Arrays of a type's text, without layouts; a dynamic size counts as its bound."""
+    """Parse the arrays of a type, without layouts; a dynamic size counts as its bound."""
     arrays = []
     for match in _ARRAY.finditer(text):
         dtype = match.group(1) or match.group(3)
@@ -181,8 +181,8 @@ def _parse_arrays(text: str) -> tuple[ArrayType, ...]:
 
 
 def pair_arrays(module: HloModule, tokens: int) -> tuple[str, ...]:
-    """The arrays, such as "f32[8,8192,8192]", that have a value for every pair of a row's tokens
-    (two of their dims are multiples of `tokens`), as attention without a kernel makes."""
+    """Return types such as "f32[8,8192,8192]" of arrays with a value for every pair of a row's
+    tokens (two dims are multiples of `tokens`), as attention without a fused kernel creates."""
     arrays = dict.fromkeys(a for i, _ in module.walk() for a in i.arrays)
     pair_sized = [a for a in arrays if sum(n and n % tokens == 0 for n in a.shape) > 1]
     pair_sized.sort(key=lambda a: (-a.size, a.dtype))

@@ -1,5 +1,4 @@
-"""Reports of a compiled plan: its programs, the memory of its devices, and a remedy if it does not
-fit."""
+"""Reports of a compiled plan: programs, memory per device, and a remedy if it does not fit."""
 
 from __future__ import annotations
 
@@ -13,61 +12,61 @@ from dflop_jax.records import FORWARD, REDUCE, UPDATE
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One compiled program, per device."""
+    """Report of one compiled program; bytes and FLOPs are per device."""
 
-    name: str  # in words, unique in its plan
-    segment: str  # on whose submesh it runs
+    name: str  # unique description in its plan
+    segment: str  # the program runs on its submesh
     submesh: str
-    kind: str  # its task, "exchange" or "sum"
-    mesh: tuple[int, ...]  # sizes of its submesh's axes
-    keeping: bool = False  # whether it is of its segment's second recompute policy
-    same_as: str = ""  # program of equal text that was compiled before, in this plan or another
-    compile_s: float = 0.0  # seconds of XLA; 0 where `same_as` is given
+    kind: str  # direction of its task, "exchange" or "sum"
+    mesh: tuple[int, ...]  # sizes of the submesh's axes
+    keeping: bool = False  # whether it uses the segment's second recompute policy
+    same_as: str = ""  # equal program that was compiled earlier, in this plan or another
+    compile_s: float = 0.0  # XLA's compile time; 0 if `same_as` is set
     argument_bytes: float = 0.0
     output_bytes: float = 0.0
-    handed_bytes: float = 0.0  # of its outputs, what a forward task leaves for its backward task
+    handed_bytes: float = 0.0  # the part of a forward task's outputs that are residuals
     aliased_bytes: float = 0.0
     temp_bytes: float = 0.0
     flops: float = 0.0
-    needed_flops: float = 0.0  # see `profile.needed`; 0 of programs that compute no layer
+    needed_flops: float = 0.0  # see `profile.needed`; 0 for programs without layers
     executed_over_needed: float | None = None
     float32_dot_flops: float = 0.0
-    collectives: Mapping[str, float] = field(default_factory=dict)  # bytes in one run, by kind
+    collectives: Mapping[str, float] = field(default_factory=dict)  # bytes per run, by kind
     pair_arrays: tuple[str, ...] = ()  # of a task, see `hlo_text`
-    unknown: tuple[str, ...] = ()  # loops of unknown length, kernels of unknown FLOPs: not counted
-    error: str = ""  # why it could not be compiled, in a line; the figures are then 0
+    unknown: tuple[str, ...] = ()  # loops of unknown length and kernels whose FLOPs are missing
+    error: str = ""  # one line, why it could not be compiled; then all numbers are 0
 
     @property
     def work_bytes(self) -> float:
-        """Bytes beside the program's arguments while it runs."""
+        """Bytes in addition to the arguments while the program runs."""
         return self.temp_bytes + self.output_bytes - self.aliased_bytes
 
 
 @dataclass(frozen=True)
 class SegmentMemory:
-    """What a segment holds on one device between programs."""
+    """Memory of a segment on one device between programs."""
 
     segment: str
     submesh: str
     resource: int
     state_bytes: float  # parameters, gradients and optimizer state
-    input_bytes: float  # input of one group in flight, of the largest shape
-    in_flight: int  # groups whose inputs are held at once
-    shard_bytes: float  # reduced gradients, from REDUCE to UPDATE
+    input_bytes: float  # inputs of one group in flight, in the largest shape
+    in_flight: int  # maximum number of groups in flight
+    shard_bytes: float  # reduced gradients, live from REDUCE to UPDATE
     remat: str
     zero: int = 1
 
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """Peak bytes of a device of a submesh."""
+    """Peak bytes per device of a submesh."""
 
     submesh: str
     state_bytes: float  # of all segments on these devices
-    kept_bytes: float  # inputs of the groups in flight, and what their forward handed to backward
-    work_bytes: float  # of `program`, which takes most beside them
-    program: str
-    planned_bytes: float = 0.0  # the planner's peak; 0 where it does not say
+    kept_bytes: float  # inputs and residuals of the groups in flight
+    work_bytes: float  # of `program`
+    program: str  # the program with the most work bytes
+    planned_bytes: float = 0.0  # the planner's predicted peak; 0: none
 
     @property
     def peak_bytes(self) -> float:
@@ -76,8 +75,8 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """A plan's programs, each compiled for all devices of its submesh, and whether they fit into
-    the `budget_bytes` that a device may use."""
+    """Report of a plan's programs, each compiled for all devices of its submesh, and whether they
+    fit into `budget_bytes` per device."""
 
     chip: str
     n_devices: int
@@ -90,7 +89,7 @@ class CompileReport:
 
     @property
     def exit_code(self) -> int:
-        """Of the command."""
+        """Exit code of the command."""
         return 0 if self.fits else 1
 
 
@@ -99,25 +98,25 @@ def device_memory(
     programs: Sequence[ProgramReport],
     planned_peaks: Mapping[str, float],
 ) -> tuple[CompiledMemory, ...]:
-    """Peak bytes of each block of devices: state of its segments, inputs and residuals of the
-    groups in flight, and temporaries of the largest program. During reduction and update all
-    reduced gradients of the block are in memory too. `planned_peaks`: the plan's, by submesh."""
+    """Return the peak bytes per device of each block of devices: state of its segments, inputs and
+    residuals of groups in flight, and temporaries of the largest program. During reduction and
+    update, all reduced gradients of the block are live, too. `planned_peaks`: by submesh."""
     resource = {s.segment: s.resource for s in segments}
     shards = Counter[int]()
     for s in segments:
         shards[s.resource] += s.shard_bytes  # type: ignore[assignment]
 
     def residual_bytes(s: SegmentMemory) -> float:
-        """Of the groups in flight, of the largest shape, under the segment's own policy."""
+        """Return bytes of groups in flight in the largest shape, under the first policy."""
         handed = (p.handed_bytes for p in programs if p.segment == s.segment and not p.keeping)
         return (s.input_bytes + max(handed, default=0.0)) * s.in_flight
 
     def work_bytes(p: ProgramReport) -> float:
-        """Beside what segments hold while a program runs."""
+        """Return a program's bytes in addition to its segments' state and groups in flight."""
         shard_bytes = shards[resource[p.segment]]
-        if p.kind == FORWARD:  # what backward is given counts as kept
+        if p.kind == FORWARD:  # residuals count as groups in flight
             return p.work_bytes - p.handed_bytes
-        if p.kind == REDUCE:  # its outputs are its part of the shards
+        if p.kind == REDUCE:  # the outputs are part of the shards
             return p.temp_bytes + shard_bytes
         return p.work_bytes + (shard_bytes if p.kind == UPDATE else 0.0)
 
@@ -146,7 +145,7 @@ def describe_fit(
     programs: Sequence[ProgramReport],
     segments: Sequence[SegmentMemory],
 ) -> tuple[bool, str]:
-    """(whether every program compiles and the plan fits, a line that says so or what fails)."""
+    """Return (whether every program compiles and the plan fits, one line with the reason)."""
     if failed := [p for p in programs if p.error]:
         name = failed[0].name + f" (and {len(failed) - 1} more)" * (len(failed) > 1)
         return False, f"{name} cannot be compiled for {chip}: {failed[0].error}"
@@ -169,7 +168,7 @@ def describe_fit(
 
 
 def _suggest_remedy(worst: CompiledMemory, segments: Sequence[SegmentMemory]) -> str:
-    """What would lower the largest part of the peak."""
+    """Describe how to reduce the largest part of the peak."""
     segments_there = [s for s in segments if s.submesh in worst.submesh.split(", ")]
     if worst.state_bytes > worst.work_bytes + worst.kept_bytes:
         more_sharding = "plan.zero 3, " * any(s.zero < 3 for s in segments_there)

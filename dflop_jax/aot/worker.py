@@ -1,7 +1,7 @@
-"""The process that compiles: it answers each `Request` on stdin with a line on stdout.
+"""The compiler process: it answers each `Request` line on stdin with a line on stdout.
 
-It is a separate process because jax has to find the compiler in the environment when it starts, and
-because the compiler aborts its process on some programs.
+It is a separate process because JAX reads the compiler's location from the environment at start,
+and because the compiler aborts its process on some programs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Probe:
-    """`depth` layers of one kind of a module at a per-rank shape, with the module's ends or
-    without, on one of `tp` tensor-parallel devices."""
+    """A probe to compile: `depth` layers of one kind of a module at a per-rank shape, with or
+    without the module's ends, on one of `tp` tensor ranks."""
 
     module: str
     tp: int
@@ -52,14 +52,14 @@ class Probe:
     depth: int
     remat: Remat
     ends: bool = True
-    forward: bool = False  # whether the forward program is compiled, too
+    forward: bool = False  # compile the forward program, too
     kind: str = records.LAYERS
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program on one device: kernels without the content of attention (see
-    `hlo_cost.program_cost`), and the bytes that it takes beside its arguments while it runs."""
+    """Cost of a compiled program on one device: kernels without the content of attention (see
+    `hlo_cost.program_cost`), and bytes in addition to its arguments while it runs."""
 
     kernels: tuple[Kernel, ...]
     work_bytes: float
@@ -71,15 +71,15 @@ class ProbeResult:
 
     backward: CompiledProgram | None = None
     forward: CompiledProgram | None = None
-    residual_bytes: float = 0.0  # from forward to backward, 0 if one program runs both
+    residual_bytes: float = 0.0  # 0 if one program runs forward and backward
     hidden_bytes: float = 0.0
-    error: str = ""  # why it does not compile, in a line
-    died: bool = False  # the compiler
+    error: str = ""  # one line, why it does not compile
+    died: bool = False  # whether the compiler process died
 
 
 @dataclass(frozen=True)
 class PlanPrograms:
-    """A plan's programs before they are compiled and its memory, or why it is refused."""
+    """A plan's memory and programs before compilation, or the error that rejects the plan."""
 
     memory: tuple[SegmentMemory, ...] = ()
     programs: tuple[ProgramReport, ...] = ()
@@ -88,12 +88,12 @@ class PlanPrograms:
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile for the chip `config.plan.hardware`: a probe, or the program of a plan with
-    an index in its `PlanPrograms`; a plan without an index asks for the `PlanPrograms`."""
+    """Request for the chip `config.plan.hardware`: compile a probe or a program of a plan; a plan
+    without a program index requests its `PlanPrograms`."""
 
     config: Config
     plan: Plan | None = None
-    program: int | None = None
+    program: int | None = None  # index in `PlanPrograms.programs`
     probe: Probe | None = None
 
 
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 class Worker:
-    """Answers requests; keeps the programs of the last plan and reports of compiled programs."""
+    """Handler of requests that caches the last plan's programs and reports of equal programs."""
 
     def __init__(self) -> None:
         self._config: Config | None = None
@@ -117,7 +117,7 @@ class Worker:
         self._devices = cache(absent_devices)
 
     def respond(self, request: Request) -> PlanPrograms | ProgramReport | ProbeResult:
-        """The `PlanPrograms` of a plan, the report of one of its programs, or a probe's result."""
+        """Return a plan's `PlanPrograms`, the report of one of its programs, or a probe result."""
         try:
             if self._config != request.config:
                 self._workplace = make_run_context(request.config)
@@ -145,7 +145,7 @@ class Worker:
 
 
 def program_header(programs: Programs, key: Any) -> ProgramReport:
-    """The report of a program before it is compiled: names and submesh."""
+    """Return a program's report before it is compiled: names and submesh."""
     name, *rest = key
     keeping = LESS_REMAT in key
     if isinstance(rest[0], SegmentLink):
@@ -175,8 +175,8 @@ def compile_program(
     lower: Callable[[], jax.stages.Lowered],
     reports_by_text: dict[bytes, dict[str, Any]],
 ) -> ProgramReport:
-    """Compile a program and read what it takes; its figures are added to `reports_by_text` by the
-    digest of its text, and taken from there for an equal program."""
+    """Compile a program and return its report. Results are cached in `reports_by_text` by the
+    digest of the program's text."""
     try:
         lowered = lower()
         digest = hashlib.sha256(lowered.as_text().encode()).digest()
@@ -185,7 +185,7 @@ def compile_program(
         start_s = time.perf_counter()
         executable = lowered.compile()
         compile_s = time.perf_counter() - start_s
-    except Exception as e:  # of whatever kind: that it does not compile is the answer
+    except Exception as e:  # the report contains any compile error
         return replace(header, error=error_line(e))
     module, figures = parse_hlo(executable.as_text() or ""), dict[str, Any]()
     needed_flops, visible_share = 0.0, 1.0
@@ -221,7 +221,7 @@ def compile_program(
 
 
 def segment_memory(plan: Plan, programs: Programs) -> tuple[SegmentMemory, ...]:
-    """Memory of each segment of a plan on a device."""
+    """Return the memory of each segment of a plan on one device."""
     in_flight, resource_of = in_flight_limit(plan), submesh_resources(programs.layout)
     states = []
     for name, segment in programs.segments.items():
@@ -249,7 +249,7 @@ def segment_memory(plan: Plan, programs: Programs) -> tuple[SegmentMemory, ...]:
 
 
 def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -> ProbeResult:
-    """Compile a probe's programs."""
+    """Compile a probe's programs and return their costs."""
     try:
         mesh = records.MeshShape(model=probe.tp)
         segment = shallow_segment(
@@ -257,7 +257,7 @@ def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device
             ends=probe.ends, kind=probe.kind,
         )  # fmt: skip
         lowering, forward = Lowering(segment), None
-        # Rows of one piece are full: what attention computes is known.
+        # If each row is one piece, rows are full and attention's FLOPs are known.
         content = probe.module in model.piece_tokens
         if probe.forward or segment.compiles_forward_first:
             executable = lowering.lower(probe.shape, FORWARD).compile()
@@ -271,7 +271,7 @@ def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device
             lowering.residual_bytes(probe.shape),
             hidden_bytes(segment.module, probe.shape),
         )
-    except Exception as e:  # of whatever kind: that it does not compile is the answer
+    except Exception as e:  # the result contains any compile error
         return ProbeResult(error=error_line(e))
 
 
@@ -284,6 +284,6 @@ def _read_program(executable: jax.stages.Compiled, *, content: bool) -> Compiled
 
 
 def error_line(error: BaseException) -> str:
-    """An error's message in one line of bounded length."""
+    """Return an error's message as one line of limited length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}..."

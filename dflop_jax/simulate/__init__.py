@@ -1,1 +1,1 @@
-"""Task lists of a step and their order, for runtime and scheduler; and their simulation."""
+"""Task graph of a step, order of its tasks for runtime and scheduler, and simulation of steps."""

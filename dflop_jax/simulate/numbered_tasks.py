@@ -1,12 +1,12 @@
-"""A step's tasks as numbers, list schedules of them, and the evaluation of orders.
+"""A step's tasks as integers, list schedules of them, and the evaluation of orders.
 
-The number of a task is its index in the graph's canonical order; an order is a permutation. A
-resource runs its part of it in that order, and a link carries sends in the order of the tasks that
-send. A segment holds a group from its forward, which opens it, to its backward, which closes it.
-Times are whole ticks, so that no choice depends on the last bit of a price.
+A task's number is its index in the graph's canonical order; an order is a permutation of numbers.
+Each resource runs its tasks in that order, and each link carries sends in the order of the sending
+tasks. A group is in flight in a segment from its forward, which opens it, to its backward, which
+closes it. Times are integer ticks, so that no decision depends on the last bit of a price.
 
-A list schedule runs, on every free resource, the ready task with the lowest key. A serial schedule
-appends, of all tasks whose inputs have run, the one with the lowest key, though it may wait.
+A list schedule runs the ready task with the lowest key on every free resource. A serial schedule
+appends the task with the lowest key of all tasks whose inputs are scheduled, even if it must wait.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from dflop_jax.simulate.task_graph import (
     segment_resources,
 )
 
-NO_LINK = -1  # the link of what reaches a task without any
-# Ticks of all seconds of a step together: sums are exact, and each of 100,000 tasks is rounded by
-# less than a millionth.
+NO_LINK = -1  # a successor on the same submesh needs no link
+# Ticks of the total task and send time of a step: sums are exact, and each of 100,000 tasks is
+# rounded by less than 1e-6.
 _TICKS_PER_STEP = 100_000_000_000
-Successor = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
+Successor = tuple[int, int, int]  # (waiting task, link of the send or NO_LINK, ticks of the send)
 Sends = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> (link, seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class StepTasks:
-    """Tasks 0..n_tasks-1."""
+    """Tasks of a step, numbered 0..n_tasks-1. Fields are indexed by task unless noted."""
 
-    resource: tuple[int, ...]  # that runs a task
-    ticks: tuple[int, ...]  # for which it does, then its successors are sent
+    resource: tuple[int, ...]
+    ticks: tuple[int, ...]  # run time; then the results are sent to successors
     successors: tuple[tuple[Successor, ...], ...]
     segment: tuple[int, ...]
     live_change: tuple[int, ...]  # +1 if a task opens a group in its segment, -1 if it closes one
-    max_live: tuple[int, ...]  # groups that a segment holds
+    max_live: tuple[int, ...]  # maximum number of groups in flight, by segment
     n_resources: int
     n_links: int
-    tick_s: float
-    # Tasks that may be swapped row by row: arrays [units, tasks] with two rows or more.
+    tick_s: float  # seconds per tick
+    # Arrays [units, tasks] with at least two rows; the order may swap rows of an array.
     interchangeable: tuple[np.ndarray, ...] = ()
 
     @property
@@ -57,7 +57,7 @@ class StepTasks:
 
     @cached_property
     def n_inputs(self) -> tuple[int, ...]:
-        """The number of tasks that each task waits for."""
+        """Number of tasks that each task waits for."""
         counts = [0] * self.n_tasks
         for successors in self.successors:
             for reader, _, _ in successors:
@@ -66,7 +66,7 @@ class StepTasks:
 
     @cached_property
     def mirrored(self) -> StepTasks:
-        """The problem with time reversed: reversed orders of it are orders of this one."""
+        """The problem with time reversed; its reversed orders are valid orders of this problem."""
         inputs: list[list[Successor]] = [[] for _ in range(self.n_tasks)]
         for t, successors in enumerate(self.successors):
             for reader, link, send in successors:
@@ -75,7 +75,7 @@ class StepTasks:
         return replace(self, successors=tuple(map(tuple, inputs)), live_change=changes)
 
     def is_within_limits(self, order: Sequence[int]) -> bool:
-        """Whether no segment holds more groups than its limit."""
+        """Return whether no segment exceeds its limit of groups in flight."""
         return all(a <= b for a, b in zip(peak_in_flight(self, order), self.max_live))
 
 
@@ -86,8 +86,8 @@ def number_tasks(
     seconds: Callable[[Task], float],
     sends: Sends | None = None,
 ) -> StepTasks:
-    """The tasks of a step with these groups, whose limits are those of 1F1B (`in_flight_limit`), by
-    the seconds of each when nothing slows it down, and the sends to its readers over links."""
+    """Return the numbered tasks of a step, with 1F1B's limits (`in_flight_limit`). `seconds`: a
+    task's time when it runs alone; `sends`: the sends to its readers over links."""
     segments = {s.name: i for i, s in enumerate(plan.layout.segments)}
     resource, sends = segment_resources(plan.layout), sends or {}
     task_s = [seconds(t) for t in graph.tasks]
@@ -111,7 +111,7 @@ def number_tasks(
 def add_sends(
     graph: StepGraph, sends: Sends
 ) -> tuple[list[tuple[tuple[int, int, float], ...]], int]:
-    """(successor, link or NO_LINK, seconds) of each task's successors; number of links."""
+    """Return ([(successor, link or NO_LINK, seconds of the send)] by task, number of links)."""
     links: dict[object, int] = {}
     successors = [tuple((f, NO_LINK, 0.0) for f in followers) for followers in graph.followers]
     for task, readers in sends.items():
@@ -126,7 +126,7 @@ def add_sends(
 
 
 def peak_in_flight(tasks: StepTasks, order: Sequence[int]) -> list[int]:
-    """The largest number of groups that each segment holds at once."""
+    """Return the maximum number of groups in flight in each segment."""
     live, peak = [0] * len(tasks.max_live), [0] * len(tasks.max_live)
     for t in order:
         s = tasks.segment[t]
@@ -136,7 +136,7 @@ def peak_in_flight(tasks: StepTasks, order: Sequence[int]) -> list[int]:
 
 
 def start_ticks(tasks: StepTasks, order: Sequence[int]) -> tuple[list[int], int]:
-    """(start of each task, makespan) of an order, if no task slows another down."""
+    """Return (start of each task, makespan) of an order, if tasks do not slow each other down."""
     sizes = tasks.n_resources, tasks.n_links
     return run_in_order(order, tasks.resource, tasks.ticks, tasks.successors, *sizes)
 
@@ -149,10 +149,10 @@ def run_in_order(
     n_resources: int,
     n_links: int,
 ) -> tuple[list[Any], Any]:
-    """`start_ticks` in any unit of time."""
-    free, link_free = [0] * n_resources, [0] * n_links  # when each becomes free
+    """Return `start_ticks` in any unit of time."""
+    free, link_free = [0] * n_resources, [0] * n_links  # time at which each becomes free
     makespan = 0
-    starts = [0] * len(seconds)  # until a task's turn comes: when its inputs are there
+    starts = [0] * len(seconds)  # before a task is scheduled: arrival time of its inputs
     for t in order:
         r = resource[t]
         if free[r] > starts[t]:
@@ -172,9 +172,9 @@ def run_in_order(
 
 
 def list_schedule(problem: StepTasks, keys: Sequence[int], *, alternate: bool = False) -> list[int]:
-    """The order in which tasks start. If nothing runs and every segment with a ready task is at its
-    limit, one limit is exceeded. `alternate`: forward and backward tasks queue separately, and a
-    resource with both takes the direction that it did not take last (dual-queue rule)."""
+    """Return the order in which tasks start in a list schedule. If nothing runs and every segment
+    with a ready task is at its limit, one limit is exceeded. `alternate`: a resource with ready
+    forward and backward tasks alternates between them (dual-queue rule)."""
     ticks, resource, successors = problem.ticks, problem.resource, problem.successors
     queues = _Queues(problem, keys, alternate)
     n_pending, ready_ticks = list(problem.n_inputs), [0] * problem.n_tasks
@@ -219,7 +219,7 @@ def list_schedule(problem: StepTasks, keys: Sequence[int], *, alternate: bool = 
 
 
 class _Queues:
-    """Ready tasks: per segment those that open a group, per resource all others."""
+    """Queues of ready tasks: per segment for tasks that open a group, per resource for others."""
 
     def __init__(self, problem: StepTasks, keys: Sequence[int], alternate: bool):
         self._problem, self._keys, self._alternate = problem, keys, alternate
@@ -239,7 +239,7 @@ class _Queues:
         heapq.heappush(queue, (self._keys[task], task))
 
     def pop_next(self, resource: int, full: bool) -> int | None:
-        """The task that a resource runs next; `full` ignores the limits of segments."""
+        """Remove and return the next task of a resource; `full` ignores the segments' limits."""
         max_live, in_flight = self._problem.max_live, self._in_flight
         best_queue: list[tuple[int, int]] = []
         for s in self._segments[resource]:
@@ -262,13 +262,14 @@ class _Queues:
 
 
 def backward_list_schedule(problem: StepTasks, order: Sequence[int]) -> list[int]:
-    """A list schedule backward in time: the task that ends last in `order` is first."""
+    """Return a list schedule backward in time, in which the task that ends last in `order` is
+    first."""
     starts, _ = start_ticks(problem.mirrored, order)
     return list_schedule(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
 
 
 def serial_schedule(problem: StepTasks, keys: Sequence[int]) -> list[int]:
-    """The order that always appends the ready task with the lowest key, within limits."""
+    """Return the order that always appends the ready task with the lowest key, within limits."""
     segment, max_live, live_change = problem.segment, problem.max_live, problem.live_change
     n_pending, in_flight = list(problem.n_inputs), [0] * len(max_live)
     ready_tasks = [(keys[t], t) for t in range(problem.n_tasks) if not n_pending[t]]

@@ -1,14 +1,14 @@
-"""Simulates steps of a plan: the task lists of the runtime, with durations in place of programs.
+"""Simulator of a plan's steps: the runtime's task lists with durations instead of programs.
 
 A resource runs its tasks in list order; a task starts when its inputs have arrived and its resource
-is free. Sends overlap computation: each pair of submeshes has one link per direction, which carries
-one send at a time, in dispatch order.
+is free. Sends overlap with computation: each pair of submeshes has one link per direction, which
+carries one send at a time, in dispatch order.
 
-If every device has cores of its own, the start of a job (a task or a send) follows from the ends of
-the jobs before it. If devices share cores (`concurrency` below the device count), computing jobs
+If devices do not share cores, a job (a task or a send) starts at the maximum end time of the jobs
+that it waits for. If devices share cores (`concurrency` below the device count), computing jobs
 slow each other down in proportion to the devices they use. Time then advances from one end of a job
-to the next. Computing jobs run on a second clock, which measures work done; only the speed of that
-clock changes when a job starts or ends.
+to the next. Computing jobs run on a second clock, which measures work done; when a job starts or
+ends, only the speed of that clock changes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from dflop_jax.simulate.task_graph import StepGraph, segment_links, segment_reso
 from dflop_jax.simulate.task_order import both_orders, schedule_order
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
-_ROUNDING = 1e-9  # makespans that differ by less are the same
+_ROUNDING = 1e-9  # makespans with a smaller relative difference count as equal
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Random deviations of durations from their predictions: a log-normal factor of mean 1 for
-    every task and send, whose logarithm has deviation `sigma`, drawn from (seed, step).
-    `stragglers` also multiplies the tasks of the named submeshes."""
+    """Random deviations of durations from predictions: a log-normal factor of mean 1 for every task
+    and send, whose logarithm has standard deviation `sigma`, drawn from (seed, step). `stragglers`:
+    additional factors for tasks of the named submeshes."""
 
     seed: int = 0
     sigma: float = 0.0
@@ -75,19 +75,19 @@ def simulate_step(
     noise: Noise | None = None,
     synchronous: Collection[str] = (),
 ) -> Trace:
-    """The trace of one step; ValueError if the schedule's order is no order of this step.
+    """Simulate one step and return its trace; ValueError if the schedule's order is invalid.
 
-    Sends of a segment to another submesh are SEND events of that segment and group; gradients that
-    come back to it are RETURN events. Their submesh is named "from → to".
+    Sends of a segment to another submesh are SEND events of that segment and group; gradients sent
+    back to it are RETURN events. Their submesh is named "from → to".
 
     Args:
-      synchronous: submeshes that get a task only after the previous one on their devices has ended.
-        One thread dispatches all tasks in order, so later tasks of every submesh wait, too.
+      synchronous: submeshes whose tasks are dispatched only after the previous task on the same
+        devices has ended. One thread dispatches all tasks in order, so later tasks wait, too.
     """
     submeshes = [m.name for m in plan.layout.submeshes]
     if noise and (unknown := [m for m in noise.stragglers if m not in submeshes]):
         raise ValueError(
-            f"straggler {unknown[0]!r} is no submesh of the plan; it has {', '.join(submeshes)}"
+            f"straggler {unknown[0]!r} is not a submesh of the plan; it has {', '.join(submeshes)}"
         )
     graph = step_graph(plan.layout, schedule.groups, trainable)
     order = schedule_order(plan, schedule, graph)
@@ -103,7 +103,7 @@ def simulate_order(
     noise: Noise | None = None,
     synchronous: Collection[str] = (),
 ) -> Trace:
-    """`simulate_step` for an order that is known to be valid for the graph."""
+    """Return `simulate_step` for an order that is known to be valid for the graph."""
     submesh, resource = {s.name: s.submesh for s in layout.segments}, segment_resources(layout)
     n_devices = {m.name: m.n_devices for m in layout.submeshes}
     slowdown = noise.stragglers if noise else {}
@@ -111,9 +111,9 @@ def simulate_order(
     factors = _factors(len(order), noise, schedule.step, 0)
     send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
     jobs: list[SimJob] = []
-    trace_rows: list[tuple[str, str, int, str] | None] = []  # a job in the trace, None: not there
-    last_job: dict[int, int] = {}  # of each resource
-    dispatch_wait: tuple[int, ...] = ()  # the last of dispatch's waits
+    trace_rows: list[tuple[str, str, int, str] | None] = []  # event of each job; None: no event
+    last_job: dict[int, int] = {}  # by resource
+    dispatch_wait: tuple[int, ...] = ()  # the last job in which the dispatching thread waits
     sent: dict[tuple[Task, Task], int] = {}  # (producer, reader) -> the send's job
     job_of: dict[Task, int] = {}
     for task, factor in zip(order, factors):
@@ -142,7 +142,7 @@ def simulate_order(
 
 
 def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
-    """A function of a task to its seconds when it runs alone; 0 if it has no price."""
+    """Return a function that gives a task's seconds when it runs alone; 0 without a price."""
     first_group: dict[tuple[Shape, tuple[str, ...]], int] = {}
     kinds = [(g.shape, g.remat_less) for g in schedule.groups]
     same_program = [first_group.setdefault(kind, i) for i, kind in enumerate(kinds)]
@@ -162,8 +162,8 @@ def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
 
 
 def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Prices) -> Sends:
-    """The sends of each task to other submeshes: task -> reader -> ((submesh, submesh), seconds).
-    The size of a send is that of the group that reads the activations."""
+    """Return each task's sends to other submeshes: task -> reader -> ((submesh, submesh), seconds).
+    The group that reads the activations determines the size of a send."""
     submesh = {s.name: s.submesh for s in layout.segments}
     linked = [(k.source, k.target) for k in segment_links(layout)]
     crossing = {(a, b) for a, b in linked if submesh[a] != submesh[b]}
@@ -191,7 +191,7 @@ def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Pri
 
 
 def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:
-    """Noise factors of a step's tasks (kind 0) or sends (kind 1), drawn separately."""
+    """Return noise factors of a step's tasks (kind 0) or sends (kind 1), drawn separately."""
     if noise is None or noise.sigma == 0:
         return iter([1.0] * n)
     z = np.random.default_rng([noise.seed, step, kind]).standard_normal(n)
@@ -201,10 +201,10 @@ def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[floa
 def with_list_order(
     plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
 ) -> Schedule:
-    """The schedule with the faster of two list-scheduled orders in simulation, and its makespan.
+    """Return the schedule with the faster of two list-scheduled orders and its simulated makespan.
 
-    One order uses textbook durations, the other the prices; the second does not always win, since
-    the first choice of a greedy rule may be wrong with exact durations.
+    One order uses textbook durations, the other the prices. The second is not always faster, since
+    a greedy rule may choose badly even with exact durations.
     """
     graph = step_graph(plan.layout, schedule.groups, trainable)
     seconds = task_seconds(schedule, prices)
@@ -219,7 +219,7 @@ def with_list_order(
 def makespan_function(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices
 ) -> Callable[[Sequence[int]], float]:
-    """A function from an order, as numbers of tasks, to its simulated seconds."""
+    """Return a function that gives the simulated seconds of an order of task numbers."""
     layout, resource_of = plan.layout, segment_resources(plan.layout)
     devices = [0] * (max(resource_of.values()) + 1)
     for s in layout.segments:
@@ -245,7 +245,8 @@ def simulate_schedules(
     trainable: Collection[str],
     **options: Any,
 ) -> Trace:
-    """The trace of consecutive steps, whose group numbers go on; `options` of `simulate_step`."""
+    """Return a trace of consecutive steps with consecutive group numbers; `options` of
+    `simulate_step`."""
     events: list[Event] = []
     offset_s, first_group = 0.0, 0
     for schedule in schedules:
@@ -261,26 +262,26 @@ def simulate_schedules(
 
 @dataclass(frozen=True)
 class SimJob:
-    """A job that starts when all it waits for has ended and its resource's turn comes."""
+    """A job that starts when the jobs it waits for and earlier jobs of its resource have ended."""
 
     resource: Hashable
-    seconds: float  # if nothing slows it down
-    waits_for: tuple[int, ...] = ()  # with lower numbers
-    devices: int = 0  # that compute meanwhile; 0 for a transfer, which these do not slow down
+    seconds: float  # when it runs alone
+    waits_for: tuple[int, ...] = ()  # indices of earlier jobs
+    devices: int = 0  # number that compute; 0: a transfer, which computing jobs do not slow down
 
 
-Times = list[float]  # of each job
+Times = list[float]  # by job
 
 
 def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Times, Times]:
-    """(start, end) of each job, in seconds; `concurrency` devices compute at the same time."""
+    """Return (starts, ends) of jobs in seconds, if `concurrency` devices can compute at a time."""
     devices: dict[Hashable, int] = {}
     for job in jobs:
         devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
     if sum(devices.values()) > concurrency:
         return _run_shared(jobs, concurrency)
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
-    free_s: dict[Hashable, float] = {}  # when each resource's last job ends
+    free_s: dict[Hashable, float] = {}  # end of each resource's last job
     for i, job in enumerate(jobs):
         job_start_s = free_s.get(job.resource, 0.0)
         for input_job in job.waits_for:
@@ -293,8 +294,8 @@ def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Tim
 
 
 def _run_shared(jobs: Sequence[SimJob], concurrency: float) -> tuple[Times, Times]:
-    """`run_jobs` for computing jobs that slow each other down."""
-    n_pending = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
+    """Return `run_jobs` for computing jobs that slow each other down."""
+    n_pending = [0] * len(jobs)  # unfinished jobs that a job waits for, with its resource's last
     followers: list[list[int]] = [[] for _ in jobs]
     last: dict[Hashable, int] = {}
     for i, job in enumerate(jobs):
@@ -304,8 +305,8 @@ def _run_shared(jobs: Sequence[SimJob], concurrency: float) -> tuple[Times, Time
         for d in input_jobs:
             followers[d].append(i)
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
-    wall_ends: list[tuple[float, int]] = []  # (end, job) by the clock on the wall
-    work_ends: list[tuple[float, int]] = []  # (end, job) by the clock of work done
+    wall_ends: list[tuple[float, int]] = []  # (end in wall time, transfer job)
+    work_ends: list[tuple[float, int]] = []  # (end in work done, computing job)
     wall_s, work_s, computing = 0.0, 0.0, 0
     ready_jobs = [i for i, n in enumerate(n_pending) if n == 0]
     while ready_jobs or wall_ends or work_ends:

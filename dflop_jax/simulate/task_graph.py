@@ -1,8 +1,8 @@
-"""Task lists: the program calls of a step, and the tasks that each waits for.
+"""Task graph: the program calls of a step, and the tasks that each waits for.
 
-Runtime, scheduler and simulator all use this module, so they execute the same lists. A segment
-whose output no other segment reads has no forward of its own in training: its backward computes
-loss and gradient in one call.
+Runtime, scheduler and simulator all use this module, so they execute the same tasks. A segment
+without readers has no forward task in training: its backward computes loss and gradient in one
+call.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dflop_jax.records import (
 
 @dataclass(frozen=True)
 class SegmentLink:
-    """What one segment sends another."""
+    """Link over which one segment sends activations to another."""
 
     source: str
     target: str
-    edge: Edge | None = None  # of the model; None: hidden states between two segments of a module
+    edge: Edge | None = None  # None: hidden states between two segments of a module
 
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The tasks of one step in a canonical order, and the tasks that each waits for."""
+    """Tasks of one step in a canonical order, and the tasks that each waits for."""
 
     tasks: tuple[Task, ...]
     waits_for: dict[Task, tuple[Task, ...]]
@@ -49,7 +49,7 @@ class StepGraph:
 
     @cached_property
     def followers(self) -> tuple[tuple[int, ...], ...]:
-        """For each task, the indices of the tasks that wait for it."""
+        """Indices of the tasks that wait for each task."""
         waiting: list[list[int]] = [[] for _ in self.tasks]
         for i, t in enumerate(self.tasks):
             for input_task in self.waits_for[t]:
@@ -58,7 +58,7 @@ class StepGraph:
 
 
 def segment_links(layout: Layout) -> tuple[SegmentLink, ...]:
-    """All links between segments, in the order of the receiving segments."""
+    """Return all links between segments, in the order of the receiving segments."""
     all_links: list[SegmentLink] = []
     for s in layout.segments:
         segments_of_module = layout.segments_of(s.module)
@@ -73,14 +73,14 @@ def segment_links(layout: Layout) -> tuple[SegmentLink, ...]:
 
 
 def linked_shapes(layout: Layout, link: SegmentLink) -> list[tuple[Shape, Shape]]:
-    """The shapes of source and target groups that some bucket has together."""
+    """Return the pairs of source and target shapes that occur in a bucket."""
     low, high = (layout.segment(n).module for n in (link.source, link.target))
     pairs = ((b.shape(low), b.shape(high)) for b in layout.buckets)
     return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
 
 def feeding_groups(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
-    """(group, module) -> the groups of that module that feed the group."""
+    """Return (group, module) -> the groups of that module that feed the group."""
     feeding: dict[tuple[int, str], list[int]] = {}
     for i, g in enumerate(groups):
         for f in g.feeds:
@@ -89,13 +89,13 @@ def feeding_groups(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
 
 
 def tied_segments(layout: Layout) -> dict[str, str]:
-    """Segment that reads the embedding parameters of its module from another one -> that one."""
+    """Return a map from each segment that reads tied embedding parameters to their owner."""
     by_module = [layout.segments_of(module) for module in layout.tied]
     return {segments[-1].name: segments[0].name for segments in by_module if len(segments) > 1}
 
 
 def segments_with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
-    """Segments that run backward: trainable ones, and those that read such a segment."""
+    """Return the segments that run backward: trainable ones, and readers of such segments."""
     all_links, names = segment_links(layout), list[str]()
     for s in layout.segments:
         if s.name in trainable or any(k.target == s.name and k.source in names for k in all_links):
@@ -106,7 +106,7 @@ def segments_with_backward(layout: Layout, trainable: Collection[str]) -> tuple[
 def step_graph(
     layout: Layout, groups: Sequence[Group], trainable: Collection[str], *, evaluate: bool = False
 ) -> StepGraph:
-    """The graph of one step with these groups; `evaluate`: of forward tasks only."""
+    """Return the graph of one step with these groups; `evaluate`: forward tasks only."""
     backward = () if evaluate else segments_with_backward(layout, trainable)
     links_in, links_out = (defaultdict[str, list[SegmentLink]](list) for _ in range(2))
     for link in segment_links(layout):
@@ -141,8 +141,8 @@ def step_graph(
 def _step_end(
     layout: Layout, waits: dict[Task, tuple[Task, ...]], trainable: Collection[str]
 ) -> dict[Task, tuple[Task, ...]]:
-    """Reductions and updates. The reader of a tied parameter reduces first, so that its owner adds
-    both gradients; it is updated last, with the values that the owner sends."""
+    """Return the inputs of reductions and updates. The reader of a tied parameter reduces first, so
+    that the owner adds both gradients, and is updated last, with values from the owner."""
     owner_of = tied_segments(layout)
     readers = {owner: reader for reader, owner in owner_of.items() if reader in trainable}
     names = [s.name for s in layout.segments if s.name in trainable]
@@ -162,7 +162,7 @@ def _step_end(
 
 
 def submesh_resources(layout: Layout) -> dict[str, int]:
-    """Submesh name -> its resource; submeshes that share a device share a resource."""
+    """Return each submesh's resource number; submeshes that share a device share a resource."""
     group = {m.name: i for i, m in enumerate(layout.submeshes)}
     for a in layout.submeshes:
         for b in layout.submeshes:
@@ -174,13 +174,13 @@ def submesh_resources(layout: Layout) -> dict[str, int]:
 
 
 def segment_resources(layout: Layout) -> dict[str, int]:
-    """Segment name -> the resource of its submesh."""
+    """Return the resource number of each segment's submesh."""
     resource = submesh_resources(layout)
     return {s.name: resource[s.submesh] for s in layout.segments}
 
 
 def in_flight_changes(order: Sequence[Task]) -> list[int]:
-    """Of each task +1 for a forward whose backward is there, -1 for that backward, else 0."""
+    """Return for each task +1 (forward with a backward in `order`), -1 (its backward) or 0."""
     sign = {FORWARD: 1, BACKWARD: -1}
     forwards, backwards = ({(t.segment, t.group) for t in order if t.direction == d} for d in sign)
     open_groups = forwards & backwards
@@ -188,17 +188,18 @@ def in_flight_changes(order: Sequence[Task]) -> list[int]:
 
 
 def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
-    """1F1B: how many groups a segment may have forwarded but not yet run backward: the number of
-    resources from the segment to the end of the pipeline, the classical warm-up depth plus one, and
-    the plan's lookahead; segments that share devices with all that follow run depth-first. Where
-    several groups of a module feed one group, as many times more; without `groups`, as planned."""
+    """Return each segment's maximum number of groups in flight under 1F1B: the number of resources
+    from the segment to the end of the pipeline (the warm-up depth plus one) plus the plan's
+    lookahead. Segments that share devices with all later ones run depth-first. If several groups of
+    a module feed one group, the limit is multiplied by their number (without `groups`: `fan_in`).
+    """
     layout, resource = plan.layout, segment_resources(plan.layout)
     module = {s.name: s.module for s in layout.segments}
     fed, readers_of = feeding_groups(groups), defaultdict[str, list[str]](list)
     for link in segment_links(layout):
         readers_of[link.source].append(link.target)
     depth: dict[str, int] = {}
-    n_fed: dict[str, int] = {}  # groups that one group at the end of the pipeline stands for
+    n_fed: dict[str, int] = {}  # number of groups per group at the end of the pipeline
     for s in reversed(layout.segments):
         n, readers = s.name, readers_of[s.name]
         depth[n] = max((depth[t] + (resource[t] != resource[n]) for t in readers), default=1)

@@ -1,4 +1,4 @@
-"""The order in which a step's tasks are dispatched: list scheduling in the manner of 1F1B."""
+"""Dispatch order of a step's tasks: list scheduling that generalizes 1F1B."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _TEXTBOOK_TICKS = {FORWARD: 1, BACKWARD: 2, REDUCE: 0, UPDATE: 0}
 
 
 def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[Task, ...]:
-    """One total order in which a step's tasks are dispatched; a resource runs its part in order.
+    """Return a total order in which a step's tasks are dispatched; resources run tasks in order.
 
-    List scheduling with a backward as long as two forwards. A free resource takes the ready forward
-    of the deepest segment that is below its limit of groups in flight ("1f1b"; "gpipe" has no
+    Uses list scheduling with a backward as long as two forwards. A free resource takes the ready
+    forward of the deepest segment below its limit of groups in flight ("1f1b"; "gpipe" has no
     limit), else the ready backward of the earliest group. Groups are ordered by the group at the
-    end of the pipeline that they feed. Ties break by (that order, group, segment).
+    end of the pipeline that they feed. Ties are broken by (this order, group, segment).
     """
     return tuple(graph.tasks[t] for t in textbook_order(plan, graph, groups))
 
 
 def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
-    """`order_tasks` as indices of the tasks."""
+    """Return `order_tasks` as indices of tasks."""
     tasks = _number_tasks(plan, graph, groups, lambda _: 0.0)
     return list_schedule(_with_textbook_ticks(tasks, graph), _urgency(plan, graph, groups))
 
@@ -33,7 +33,7 @@ def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> lis
 def both_orders(
     plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
 ) -> tuple[list[int], list[int]]:
-    """`textbook_order`, and the same with `seconds` of each task."""
+    """Return `textbook_order`, and the same list schedule with the `seconds` of each task."""
     tasks = _number_tasks(plan, graph, groups, seconds)
     ranks = _urgency(plan, graph, groups)
     textbook = list_schedule(_with_textbook_ticks(tasks, graph), ranks)
@@ -43,7 +43,7 @@ def both_orders(
 def _number_tasks(
     plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
 ) -> StepTasks:
-    """The tasks, without limits of groups in flight under "gpipe"."""
+    """Return the numbered tasks, without limits of groups in flight under "gpipe"."""
     tasks = number_tasks(plan, graph, groups, seconds)
     if plan.scheduling.order == "gpipe":
         tasks = replace(tasks, max_live=(len(groups) + 1,) * len(tasks.max_live))
@@ -55,18 +55,18 @@ def _with_textbook_ticks(tasks: StepTasks, graph: StepGraph) -> StepTasks:
 
 
 def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
-    """The rank of every task among all, most urgent first."""
+    """Return the priority rank of every task, 0 is the most urgent."""
     depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
     turn_of_group: dict[int, int] = {}
 
     def turn(i: int) -> int:
-        """The index of the first group at the end of the pipeline that a group feeds."""
+        """Return the first group at the end of the pipeline that a group feeds."""
         if i not in turn_of_group:
             turn_of_group[i] = min((turn(f) for f in groups[i].feeds), default=i)
         return turn_of_group[i]
 
     runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
-    # A forward without a backward has no limit, so it only fills gaps.
+    # A forward without a backward has no limit in flight, so it gets low priority.
     kinds = {FORWARD: 0, BACKWARD: 1, REDUCE: 3, UPDATE: 4}
 
     def key(i: int) -> tuple[int, ...]:
@@ -86,22 +86,22 @@ def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]
 
 
 def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
-    """ValueError unless `order` has every task of the graph once, after all that it waits for."""
+    """Raise ValueError unless `order` has each task of the graph once, after its inputs."""
     done: set[Task] = set()
     for t in order:
         if t not in graph.waits_for or t in done:
-            raise ValueError(f"the order runs {t} twice, or it is no task of this step")
+            raise ValueError(f"the order runs {t} twice, or it is not a task of this step")
         unmet = [d for d in graph.waits_for[t] if d not in done]
         if unmet:
-            raise ValueError(f"the order runs {t} before {unmet[0]}, for which it waits")
+            raise ValueError(f"the order runs {t} before its input {unmet[0]}")
         done.add(t)
     if len(done) < len(graph.tasks):
         missing = next(t for t in graph.tasks if t not in done)
-        raise ValueError(f"the order lacks {missing}; it holds {len(done)} of {len(graph.tasks)}")
+        raise ValueError(f"the order lacks {missing}; it has {len(done)} of {len(graph.tasks)}")
 
 
 def schedule_order(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
-    """The schedule's own order, checked against the graph, or else `order_tasks`."""
+    """Return the schedule's order after a check against the graph, or `order_tasks` if none."""
     if schedule.order:
         check_order(graph, schedule.order)
         return schedule.order
@@ -109,7 +109,7 @@ def schedule_order(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Ta
 
 
 def peak_groups_in_flight(order: Sequence[Task]) -> dict[str, int]:
-    """Maximum groups that each segment holds; one that ends in a loss holds its own."""
+    """Return each segment's maximum groups in flight; a loss counts its current group."""
     live: Counter[str] = Counter()
     peak: Counter[str] = Counter()
     for t, change in zip(order, in_flight_changes(order), strict=True):

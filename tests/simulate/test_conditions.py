@@ -193,5 +193,5 @@ def test_invalid_durations_and_factors_are_refused(bad):
         with pytest.raises(ValueError, match="noise needs"):
             Noise(**fields)
     straggler = Noise(stragglers={"bb": 2.0})
-    with pytest.raises(ValueError, match="'bb' is no submesh of the plan; it has a0, b0"):
+    with pytest.raises(ValueError, match="'bb' is not a submesh of the plan; it has a0, b0"):
         simulate_step(plan, batch(plan, 1), prices(plan, {}), ["b0"], noise=straggler)

@@ -99,7 +99,7 @@ class Generator:
         self.programs = AnswerPrograms(self.model, self.mesh)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
         self.tokenizer = open_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
-        self.ends = end_token_ids(self.tokenizer, run)
+        self.end_ids = end_token_ids(self.tokenizer, run)
         structs = {m: param_structs(module, self.mesh) for m, module in self.model.modules.items()}
         if is_published(run):
             self.loaded = published_params(run, self.model, structs)
@@ -158,7 +158,7 @@ class Generator:
         number[row_indices] = range(len(samples)) if numbers is None else numbers
         rows = pack_rows(samples, self.model, self.ranks, self.rows, TOKEN_MULTIPLE)
         streams = [
-            _AnswerStream(self.tokenizer, self.ends, sampling, on_text if k == 0 else None)
+            _AnswerStream(self.tokenizer, self.end_ids, sampling, on_text if k == 0 else None)
             for k in range(len(row_indices))
         ]
         for tokens in self.programs.tokens(self.loaded.params, rows, number, sampling):
@@ -239,7 +239,7 @@ class _AnswerStream:
         if not (is_long or self._on_text or self._sampling.stop):
             return
         self._text = self._tokenizer.decode(self._tokens)
-        if (cut := self._sampling.cut(self._text)) is not None:
+        if (cut := self._sampling.cut_at_stop(self._text)) is not None:
             self._text = cut
             self._end("stop")
         elif is_long:

@@ -43,7 +43,7 @@ class Sampling:
             if not is_valid:
                 raise ValueError(message)
 
-    def cut(self, text: str) -> str | None:
+    def cut_at_stop(self, text: str) -> str | None:
         """Return the text before the first stop text; None if it contains no stop text."""
         stop_indices = [k for k in (text.find(stop) for stop in self.stop) if k >= 0]
         return text[: min(stop_indices)] if stop_indices else None

@@ -61,7 +61,7 @@ class BoundTerms:
     awaited_R: NDArray[np.bool_]  # whether reductions wait for all tasks of a resource
     concurrency: float  # devices that compute at the same time
     # Maps shapes by module to (seconds before, seconds after) [R]; see `_fill_and_drain`.
-    ends: Callable[[Mapping[str, Sequence[Shape]]], tuple[Floats, Floats]]
+    end_times: Callable[[Mapping[str, Sequence[Shape]]], tuple[Floats, Floats]]
 
 
 def bound_terms(
@@ -129,7 +129,7 @@ def lower_bound_s(
         *each_s, total_s = _volume_bound(batch, module, shapes, costs_CR)
         work_R, shared = work_R + each_s, shared + total_s
     ends = [
-        terms.ends({m: layout.shapes(m) for m in layout.modules if m not in missing})
+        terms.end_times({m: layout.shapes(m) for m in layout.modules if m not in missing})
         for missing in batch.missing_modules
     ]
     ends_2R = np.reshape(ends, (-1, 2, len(work_R))).min(axis=0, initial=np.inf)

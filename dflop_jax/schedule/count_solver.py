@@ -122,7 +122,7 @@ def _set_time_parameters(
     """Set the parameters that are times, in place; return their unit in seconds."""
     n = slice(len(space.buckets))
     work_RC = np.array([terms.costs.bucket_s(b) for b in space.buckets]).T
-    ends = [terms.ends({m: [s] for m, s in b.shapes}) for b in space.buckets]
+    ends = [terms.end_times({m: [s] for m, s in b.shapes}) for b in space.buckets]
     before_RC, after_RC = (np.array(end).T for end in zip(*ends, strict=True))
     there_RC = np.isfinite(before_RC)
     tail_RC = np.array(drain_s(after_RC, terms.reduce_R, terms.update_R, terms.awaited_R))

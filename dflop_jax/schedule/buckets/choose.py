@@ -218,7 +218,7 @@ def _refine(
         move = moves.pop(0)
         moves.append(move)
         untried -= 1
-        new_bucket = move.applied(best_buckets[move.bucket], sizes)
+        new_bucket = move.apply(best_buckets[move.bucket], sizes)
         if new_bucket is None or new_bucket in best_buckets:
             continue
         buckets = (*best_buckets[: move.bucket], new_bucket, *best_buckets[move.bucket + 1 :])

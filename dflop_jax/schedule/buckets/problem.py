@@ -48,7 +48,7 @@ class BucketProblem:
         return self.capacity.ranks
 
     @cached_property
-    def trained(self) -> Collection[str]:
+    def trainable_names(self) -> Collection[str]:
         """Names of the trainable segments."""
         all_segments = [s.name for s in self.layout.segments]
         return all_segments if self.trainable is None else self.trainable
@@ -59,7 +59,7 @@ class BucketProblem:
     def costs(self, bucket: Bucket) -> GroupCosts:
         """Return the costs of a bucket's groups on each resource."""
         layout = replace(self.layout, buckets=(bucket,))
-        return group_costs(layout, self.prices(layout), self.trained)
+        return group_costs(layout, self.prices(layout), self.trainable_names)
 
 
 def is_less(a: float, b: float) -> bool:
@@ -94,9 +94,9 @@ class BucketEvaluator:
         """Return the simulated seconds of a batch."""
         problem, plan = self.problem, self.problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)
-        packed, trained = self.batches[batch], problem.trained
+        batched, names = self.batches[batch], problem.trainable_names
         self.remaining -= 1
-        return assign_groups(packed, plan, prices, trained, self.work, 0).schedule.makespan_s
+        return assign_groups(batched, plan, prices, names, self.work, 0).schedule.makespan_s
 
     def mean_s(self, buckets: Buckets, n: int) -> float:
         """Return the mean simulated seconds of the first `n` batches."""

@@ -171,7 +171,7 @@ class Move:
     scale: float = 1.0
     cut: float = 1.0
 
-    def applied(self, bucket: Bucket, sizes: Sizes) -> Bucket | None:
+    def apply(self, bucket: Bucket, sizes: Sizes) -> Bucket | None:
         """Return the bucket after the move; None if no module is left. Scaling changes a module by
         at least one unit."""
         shapes = {

@@ -105,8 +105,7 @@ def samples():
 
 
 @functools.cache
-def oracle():
-    """(initial parameters, loss and gradients of folded weights, loss without adapters)."""
+def initial_params():
     m = adapted(everywhere=True)
     plan = plain.plan_of(m, (0, 1, 1, 1), (0, 1, 1, 1))
     ex = Executor(m, plan, optax.sgd(1.0), freeze=ALL_FROZEN)
@@ -114,7 +113,13 @@ def oracle():
     let_act(ex)
     params = plain.join(plan, ex.state.params)
     ex.close()
-    modules = base().modules
+    return params
+
+
+@functools.cache
+def oracle():
+    """(initial parameters, loss and gradients of folded weights, loss without adapters)."""
+    params, modules = initial_params(), base().modules
     folded = FoldedModel({name: Folded(module) for name, module in modules.items()})
     loss, grads = plain.plain_loss_and_grads(folded, params, samples())
     # By the same programs, which take seconds to compile.
@@ -129,8 +134,7 @@ def oracle():
 @functools.cache
 def dropped_oracle():
     """(loss, gradients) of adapters everywhere that do not see all, sample by sample."""
-    params, *_ = oracle()
-    m = adapted(everywhere=True, dropout=DROPOUT)
+    params, m = initial_params(), adapted(everywhere=True, dropout=DROPOUT)
     return plain.plain_loss_and_grads(m, params, samples(), DRAWS)
 
 

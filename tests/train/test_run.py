@@ -15,7 +15,7 @@ from .resume_cases import _in_a_folder_of_its_own, quick  # noqa: F401
 
 K = 3
 STEPS = 14  # of the runs that are compared
-MANY = 80  # steps, and as many mixes of samples
+MANY = 40  # steps, and as many mixes of samples
 PLAN = NANO.with_layout(buckets=(bucket(16, 160), bucket(6, 112), bucket(0, 64)))
 
 

@@ -12,7 +12,7 @@ def config():
         data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=128, workers=1),
         plan=PlanConfig(policy="dflop", devices=2, max_model=1, buckets=2, sampled_batches=1,
                         max_microbatches=4, effort="quick"),
-        train=TrainConfig(steps=3, global_batch=8),
+        train=TrainConfig(steps=3, global_batch=4),
         run_dir="run",
         cache_dir="cache",
     )

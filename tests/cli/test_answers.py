@@ -151,7 +151,7 @@ def test_a_running_run_is_not_disturbed(left, capsys):
     with RunFolder("run", existing="resume"):
         said = refused(capsys, "train", *ASKED["train"][0][0], exit_code=TRANSIENT_FAILURE)
         assert "another run is writing to it" in said
-        for command in ("plan", "report", "export"):
+        for command in ("simulate", "report", "export"):
             args, code, wrote = ASKED[command][0]
             assert run(capsys, command, *args)[::2] == (code, "")
             assert Path(wrote).exists()

@@ -1,5 +1,5 @@
 """Attention over packed samples: one function, with an XLA reference that runs everywhere and, on
-GPUs, cuDNN's or the project's kernels, as `models/attention_choice.py` chooses.
+GPUs, cuDNN's or the project's kernels, chosen by `models/attention_choice.py`.
 
 Shape suffixes: B rows, T queries and S keys (tokens), N query heads, K kv heads, G query heads per
 kv head, H head dim.
@@ -21,9 +21,9 @@ from models.attention_kernels import MaskRule, TokenMask
 from models.attention_split import RESIDUAL_NAME, AttentionKernel, run_split
 
 Array = jax.Array
-AttentionFunction = Callable[..., Array]  # called as `attention` is
+AttentionFunction = Callable[..., Array]  # has the signature of `attention`
 
-_MAX_QUERY_BLOCKS = 4  # each is compiled on its own
+_MAX_QUERY_BLOCKS = 4  # the limit of blocks, each of which is compiled separately
 
 
 def attention(
@@ -38,29 +38,29 @@ def attention(
     window: int = 0,
     scale: float | None = None,
 ) -> Array:
-    """Softmax attention in which a token sees only tokens of its own segment.
+    """Compute softmax attention in which a token sees only tokens of its own segment.
 
-    Query head n reads kv head n // G, G = N / K. What comes out for padding (segment 0) is finite
-    and means nothing: XLA lets padding see itself, so that no row of the softmax is empty, the
-    kernels skip it and give 0. Masked weights are exactly 0, so a segment's output does not
-    depend, to the bit, on what else is packed beside it.
+    Query head n reads kv head n // G, G = N / K. The output at padding (segment 0) is finite and
+    has no meaning: in XLA, padding sees itself, so that no softmax row is empty; the kernels skip
+    padding and return 0. Masked weights are exactly 0, so a segment's output does not depend, to
+    the bit, on the other segments of its row.
 
     Args:
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
-      token_mask: segment ids int [items, tokens], 0 and up, or None where all tokens of a row see
-        each other. cuDNN needs the tokens of a segment side by side. A `TokenMask` also gives, for
-        causal attention, the last token that each one sees: see `last_visible_tokens`.
-      causal: whether a token sees only itself and earlier ones.
-      kernel: "xla"; "pallas", the project's GPU kernels, interpreted elsewhere; "auto", the fastest
-        that computes the case on the chip and gives equal bits every time; or "cudnn", the fastest
-        without that promise: packed rows too, gradients of queries added up in any order.
-      chip: "sm_90" and the like, or another platform's name; "" is any. Where there is no GPU,
-        "auto" and "cudnn" are "xla".
-      window: how many tokens one sees at most, itself and those before it (sliding windows); what
-        is outside is not computed, but in blocks that reach into it. 0: all. Only of causal
-        attention, whose segments' tokens then stand together.
-      scale: of the products of queries and keys; None: one over the root of head_dim.
+      token_mask: segment ids int [items, tokens] >= 0, or None if all tokens of a row see each
+        other. cuDNN needs the tokens of a segment side by side. For causal attention a `TokenMask`
+        also has the last token that each token sees: see `last_visible_tokens`.
+      causal: whether a token sees only itself and earlier tokens.
+      kernel: "xla"; "pallas": the project's GPU kernels, interpreted on other chips; "auto": the
+        fastest deterministic kernel for the case and chip; "cudnn": the fastest kernel, also for
+        packed rows, which may add up the gradients of queries in any order.
+      chip: "sm_90" and the like, or another platform's name; "": any. Without a GPU, "auto" and
+        "cudnn" are "xla".
+      window: number of tokens that a token sees, itself and earlier ones (sliding windows); 0: all.
+        Tokens outside the window are not computed, except in blocks that overlap it. Only for
+        causal attention with the tokens of a segment side by side.
+      scale: factor of the products of queries and keys; None: head_dim^-0.5.
 
     Returns:
       [items, tokens, heads, head_dim] in the dtype of the queries; the softmax is float32.
@@ -99,8 +99,8 @@ def attention(
 
 
 def last_visible_tokens(is_picture: Array, segment_ids: Array) -> Array:
-    """The last token that each one sees, int [items, tokens], where pictures see themselves whole:
-    a picture is a run of tokens where `is_picture`, in one segment."""
+    """Return the last token that each token sees, int [items, tokens], if pictures see all of
+    themselves. A picture is a run of tokens of one segment with `is_picture`."""
     T = is_picture.shape[1]
     token_index = jnp.arange(T)[None]
     continues = is_picture[:, :-1] & is_picture[:, 1:] & (segment_ids[:, :-1] == segment_ids[:, 1:])
@@ -115,8 +115,8 @@ def masked_attention(
     mask_BTS: Array | None,
     scale: float | None = None,
 ) -> Array:
-    """`attention` under any mask: bool [items or 1, queries, keys], each query seeing some key;
-    None lets all see all. Queries and keys may differ in number."""
+    """Compute `attention` under any mask: bool [items or 1, queries, keys], in which each query
+    sees some key; None: all see all. The numbers of queries and keys may differ."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5 if scale is None else scale)
@@ -127,14 +127,14 @@ def masked_attention(
 
 
 def bind_attention(kernel: str, chip: str) -> AttentionFunction:
-    """`attention` by the named kernel, or the best, on a chip."""
+    """Return `attention` by the named kernel, or the best one, on a chip."""
     return partial(attention, kernel=kernel, chip=chip)
 
 
 def _visibility_mask(
     token_mask: TokenMask, queries: tuple[int, int], keys: tuple[int, int], mask_rule: MaskRule
 ) -> Array | None:
-    """[B or 1, T, S]: which of the keys first..last the queries start..stop see."""
+    """Return [B or 1, T, S]: which of the keys first..last the queries start..stop see."""
     (start, stop), (first, last) = queries, keys
     ids, last_visible = token_mask
     mask = None
@@ -168,7 +168,7 @@ def _scores(q_BTKGH: Array, k_BSKH: Array, mask_BTS: Array | None) -> Array:
 def _query_blocks(
     tokens: int, window: int, has_last_visible: bool
 ) -> list[tuple[int, int, int, int]]:
-    """[low, high) of each block of queries, and [first, last) of the keys that any of them sees."""
+    """Return each block of queries as [low, high) and the keys [first, last) that it sees."""
     step = max(MIN_KERNEL_TOKENS, -(-tokens // _MAX_QUERY_BLOCKS))
     ends = ((lo, min(lo + step, tokens)) for lo in range(0, tokens, step))
     return [
@@ -181,8 +181,8 @@ def _query_blocks(
 def _blocked_attention(
     mask_rule: MaskRule, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, token_mask: TokenMask
 ) -> Array:
-    """Each block of queries sees the keys of its window and up to its own end only; what is kept
-    for backward is the output and the log-sum-exp (FlashAttention, arXiv 2205.14135, in blocks that
+    """Compute attention by blocks of queries, each over the keys up to its end and in its window.
+    Backward saves the output and the log-sum-exp (FlashAttention, arXiv 2205.14135, in blocks that
     XLA compiles)."""
     return _blocked_forward(mask_rule, q_BTKGH, k_BSKH, v_BSKH, token_mask)[0]
 

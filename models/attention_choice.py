@@ -1,4 +1,4 @@
-"""Which attention kernel runs where: a choice by chip, dtype and shape, and what it costs."""
+"""Chooses an attention kernel by chip, dtype and shape."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from models import attention_cudnn, attention_gpu
 KERNELS = ("auto", "cudnn", "pallas", "xla")
 MIN_KERNEL_TOKENS = attention_gpu.BLOCK  # shorter rows do not fill a block
 
-# Compute capabilities: the kernels want Ampere's tensor cores; jax has cuDNN pack rows from Hopper
-# on, and not on consumers' Blackwell; larger heads need Hopper's registers.
+# Compute capabilities: the kernels need Ampere's tensor cores; jax lets cuDNN pack rows from Hopper
+# on, except on consumer Blackwell; larger heads need Hopper's registers.
 _AMPERE, _HOPPER, _AFTER_BLACKWELL = 80, 90, 120
-# Bytes that cuDNN's deterministic backward may take beside: before cuDNN 9.25 one half-precision
-# score for each pair of tokens. For packed rows that is out of reach.
+# Limit of the workspace of cuDNN's deterministic backward: before cuDNN 9.25 it stores a
+# half-precision score for each pair of tokens, which is too much for packed rows.
 _MAX_WORKSPACE_BYTES = 2 * 2**30
 
 
 def check_kernel(name: str) -> str:
-    """The name of an attention kernel; ValueError when it is none."""
+    """Return the name of an attention kernel; ValueError if it is unknown."""
     if name not in KERNELS:
         raise ValueError(f"unknown attention kernel {name!r}; known: {', '.join(KERNELS)}")
     return name
 
 
 def is_gpu(chip: str) -> bool:
-    """Whether a chip is one that the GPU kernels are compiled for."""
+    """Return whether a chip can run the GPU kernels."""
     return chip.startswith("sm_")
 
 
@@ -41,16 +41,16 @@ def choose_kernel(
     window: int = 0,
     has_last_visible: bool = False,
 ) -> str:
-    """The kernel, "cudnn", "pallas" or "xla", that computes a case on a chip.
+    """Return the kernel, "cudnn", "pallas" or "xla", that computes a case on a chip.
 
     Args:
-      kernel: what the model asks for: see `models.attention.attention`.
-      chip: "sm_90" and the like, anything else where there is no GPU.
+      kernel: the model's choice: see `models.attention.attention`.
+      chip: "sm_90" and the like; anything else without a GPU.
       dtype: of queries, keys and values.
       shape: of the queries [items, tokens, heads, head_dim].
       is_packed: whether rows hold several segments, or padding.
-      window: of causal attention, 0: none; reaches: whether tokens see ahead. cuDNN's kernels are
-        called without either.
+      window: of causal attention, 0: none. has_last_visible: whether tokens see later ones. cuDNN's
+        kernels support neither.
     """
     items, tokens, heads, head_dim = shape
     if kernel in ("xla", "pallas"):
@@ -71,7 +71,7 @@ def choose_kernel(
 def skips(
     kernel: str, chip: str, dtype: jnp.dtype, head_dim: int, tokens: int = MIN_KERNEL_TOKENS
 ) -> bool:
-    """Whether what is chosen leaves out tokens of other segments, in rows of so many tokens."""
+    """Return whether the chosen kernel skips tokens of other segments, in rows of `tokens`."""
     if kernel in ("xla", "pallas"):
         return kernel == "pallas"
     fits = dtype in (jnp.bfloat16, jnp.float16) and tokens >= MIN_KERNEL_TOKENS

@@ -1,20 +1,19 @@
-"""cuDNN's flash attention, by way of jax: rows of one segment each, and packed rows on Hopper.
+"""cuDNN's flash attention through jax: rows of one segment each, and packed rows on Hopper.
 
-jax binds cuDNN in a private module and offers in public neither packed rows nor a forward and a
-backward apart, so what is used of it is looked up here once; `AVAILABLE` is false where a version
-of jax has it otherwise, and other kernels are chosen then. jax 0.10.2 computes the places of packed
-keys with the number of query heads, which is wrong under grouped queries: they are computed here.
+jax binds cuDNN in a private module; its public function supports neither packed rows nor separate
+forward and backward calls. So the private parts are looked up here once; `AVAILABLE` is false if a
+version of jax differs, and other kernels are chosen then. jax 0.10.2 computes the offsets of packed
+keys with the number of query heads, which is wrong for grouped queries; they are computed here.
 
-Packed rows are given to cuDNN as a list of segments, of a static length: `SEGMENTS_PER_ROW` for
-each row, used by all rows together. What is beyond is left to `models/attention_gpu.py`, whose
-kernels end at once where nothing is; so any packing is right, and that of rows with few segments is
-fast.
+cuDNN gets packed rows as a list of segments of a static length: `SEGMENTS_PER_ROW` for each row,
+which all rows share. Further segments are computed by `models/attention_gpu.py`, whose kernels end
+at once if there are none. So every packing is correct, and rows with few segments are fast.
 
 cuDNN's backward adds up the gradient of queries in any order unless a program is compiled with
-`xla_gpu_exclude_nondeterministic_ops`. It then writes down all scores (before cuDNN 9.25; see
-cudnn-frontend's pull request 398), which is fine for tiles and impossible for packed rows. XLA
-writes into the first of equal calls that they add up in order, and finds the others no more when
-they run (IndexError): `ordered_backward`, for such programs alone, has it written into all of them.
+`xla_gpu_exclude_nondeterministic_ops`. It then stores all scores (before cuDNN 9.25; see
+cudnn-frontend's pull request 398), which is fine for tiles and impossible for packed rows. Of
+several equal calls, XLA marks only the first as deterministic and does not find the others when
+they run (IndexError); `ordered_backward`, for such programs only, marks every call.
 
 Shape suffixes: as in `models/attention.py`; P slots of a batch.
 """
@@ -34,16 +33,16 @@ from models import attention_gpu
 
 Array = jax.Array
 
-# Segments of a row, on average over a batch; cuDNN starts blocks for each and keeps sums.
+# Average segments of a row in a batch; cuDNN starts blocks and stores sums for each.
 SEGMENTS_PER_ROW = 16
 _TOKEN_MULTIPLE = 64  # rows of one segment are padded to a multiple: cuDNN refuses some odd lengths
-MAX_ELEMENTS = jnp.iinfo(jnp.int32).max  # of the queries: places in packed rows are int32
-# Seeds of dropout, of which there is none: the second marks a backward that adds up in order.
+MAX_ELEMENTS = jnp.iinfo(jnp.int32).max  # limit for queries: offsets in packed rows are int32
+# Seeds of dropout, which is off: the second one marks a deterministic backward.
 _ANY_ORDER, _IN_ORDER = 0, 1_000_003
 
 
 class _CudnnBinding(NamedTuple):
-    """jax's two primitives, its names of masks, and the options that are always the same."""
+    """jax's two primitives, its mask types, and the options that never change."""
 
     forward: Any
     backward: Any
@@ -52,7 +51,7 @@ class _CudnnBinding(NamedTuple):
 
 
 def _find_binding() -> _CudnnBinding | None:
-    """What is used of jax's private module; None where it is not as known."""
+    """Return the parts of jax's private module, or None if they are not as expected."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -85,7 +84,7 @@ def _find_binding() -> _CudnnBinding | None:
 
 
 def _add_deterministic_flag(configure: Callable[..., str]) -> Callable[..., str]:
-    """jax's text for XLA of a call; that of an exact backward says how it adds up."""
+    """Wrap jax's function that writes a call's config for XLA: mark a backward as deterministic."""
     signature = inspect.signature(configure)
 
     @wraps(configure)
@@ -108,17 +107,17 @@ AVAILABLE = _BINDING is not None
 
 
 def list_segments(ids_BT: Array, slots: int) -> tuple[Array, Array, Array]:
-    """The segments of packed rows, in order, as far as there are slots for them.
+    """List the segments of packed rows in order, up to the number of slots.
 
-    A segment is a run of tokens of one id; padding (0) is in none.
+    A segment is a run of tokens of one id; padding (0) belongs to none.
 
     Returns:
-      starts int32 [slots]: tokens of all rows before a segment, of all where a slot is free;
-      lengths int32 [slots], 0 where it is free; whether a token has a slot, bool [B, T].
+      starts int32 [slots]: tokens of all rows before a segment, or all tokens for a free slot;
+      lengths int32 [slots], 0 for a free slot; whether a token has a slot, bool [B, T].
     """
     previous_BT = jnp.pad(ids_BT[:, :-1], ((0, 0), (1, 0)))
     is_real = (ids_BT > 0).reshape(-1)
-    # Padding has the slot of the segment before it, -1 in front of the first.
+    # Padding gets the slot of the segment before it; before the first segment, -1.
     begins = is_real & (ids_BT != previous_BT).reshape(-1)
     slot = jnp.cumsum(begins, dtype=jnp.int32) - 1
     number = jnp.arange(slots, dtype=jnp.int32)[:, None]
@@ -130,7 +129,7 @@ def list_segments(ids_BT: Array, slots: int) -> tuple[Array, Array, Array]:
 def forward(
     q: Array, k: Array, v: Array, ids: Array | None, *, causal: bool, interpret: bool, scale: float
 ) -> tuple[Array, tuple[Array, ...]]:
-    """(output of `models.attention.attention`, 0 at padding; what `backward` needs)."""
+    """Return (output of `models.attention.attention`, 0 at padding; arrays for `backward`)."""
     T = q.shape[1]
     if ids is None:
         q, k, v = map(_pad_tokens, (q, k, v))
@@ -158,7 +157,7 @@ def backward(
     scale: float,
     seed: int = _ANY_ORDER,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
+    """Return gradients of queries, keys and values, 0 at padding, from the output of `forward`."""
     T = q.shape[1]
     if ids is None:
         q, k, v, output, dout = map(_pad_tokens, (q, k, v, output, dout))
@@ -179,12 +178,12 @@ def backward(
 
 
 def ordered_backward(*arrays: Any, **options: Any) -> tuple[Array, Array, Array]:
-    """`backward` of a program whose equal inputs give equal bits."""
+    """Run `backward` for a program whose equal inputs give equal bits."""
     return backward(*arrays, **options, seed=_IN_ORDER)
 
 
 def _select_output(has_slot_BT: Array, cudnn: Array, pallas_output: Array) -> Array:
-    # cuDNN writes nothing where no segment is: what stands there is not even finite.
+    # cuDNN writes no output outside of segments: the values there may not be finite.
     return jnp.where(has_slot_BT[:, :, None, None], cudnn, pallas_output)
 
 
@@ -192,7 +191,7 @@ def _pad_tokens(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TOKEN_MULTIPLE), (0, 0), (0, 0)))
 
 
-# Which tokens are where: (lengths of queries, of keys, places of queries, of keys), or none.
+# Which tokens are in which row: (lengths of queries, of keys, offsets of queries, of keys), or ().
 
 
 def _row_lengths(q: Array, tokens: int) -> tuple[Array, ...]:
@@ -204,7 +203,7 @@ def _row_lengths(q: Array, tokens: int) -> tuple[Array, ...]:
 
 
 def _segment_lengths(q: Array, k: Array, starts_P: Array, lengths_P: Array) -> tuple[Array, ...]:
-    """Lengths [B, slots of a row] and places [B, one more], which count elements."""
+    """Return lengths [B, slots of a row] and offsets [B, slots + 1], counted in elements."""
     B, T = q.shape[:2]
     lengths = lengths_P.reshape(B, -1)
     starts = jnp.concatenate([starts_P, jnp.full(B, B * T, jnp.int32)]).reshape(B, -1)
@@ -216,7 +215,7 @@ def _call_arguments(
 ) -> tuple[Any, dict[str, Any]]:
     assert _BINDING is not None
     unused = jnp.zeros(0, q.dtype)
-    arrays = (unused, *rows, *(unused,) * (6 - len(rows)))  # a bias first, pages last
+    arrays = (unused, *rows, *(unused,) * (6 - len(rows)))  # the bias is first, pages are last
     padding = ["PADDING"] if rows else []
     mask = "_".join([*padding, *(["CAUSAL"] if causal else [])]) or "NO_MASK"
     options = {"scale": scale, "mask_type": _BINDING.masks[mask], "seed": seed}
@@ -226,7 +225,7 @@ def _call_arguments(
 def call_forward(
     q: Array, k: Array, v: Array, rows: tuple[Array, ...], causal: bool, scale: float
 ) -> tuple[Array, Array]:
-    """cuDNN's (output, logarithms of sums float32 [rows or slots, N, T])."""
+    """Run cuDNN's forward; return (output, log-sums float32 [rows or slots, N, T])."""
     assert _BINDING is not None
     arrays, options = _call_arguments(q, rows, causal, scale)
     output, stats = _BINDING.forward.bind(q, k, v, *arrays, **options, is_training=True)
@@ -245,7 +244,7 @@ def call_backward(
     scale: float,
     seed: int,
 ) -> tuple[Array, Array, Array]:
-    """cuDNN's gradients of queries, keys and values."""
+    """Run cuDNN's backward; return the gradients of queries, keys and values."""
     assert _BINDING is not None
     arrays, options = _call_arguments(q, rows, causal, scale, seed)
     dq, dk, dv = _BINDING.backward.bind(q, k, v, *arrays, stats, output, dout, **options)

@@ -1,15 +1,15 @@
 """Attention over packed samples as GPU kernels: Pallas, compiled by Triton.
 
 FlashAttention-2 (arXiv 2307.08691) in three kernels (forward, gradient of keys and values, gradient
-of queries), each of which visits only the blocks that hold tokens of its own samples, none for
-padding: of packed rows the cost falls to that of the samples alone. Query heads of a group share
-one copy of the keys, nothing is added up atomically, so results are the same in every run.
+of queries). Each visits only the blocks with tokens of its own samples, and none for padding:
+packed rows cost no more than the samples alone. Query heads of a group share one copy of the keys.
+There are no atomic additions, so results are equal in every run.
 
-jax has a kernel of this kind (`jax.experimental.pallas.ops.gpu.attention`), which 0.11 deprecates;
-it repeats the kv heads and visits all blocks. 0.11 also announces the end of Pallas' Triton
-backend, which 0.12.0 still has (the other one, Mosaic, knows only Hopper and newer).
+jax has a similar kernel (`jax.experimental.pallas.ops.gpu.attention`), which 0.11 deprecates; it
+repeats the kv heads and visits all blocks. 0.11 also announces the end of Pallas' Triton backend,
+which 0.12.0 still has (the other one, Mosaic, supports only Hopper and newer).
 
-On a CPU the same kernels run interpreted, for tests: exact but slow, and no word on speed.
+On a CPU the same kernels run interpreted, for tests: exact but slow.
 
 Shape suffixes: B rows, T queries and S keys (tokens, padded to whole blocks), N query heads, K kv
 heads, G query heads per kv head, H head dim (padded to a power of two).
@@ -39,12 +39,12 @@ from models.attention_split import interpret_in_shard_map
 
 Array = jax.Array
 
-BLOCK = 128  # rows are padded to a multiple: every block size below divides it
-MAX_HEAD_DIM = 512  # a block of larger heads would not fit a core's shared memory
+BLOCK = 128  # rows are padded to a multiple of this; every block size below divides it
+MAX_HEAD_DIM = 512  # a block of larger heads would not fit into shared memory
 
 
 def block_sizes(dtype: jnp.dtype, head_dim: int) -> tuple[Blocks, Blocks, Blocks]:
-    """Of forward, the gradient of keys and values, that of queries: what fits an A100 and newer."""
+    """Return blocks of forward, kv gradient and query gradient that fit into an A100 and newer."""
     if dtype.itemsize > 2:
         return (Blocks(32, 32, 4, 1),) * 3
     if head_dim > 256:
@@ -65,9 +65,8 @@ def forward(
     scale: float,
     window: int = 0,
 ) -> tuple[Array, Array]:
-    """(output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
-    `models.attention.attention`; 0 where a token is padding. A `token_mask` that is
-    an array are segment ids."""
+    """Return (output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
+    `models.attention.attention`; 0 at padding. A `token_mask` that is an array has segment ids."""
     _, T, _, H = q_BTNH.shape
     token_mask = _pad_token_mask(q_BTNH, token_mask)
     q, k, v = (_pad_blocks(x) for x in (q_BTNH, k_BSKH, v_BSKH))
@@ -96,7 +95,7 @@ def backward(
     scale: float,
     window: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
+    """Return gradients of queries, keys and values, 0 at padding, from the output of `forward`."""
     _, T, _, H = q_BTNH.shape
     token_mask = _pad_token_mask(q_BTNH, token_mask)
     q, k, v, output, dout = map(_pad_blocks, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
@@ -116,7 +115,7 @@ def backward(
 
 
 def _pad_blocks(x: Array) -> Array:
-    """Whole blocks of tokens, and heads of a power of two, padded with zeros for Triton."""
+    """Pad tokens to whole blocks, and heads to a power of two for Triton, with zeros."""
     _, T, _, H = x.shape
     head_padding = max(16, pl.next_power_of_2(H)) - H
     return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, head_padding)))
@@ -135,7 +134,7 @@ def _pad_token_mask(q: Array, token_mask: TokenMask | Array | None) -> TokenMask
     )
 
 
-# ---- which blocks meet ----
+# ---- which blocks to visit ----
 
 
 def _block_spans(
@@ -147,11 +146,11 @@ def _block_spans(
     mask_rule: MaskRule,
     held_are_keys: bool,
 ) -> tuple[Array, Array]:
-    """First and last + 1 block that each held block must visit, int32 [B or 1, blocks] each.
+    """Return the first and last + 1 block that each held block visits, int32 [B or 1, blocks] each.
 
-    Held are queries, or with `held_are_keys` keys. Two blocks meet where the ranges of their
-    segment ids do and a window joins them; as ids rise along a packed row, few others are visited,
-    and those are masked.
+    Held blocks are queries, or keys if `held_are_keys`. A block visits another one if their ranges
+    of segment ids overlap and a window allows it; as ids rise along a packed row, few other blocks
+    are visited, and these are masked.
     """
     ids, last_visible = token_mask
     n_held, n_visited = length // held_tokens, length // visited_tokens
@@ -159,7 +158,7 @@ def _block_spans(
     visited_first = jnp.arange(n_visited)[None] * visited_tokens
     meet = jnp.ones((1, n_held, n_visited), bool)
     if ids is not None:
-        # Padding is in no range, and a block of nothing else visits none.
+        # Padding is in no range; a block of padding only visits nothing.
         low = jnp.where(ids > 0, ids, jnp.iinfo(jnp.int32).max)
         low_held = low.reshape(-1, n_held, held_tokens)
         low_visited = low.reshape(-1, n_visited, visited_tokens)
@@ -190,7 +189,7 @@ def _block_spans(
 
 @dataclass(frozen=True)
 class _Case:
-    """What the kernels of a case have in common; `interpret` needs no GPU."""
+    """The common arguments of a case's kernels; `interpret` needs no GPU."""
 
     token_mask: TokenMask
     mask_rule: MaskRule
@@ -199,7 +198,7 @@ class _Case:
 
 
 def _struct(x: Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype, and in a `shard_map` the axes along which the array differs."""
+    """Return shape, dtype and, in a `shard_map`, the axes along which the array varies."""
     struct: jax.ShapeDtypeStruct = jax.eval_shape(lambda a: a, x)
     return struct
 
@@ -207,7 +206,7 @@ def _struct(x: Array) -> jax.ShapeDtypeStruct:
 def _query_specs(
     q: Array, k: Array, blocks: Blocks
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Of programs that hold queries of a head: their block, the row of its keys, their sums."""
+    """Return specs for programs that hold a head's queries: query block, key row, sums."""
     _, T, N, H = q.shape
     group = N // k.shape[2]
     held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
@@ -245,10 +244,10 @@ def _call_kernel(
     *,
     held_are_keys: bool = False,
 ) -> tuple[Array, ...]:
-    """Run a kernel over (held blocks, rows, heads); the row's mask and spans follow its arrays.
+    """Run a kernel over (held blocks, rows, heads); mask and spans of the row follow its arrays.
 
     Args:
-      outs: of each output its shape and dtype, and its blocks.
+      outs: shape and dtype of each output, and its blocks.
     """
     B, T = arrays[0].shape[:2]
     spans = _block_spans(

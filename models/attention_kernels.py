@@ -1,8 +1,8 @@
-"""The three kernels of `models/attention_gpu.py`: what one program computes.
+"""The three kernels of `models/attention_gpu.py`: the code of one program.
 
 A program holds a block of queries or of keys of one head in registers and visits blocks of the
-other. Scores stand to the base 2, since exp2 is what the chip has. The row's token mask and the
-first and last + 1 block to visit come last of the inputs.
+other kind. Scores are in base 2, since the chip has exp2. The last inputs are the row's token mask
+and the first and last + 1 block to visit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jax.experimental import pallas as pl
 Array = jax.Array
 Ref = Any
 
-# Finite, and so are differences: a block without a visible key must not give nan.
+# Finite, so that differences are finite, too: a block without a visible key must not give nan.
 _MASKED = float(jnp.finfo(jnp.float32).min) / 2
 _LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens that a program holds and those that it visits at a time, powers of two that divide
-    BLOCK; warps of a program and stages of its software pipeline."""
+    """Numbers of tokens that a program holds and that it visits at a time, powers of two that
+    divide BLOCK; warps of a program and stages of its software pipeline."""
 
     held: int
     visited: int
@@ -38,23 +38,23 @@ class Blocks:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which tokens of its segment a token sees: all, or itself and those before it, or `window` of
-    the latter at most (0: no window)."""
+    """Which tokens of its segment a token sees: all, or itself and earlier ones, or the last
+    `window` of these (0: no window)."""
 
     causal: bool
     window: int = 0
 
 
 class TokenMask(NamedTuple):
-    """What is known of tokens, int [rows, tokens] each: their segments (None: all of a row are of
-    one, 0 is padding), and the last that each one sees (None: itself, where attention is causal).
-    In a kernel, those of its row."""
+    """Properties of tokens, int [rows, tokens] each: their segments (0 is padding; None: a row is
+    one segment), and the last token that each sees (None: itself, if attention is causal). In a
+    kernel, those of one row."""
 
     segment_ids: Any = None
     last_visible: Any = None
 
     def slice_block(self, block: Any) -> TokenMask:
-        """Those of a block."""
+        """Return the mask of a block."""
         return TokenMask(*(None if a is None else a[block] for a in self))
 
 
@@ -63,7 +63,7 @@ _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 class _HeldBlock:
     """The block that a program holds, number `index`: queries, or keys (`are_keys`). Held tokens
-    come first in scores, as the tensor cores want the many tokens."""
+    are the first dim of scores, since tensor cores need many rows."""
 
     def __init__(
         self, array: Array, index: Array, token_mask: TokenMask, blocks: Blocks, scale: float,
@@ -75,7 +75,7 @@ class _HeldBlock:
         self.held_mask = token_mask.slice_block(pl.ds(self.first, blocks.held))
 
     def scores(self, visited: Array, number: Array) -> tuple[Array, Array | None]:
-        """Scores [held, visited] of a block to the base 2, and which of them count (None: all)."""
+        """Return base-2 scores [held, visited] of a block, and which of them count (None: all)."""
         held, visited_first = self.held_mask, number * self.blocks.visited
         others = self.token_mask.slice_block(pl.ds(visited_first, self.blocks.visited))
         scores = _dot(self.array, visited.T) * (self.scale * _LOG2E)
@@ -97,7 +97,7 @@ class _HeldBlock:
         return scores, mask
 
     def weights(self, visited: Array, number: Array, log_sum: Array) -> Array:
-        """Weights [held, visited] of the softmax, from the sums that forward saved."""
+        """Return softmax weights [held, visited], from the sums that forward saved."""
         scores, mask = self.scores(visited, number)
         weights = jnp.exp2(scores - log_sum)
         return weights if mask is None else jnp.where(mask, weights, 0.0)
@@ -117,7 +117,7 @@ def forward_kernel(
     scale: float,
     mask_rule: MaskRule,
 ) -> None:
-    """One block of queries of one head, all keys that it sees."""
+    """Compute one block of queries of one head, over all keys that it sees."""
     i, q = pl.program_id(0), q_ref[...]
     held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)
 
@@ -165,7 +165,7 @@ def kv_kernel(
     mask_rule: MaskRule,
     group: int,
 ) -> None:
-    """One block of keys of one kv head, all queries of its group that see it."""
+    """Compute gradients of one block of keys of one kv head, over all queries that see it."""
     j, k, v = pl.program_id(0), k_ref[...], v_ref[...]
     held = _HeldBlock(k, j, token_mask, blocks, scale, mask_rule, are_keys=True)
     start, stop = start_ref[j], stop_ref[j]
@@ -204,7 +204,7 @@ def q_kernel(
     scale: float,
     mask_rule: MaskRule,
 ) -> None:
-    """One block of queries of one head, all keys that it sees."""
+    """Compute the gradient of one block of queries of one head, over all keys that it sees."""
     i, q, dout = pl.program_id(0), q_ref[...], dout_ref[...]
     log_sum, dout_times_out = log_sum_ref[...], dout_times_out_ref[...]
     held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)

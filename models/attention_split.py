@@ -1,9 +1,9 @@
-"""Attention kernels that XLA cannot look into, with a gradient and with their heads split over the
-mesh axis "model" where a program has one: every device runs its own query heads on its own kv
+"""Attention kernels as operations that XLA cannot look into, with a gradient, and with heads split
+over the mesh axis "model" if a program has one: every device runs its own query heads on their kv
 heads, and nothing is gathered.
 
-Kv heads are split too where the degree divides them. Otherwise each device has them all, picks
-those that its query heads read, and the gradients of all devices are added up in float32.
+Kv heads are split, too, if the degree divides them. Otherwise each device has all of them and
+selects those that its query heads read; the gradients of all devices are added up in float32.
 
 Shape suffixes: as in `models/attention.py`; L kv heads that the query heads of one device read.
 """
@@ -27,19 +27,17 @@ Array = jax.Array
 Tree = Any
 
 AXIS = "model"
-RESIDUAL_NAME = (
-    "attention"  # the name of what backward should not compute again: output and log-sums
-)
+RESIDUAL_NAME = "attention"  # name of the saved output and log-sums
 _HEADS, _WHOLE = P(None, None, AXIS), P()  # of [B, T, N, H]
-_STATS = P(None, AXIS)  # of what a kernel saves: [any, N, any]
+_STATS = P(None, AXIS)  # of a kernel's saved arrays: [any, N, any]
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
     """A kernel's two directions, both called with `causal`, `interpret`, `scale` and, if there is
-    one, the `window`. `token_mask` is what it is told of tokens, an array or several [B, T].
+    one, the `window`. `token_mask` is one array or several, [B, T].
 
-    `forward(q, k, v, token_mask)` gives (output, arrays for backward [any, N, any]), and
+    `forward(q, k, v, token_mask)` returns (output, arrays for backward [any, N, any]), and
     `backward(q, k, v, token_mask, output, those arrays, cotangent)` the gradients of q, k and v.
     """
 
@@ -59,7 +57,7 @@ class AttentionKernel:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run_split(kernel: AttentionKernel, q: Array, k: Array, v: Array, token_mask: Tree) -> Array:
-    """The kernel's output [B, T, N, H]; see `models.attention.attention`.
+    """Return the kernel's output [B, T, N, H]; see `models.attention.attention`.
 
     Raises:
       ValueError: the degree of tensor parallelism does not divide the query heads.
@@ -112,7 +110,7 @@ run_split.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class _HeadSplit:
-    """How N query heads and K kv heads lie on `tp` devices."""
+    """The distribution of N query heads and K kv heads over `tp` devices."""
 
     tp: int
     heads: int
@@ -123,8 +121,8 @@ class _HeadSplit:
         tp = tp_degree()
         if q.shape[2] % tp:
             raise ValueError(
-                f"{q.shape[2]} query heads do not divide over {AXIS}={tp}; choose a degree that "
-                "divides them"
+                f"{q.shape[2]} query heads do not divide by the degree {AXIS}={tp}; choose one "
+                "that divides them"
             )
         return _HeadSplit(tp, q.shape[2], k.shape[2])
 
@@ -137,19 +135,19 @@ class _HeadSplit:
         return _HEADS if self.divides_kv_heads else _WHOLE
 
     def _kv_head_indices(self) -> Array:
-        """Kv heads that this device's query heads read, int32 [L]: one, or one for each of them."""
+        """Return kv heads of this device's query heads, int32 [L]: one for all, or one for each."""
         per_device, group = self.heads // self.tp, self.heads // self.kv_heads
         first = lax.axis_index(AXIS) * per_device
         return (first + jnp.arange(1 if group % per_device == 0 else per_device)) // group
 
     def select_kv_heads(self, x_BSKH: Array) -> Array:
-        """The kv heads of this device [B, S, L, H]."""
+        """Return the kv heads of this device, [B, S, L, H]."""
         if self.divides_kv_heads:
             return x_BSKH
         return jnp.take(_mark_varying(x_BSKH), self._kv_head_indices(), axis=2)
 
     def sum_kv_gradients(self, dx_BSLH: Array) -> Array:
-        """The gradient of `select_kv_heads`, summed over the devices."""
+        """Return the gradient of `select_kv_heads`, summed over the devices."""
         if self.divides_kv_heads:
             return dx_BSLH
         is_LK = self._kv_head_indices()[:, None] == jnp.arange(self.kv_heads)[None]
@@ -165,37 +163,37 @@ def _mark_varying(x: Tree) -> Tree:
 
 
 def tp_degree() -> int:
-    """Devices that the program being traced splits heads over."""
+    """Return the number of devices over which the traced program splits heads."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return int(mesh.shape[AXIS]) if types.get(AXIS) == AxisType.Auto else 1
 
 
 def shard_over_heads(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:
-    """The function on each device's heads, as one operation.
+    """Return a function that runs on each device's heads, as one operation.
 
-    A scan that is differentiated takes what does not change out of its body, also out of a
-    `shard_map` in it, and what that leaves cannot be lowered inside another one. It does not look
-    into a function with a batching rule of its own.
+    When a scan is differentiated, jax moves constants out of its body, also out of a `shard_map` in
+    it; the rest cannot be lowered inside another `shard_map`. jax does not look into a function
+    with its own batching rule.
     """
     call = custom_vmap(jax.shard_map(function, in_specs=ins, out_specs=outs, axis_names={AXIS}))
 
     @call.def_vmap
     def refuse(*_: Any) -> Any:
-        raise NotImplementedError("attention kernels have rows of their own; do not vmap them")
+        raise NotImplementedError("attention kernels take batches of rows; do not vmap them")
 
     return call
 
 
 def interpret_in_shard_map(call: Callable[..., Tree]) -> Callable[..., Tree]:
-    """A Pallas kernel that jax interprets, also in a `shard_map`, where arrays differ along every
-    axis that is mapped: the interpreter does not keep account of that, so it is not asked to."""
+    """Return a Pallas kernel that jax can interpret in a `shard_map`. There arrays vary along every
+    mapped axis; the interpreter does not track that, so the check is off."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or AXIS in mesh.manual_axes:
         return call
 
     def untracked(*arrays: Tree) -> Tree:
-        return call(*jax.tree.map(lambda a: lax.max(a, a), arrays))  # equal, and of no account
+        return call(*jax.tree.map(lambda a: lax.max(a, a), arrays))  # equal values, not tracked
 
     run = jax.shard_map(untracked, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False)
     return lambda *arrays: lax.pcast(run(*arrays), mesh.manual_axes, to="varying")

@@ -1,7 +1,7 @@
-"""Audio encoder of Whisper form (arXiv 2212.04356) as Qwen2-Audio has it (arXiv 2407.10759).
+"""Whisper's audio encoder (arXiv 2212.04356) in the form of Qwen2-Audio (arXiv 2407.10759).
 
-Conv stem, sinusoidal positions, pre-norm layers; then an average over two positions, the final
-norm and a linear connector. An item is a chunk of mel frames, the last of which may be padding.
+Conv stem, sinusoidal positions, pre-norm layers; then an average over two positions, the final norm
+and a linear connector. An item is a chunk of mel frames, which may end in padding.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from models.linen_module import Batch
 from models.sizes import AudioSize
 
 Array = jax.Array
-CONV_FRAMES = 3  # frames that a step of the conv stem sees
+CONV_FRAMES = 3  # kernel size of the conv stem, in frames
 
 
 def audio_positions(mel_frames: Any) -> Any:
-    """Positions after the conv stem that see a real frame, for one count or an array of them."""
+    """Return the positions after the conv stem that see a real frame, for a count or an array."""
     return (mel_frames - 1) // 2 + 1
 
 
 def sinusoids(n: int, width: int) -> np.ndarray:
-    """Positions [n, width]: sines of n positions times width / 2 frequencies, then cosines."""
+    """Return position embeddings [n, width]: sines of width / 2 frequencies, then cosines."""
     frequencies = np.exp(-np.log(10000.0) / (width // 2 - 1) * np.arange(width // 2))
     angles = np.arange(n)[:, None] * frequencies[None]
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 def conv_windows(x: Array, stride: int) -> Array:
-    """[items, frames, features] -> [items, frames / stride, KERNEL, features], zeros outside."""
+    """Cut zero-padded [items, frames, features] into [items, frames / stride, KERNEL, features]."""
     padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
     frames = x.shape[1]
     return jnp.stack([padded[:, i : i + frames : stride] for i in range(CONV_FRAMES)], axis=2)
@@ -59,7 +59,7 @@ class AudioEntry(nn.Module):
                 kernel_shape, (s.width,), (None, None), ("embed",), self.dtype, bias=True, name=name
             )
             x = exact_gelu(conv(conv_windows(x, stride)))
-        # A parameter, since the released weights hold it rounded; never trained or decayed.
+        # A parameter, since released weights hold it rounded; it is never trained or decayed.
         init = named_init(lambda *_: jnp.asarray(sinusoids(s.positions, s.width)), None, "embed")
         position = self.param("bias", init, (s.positions, s.width), jnp.float32)
         return x + jax.lax.stop_gradient(position).astype(self.dtype)[None]
@@ -84,7 +84,7 @@ class AudioExit(nn.Module):
 
 @dataclass(frozen=True)
 class AudioModule(Encoder):
-    """See `Encoder`; of a chunk's features the first `media.mel.encoder_tokens` are to be used."""
+    """See `Encoder`; the LLM uses the first `media.mel.encoder_tokens` of a chunk's features."""
 
     size: AudioSize
 
@@ -102,17 +102,17 @@ class AudioModule(Encoder):
 
     @property
     def form(self) -> EncoderForm:
-        """The key has no bias."""
+        """Layers whose keys have no bias."""
         return EncoderForm(exact_gelu, biases=(True, False, True))
 
     def segment_ids(self, batch: Batch) -> Array:
-        """Real positions do not see padding."""
+        """Return ids by which real positions do not see padding."""
         real = audio_positions(batch["mel_frames"])[:, None]
         ids = jnp.arange(self.size.positions, dtype=jnp.int32)[None] < real
         return ids.astype(jnp.int32)
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """`mel` float32 [items, mel_bins, frames]; `mel_frames` int32 [items], 0 for padding."""
+        """Return a struct: `mel` float32 [items, bins, frames]; `mel_frames` int32 [items]."""
         if name == "mel":
             shape = (items, self.size.mel_bins, self.size.frames)
             return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -1,4 +1,4 @@
-"""What all compositions of encoders and a decoder have in common."""
+"""The common base of all compositions of encoders and a decoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from models.processors import AUDIO_DEFAULTS, picture_processing, sound_facts
 from models.sizes import AudioSize, ModelSize, SizeFamily, TileLayout, VisionSize
 from models.vit import VisionModule
 
-# Modules that are published without the others, and where their checkpoints have the parameters.
+# Modules that are also published alone, and the weight maps of their checkpoints.
 PUBLISHED_ALONE: Mapping[str, Callable[[Any], HfWeightMap]] = {
     "vision": hf.tower_weights,
     "llm": hf.decoder_weights,
@@ -37,7 +37,7 @@ class Composition(DecoderModel):
 
     @property
     def plain(self) -> dict[str, VisionModule | AudioModule | DecoderModule]:
-        """The LLM has a line end where pictures are laid out in lines."""
+        """The modules; the LLM has a line-end embedding if pictures are laid out in lines."""
         s, kernel = self.size, self.attention_kernel
         modules: dict[str, VisionModule | AudioModule | DecoderModule] = {}
         if s.vision:
@@ -56,7 +56,7 @@ class Composition(DecoderModel):
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
-        """Every encoder's features stand at their places among the LLM's tokens."""
+        """Edges that put every encoder's features at their places among the LLM's tokens."""
         sources = {n: facts.get("sources", 1) for n, facts in self.preprocessing.items()}
         return tuple(
             {"source": n, "target": "llm", "name": "visual", "sources": sources.get(n, 1)}
@@ -66,7 +66,7 @@ class Composition(DecoderModel):
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
-        """Tokens of a tile or a window, of which every row of an encoder holds one."""
+        """Tokens of a tile or a window; every row of an encoder holds one."""
         return {
             name: module.item_tokens
             for name, module in self.plain.items()
@@ -81,7 +81,7 @@ class Composition(DecoderModel):
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
-        """Where checkpoints of transformers have the parts that are published alone."""
+        """Weight maps of transformers' checkpoints for the parts that are published alone."""
         modules = self.plain
         return {
             n: partial(weight_map, modules[n])
@@ -92,11 +92,11 @@ class Composition(DecoderModel):
 
 @dataclass(frozen=True)
 class PublishedComposition(Composition):
-    """A composition that transformers has too."""
+    """A composition that transformers also has."""
 
     @property
     def weights(self) -> HfWeightMap:
-        """Where a checkpoint of transformers has the model's parameters."""
+        """The weight map of a checkpoint of transformers."""
         if self.size.audio:
             return hf.qwen2_audio_weights(self)
         assert self.size.vision is not None
@@ -107,11 +107,11 @@ class PublishedComposition(Composition):
         )
 
 
-# ---- what encoders ask of their media, as plain facts for whoever prepares the data ----
+# ---- media that encoders require, as plain facts for the data preparation ----
 
 
 def vision_preprocessing(size: VisionSize, layout: TileLayout) -> dict[str, Any]:
-    """Tiles of a vision tower; under "anyres" an LLM token is a weighted sum of four features."""
+    """Return a vision tower's tiles; in "anyres" an LLM token is a weighted sum of 4 features."""
     return {
         "form": layout,
         "tile_px": size.tile_px,
@@ -122,7 +122,7 @@ def vision_preprocessing(size: VisionSize, layout: TileLayout) -> dict[str, Any]
 
 
 def audio_preprocessing(size: AudioSize, max_windows: int) -> dict[str, Any]:
-    """Windows of an audio encoder, and how many of a longer sound it is given."""
+    """Return an audio encoder's windows, and how many windows of a long audio it gets."""
     return {
         "n_mels": size.mel_bins,
         "window_s": size.frames * AUDIO_DEFAULTS["hop_length"] / AUDIO_DEFAULTS["sampling_rate"],
@@ -142,12 +142,12 @@ def build_from_size(
     attention_kernel: str,
     read: Callable[[Config], Any] | None = None,
 ) -> Model:
-    """The model of a family of sizes; what the factories in `models/` call.
+    """Build the model of a family of sizes, for the factories in `models/`.
 
     Args:
       size: the name of a composition, names of encoders and a decoder joined by "+" (see
-        `models.sizes`), or, of published models, a folder with a config.json of transformers.
-      dtype: compute dtype, "float32" or "bfloat16", also that in which parameters are held.
+        `models.sizes`), or, for published models, a folder with a config.json of transformers.
+      dtype: compute dtype and parameter dtype, "float32" or "bfloat16".
       attention_kernel: "auto" (by chip), "cudnn", "pallas" or "xla"; see `models.attention`.
       read: see `models.hf_sizes.folder_size`.
 
@@ -173,7 +173,7 @@ def build_from_size(
 
 
 def parse_dtype(name: str) -> jnp.dtype:
-    """A compute dtype by name; ValueError when it is none."""
+    """Return a compute dtype by name; ValueError if it is unknown."""
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"unknown compute dtype {name!r}; known: float32, bfloat16")
     return jnp.dtype(name)

@@ -1,4 +1,4 @@
-"""From the vision tower's patches to visual tokens of the LLM."""
+"""Connects a vision tower's patches to the LLM's visual tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MERGED_NORM_EPS = 1e-5
 
 
 def merge_patches(x: Array, grid: int, merge: int) -> Array:
-    """[items, grid * grid, width] -> [items, (grid / merge)^2, merge^2 * width].
+    """Merge [items, grid * grid, width] into [items, (grid / merge)^2, merge^2 * width].
 
-    Each `merge` x `merge` square of patches becomes one token, its features side by side in row
-    order ("pixel unshuffle"); tokens stay in row order.
+    Each `merge` x `merge` square of patches becomes one token that concatenates their features in
+    row order ("pixel unshuffle"); tokens stay in row order.
     """
     items, _, width = x.shape
     side = grid // merge
@@ -28,7 +28,7 @@ def merge_patches(x: Array, grid: int, merge: int) -> Array:
 class Connector(nn.Module):
     """Optional final norm of the tower, merging of patches, two-layer MLP with GELU.
 
-    In the internvit form the class token goes first, and the merged features are normed.
+    In the internvit form the class token is dropped first, and the merged features are normed.
     """
 
     size: VisionSize

@@ -1,5 +1,5 @@
-"""Decoder-only LLM of Llama-3 (arXiv 2407.21783), Qwen2.5 (arXiv 2412.15115) and Qwen3
-(arXiv 2505.09388) form.
+"""Decoder-only LLM in the form of Llama-3 (arXiv 2407.21783), Qwen2.5 (arXiv 2412.15115) and Qwen3
+(arXiv 2505.09388).
 
 RMSNorm, rotary positions, grouped-query attention within packed samples, SwiGLU; an item is a row
 of packed tokens.
@@ -35,8 +35,8 @@ FIELD_DTYPES = {
 
 
 class DecoderEntry(nn.Module):
-    """Token embeddings, with encoders' features, if there are encoders, in their place where
-    `is_visual`, and the learnt end of a picture's line where `is_newline`."""
+    """Token embeddings; encoders' features replace them where `is_visual`, and a learnt line end of
+    pictures replaces them where `is_newline`."""
 
     size: DecoderSize
     dtype: jnp.dtype
@@ -64,7 +64,7 @@ class DecoderEntry(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm decoder layer; `attend` is called as `attention` is."""
+    """Pre-norm decoder layer; `attend` has the signature of `attention`."""
 
     size: DecoderSize
     dtype: jnp.dtype
@@ -102,9 +102,9 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderExit(nn.Module):
-    """Final norm and head; gives (normed hidden states, head table [vocab, width])."""
+    """Final norm and head; returns (normed hidden states, head table [vocab, width])."""
 
-    size: Any  # width, vocab, tied, norm_eps, norm_around
+    size: Any  # has width, vocab, tied, norm_eps, norm_around
 
     @nn.compact
     def __call__(self, x: Array, tied_table: Array | None) -> tuple[Array, Array]:
@@ -119,9 +119,9 @@ class DecoderExit(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderModule(LinenModule):
-    """The LLM as the engine sees it, of `media` and text, or of text alone. With `newline` it has
-    an embedding of a picture's line end. After each of the first `deepstack` layers an edge's
-    features, "deepstack_0" and on, are added where they stand (arXiv 2406.04334)."""
+    """The LLM as a module of the contract, with text and, if `media`, encoders' features. With
+    `newline` it has an embedding of a picture's line end. After each of the first `deepstack`
+    layers, features of an edge "deepstack_0" etc. are added at their tokens (arXiv 2406.04334)."""
 
     size: DecoderSize
     dtype: jnp.dtype
@@ -138,7 +138,7 @@ class DecoderModule(LinenModule):
 
     @property
     def cap(self) -> float:
-        """Of the logits, see `models.loss.head_logits`."""
+        """Bound of the logits, see `models.loss.head_logits`."""
         return 0.0
 
     @property
@@ -161,7 +161,7 @@ class DecoderModule(LinenModule):
         return {"entry": "llm", "layers": "llm", "exit": "llm"}
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a field for `items` rows of `tokens`."""
+        """Return shape and dtype of a field for `items` rows of `tokens`."""
         if name == "visual" or name in self.inlets:
             return jax.ShapeDtypeStruct((items, tokens, self.size.width), self.dtype)
         if name not in FIELD_DTYPES:
@@ -184,13 +184,13 @@ class DecoderModule(LinenModule):
     def layer(
         self, params: Any, x: Array, batch: Batch, mix: AttentionFunction | None = None
     ) -> Array:
-        """One layer, by `mix` in place of the module's own attention where it is given."""
+        """Run one layer, with `mix` instead of the module's own attention if it is given."""
         fields = [batch[name] for name in self.inputs["layers"]]
         return apply(DecoderBlock(self.size, self.dtype, mix or self.attend), params, x, *fields)
 
     @property
     def inlets(self) -> Mapping[str, int]:
-        """Layers that have run where each edge between layers is read."""
+        """Number of layers that run before each edge between layers is read."""
         return {f"deepstack_{i}": i + 1 for i in range(self.deepstack)}
 
     def inlet(self, name: str, x: Array, features: Array, batch: Batch) -> Array:
@@ -201,7 +201,7 @@ class DecoderModule(LinenModule):
         return apply(DecoderExit(self.size), params, x, table)
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
-        """Sums over the microbatch of weighted token losses and of weighted correct predictions."""
+        """Return the microbatch's sums of weighted losses and weighted correct predictions."""
         x, table = self._head(params, x, entry)
         n = x.shape[0] * x.shape[1]
         return cross_entropy(
@@ -215,7 +215,7 @@ class DecoderModule(LinenModule):
         )
 
     def logits(self, params: Any, x: Array, entry: Any = None) -> Array:
-        """Float32 logits [items, tokens, vocab] of hidden states, for evaluation and generation."""
+        """Return float32 logits [items, tokens, vocab] for evaluation and generation."""
         return head_logits(*self._head(params, x, entry), cap=self.cap)
 
     def memory(self, kind: str = "layers") -> KVMemory:

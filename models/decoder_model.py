@@ -1,4 +1,4 @@
-"""What models with a decoder of text have in common."""
+"""The common base of models with a text decoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models.loss import NLL_ONLY, Objective
 
 @dataclass(frozen=True)
 class AdaptableModel(ABC):
-    """Modules of which one is a decoder of text, `size.decoder`. They may have adapters."""
+    """Modules that include a text decoder, `size.decoder`, and may have adapters."""
 
     size: Any
     dtype: jnp.dtype
@@ -30,12 +30,12 @@ class AdaptableModel(ABC):
 
     @property
     def modules(self) -> Mapping[str, Any]:
-        """In topological order, with adapters where there are any."""
+        """The modules in topological order, with adapters if there are any."""
         return add_adapters(self.plain, self.lora)
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
-        """All rows are packed."""
+        """Empty: all rows are packed."""
         return {}
 
     @property
@@ -43,29 +43,29 @@ class AdaptableModel(ABC):
         return self.size.decoder.vocab
 
     def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
-        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
+        """Return the model with low-rank adapters; `settings` are other ones of `lora.Lora`."""
         return replace(self, lora=Lora(rank, alpha, **settings))
 
 
 @dataclass(frozen=True)
 class DecoderModel(AdaptableModel):
-    """A decoder of text at the end, and what it reads."""
+    """A text decoder at the end, and the modules that it reads."""
 
     objective: Objective = NLL_ONLY
 
     def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
-        """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
+        """Return the model whose LLM trains with extra loss terms; see `models.loss`."""
         return replace(self, objective=Objective(z_loss, label_smoothing))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
-        """Where checkpoints of transformers have the parts that are published alone: none has."""
+        """Weight maps of transformers' checkpoints for parts that are published alone: none."""
         return {}
 
 
 @dataclass(frozen=True)
 class TowerModel(DecoderModel):
-    """A tower, if there is one, whose features stand among the decoder's tokens."""
+    """A decoder and, optionally, a tower whose features stand among the decoder's tokens."""
 
     tower: ClassVar[Callable[..., Any]]
     decoder: ClassVar[Callable[..., Any]]
@@ -88,6 +88,6 @@ class TowerModel(DecoderModel):
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
-        """The tower's features stand at their places among the LLM's tokens."""
+        """The edge that puts the tower's features among the LLM's tokens."""
         joined = {"source": "vision", "target": "llm", "name": "visual"}
         return (joined,) if self.size.vision else ()

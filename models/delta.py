@@ -1,14 +1,14 @@
 """The gated delta rule (arXiv 2412.06464) over packed rows, in chunks of tokens.
 
-Of every head a state S [H, D], zeros before a piece's first token, is carried along: a token makes
-it S' = a S + b k (v - (a S)^T k)^T and reads S'^T q, where a = exp(decay) and b are its own. Within
-a chunk the states are never made: what its tokens write is the solution of a triangular system
-(arXiv 2406.06484). Chunks lie where they lie, so pieces begin anywhere in them.
+Every head carries a state S [H, D], zeros before a piece's first token. A token changes it to S' =
+a S + b k (v - (a S)^T k)^T and reads S'^T q, with its own a = exp(decay) and b. Within a chunk the
+states are not computed: the values that its tokens write solve a triangular system (arXiv
+2406.06484). Chunks have fixed places, so pieces may begin inside of them.
 
-Nothing passes between pieces, not even rounding: what multiplies another piece's numbers is exactly
-0, sums of decays begin anew with a piece, and differences of them are masked before `exp`. So what
-comes out for a piece does not depend, to the bit, on what stands beside it. Tokens of a piece stand
-together, as everywhere.
+Pieces do not affect each other, not even by rounding: factors of another piece's numbers are
+exactly 0, sums of decays restart with a piece, and their differences are masked before `exp`. So a
+piece's output does not depend, to the bit, on its neighbours. The tokens of a piece are side by
+side, as everywhere.
 
 Shape suffixes: B rows, T tokens, N chunks, C (i, j) tokens of a chunk, K key heads, G value heads
 per key head, V = K x G value heads, H key dim, D value dim.
@@ -30,9 +30,9 @@ from models.layers import NORM_EPS
 
 Array = jax.Array
 
-INVERSE_BLOCK = 16  # tokens of a triangle inverted alone; of more the products outgrow the others
+INVERSE_BLOCK = 16  # tokens of a triangle that is inverted alone; larger ones cost too much
 
-_exact = partial(product, precision="highest")  # a GPU else takes 10 bits of each factor
+_exact = partial(product, precision="highest")  # by default, a GPU uses 10 bits of each factor
 _dot = partial(_exact, "...ij,...jk->...ik")
 
 
@@ -47,21 +47,21 @@ def delta_rule(
     chunk: int = CHUNK_TOKENS,
     states: StateScan = XLA_SCAN,
 ) -> Array:
-    """What every token reads of its piece's state. Queries and keys are normed to length 1, queries
-    are scaled by H^-0.5; value head v reads key head v // G.
+    """Return each token's read of its piece's state. Queries and keys are normed to length 1,
+    queries are scaled by H^-0.5; value head v reads key head v // G.
 
-    Backward keeps the arguments and the states between chunks, float32 [N, B, V, H, D]; a recompute
+    Backward saves the arguments and the states between chunks, float32 [N, B, V, H, D]; a recompute
     policy that drops these runs the chunks again.
 
     Args:
-      decay_BTV: float32 logarithms of what a token leaves of the state, at most 0.
+      decay_BTV: float32 log of the factor by which a token scales the state, at most 0.
       beta_BTV: share of the difference that a token writes, 0 to 1.
-      segment_ids: int [B, T]; what comes out for padding (0) is finite and means nothing.
+      segment_ids: int [B, T]; the output at padding (0) is finite and has no meaning.
       chunk: tokens, a power of two.
-      states: what takes states from chunk to chunk; see `choose_state_scan`.
+      states: how states go from chunk to chunk; see `choose_state_scan`.
 
     Returns:
-      [B, T, V, D] in the dtype of the values; states and all in between are float32.
+      [B, T, V, D] in the dtype of the values; states and intermediate results are float32.
     """
     tokens = q_BTKH.shape[1]
     if not q_BTKH.size:
@@ -73,7 +73,7 @@ def delta_rule(
 
 
 def last_state(k_BTKH: Array, v_BTVD: Array, decay_BTV: Array, beta_BTV: Array) -> Array:
-    """The state [B, V, H, D] after rows of one piece each."""
+    """Return the state [B, V, H, D] after rows of one piece each."""
     chunk = _fit_chunk(CHUNK_TOKENS, k_BTKH.shape[1])
     fields = _pad_to_chunks(chunk, k_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
     ids = jnp.ones(fields[0].shape[:2], jnp.int32)
@@ -87,12 +87,12 @@ def last_state(k_BTKH: Array, v_BTVD: Array, decay_BTV: Array, beta_BTV: Array) 
 
 
 def _fit_chunk(chunk: int, tokens: int) -> int:
-    """Tokens of a chunk in rows that may be shorter than one."""
+    """Return a chunk's tokens for rows that may be shorter than a chunk."""
     return min(chunk, 1 << (tokens - 1).bit_length())
 
 
 def _pad_to_chunks(chunk: int, *fields: Array) -> tuple[Array, ...]:
-    """Fields [B, T, ...] padded to chunks by tokens that neither decay nor write."""
+    """Pad fields [B, T, ...] to whole chunks, by tokens that neither decay nor write."""
     more = -fields[0].shape[1] % chunk
     return tuple(jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2))) for a in fields)
 
@@ -146,8 +146,8 @@ _chunked_delta_rule.defvjp(_forward, _backward)
 
 
 class ChunkTransition(NamedTuple):
-    """What chunks do to states S, each for itself: they write W = update - state_key S, read
-    state_query S + local_scores W, and leave state_decay S + write_key^T W.
+    """The effect of chunks on states S, each chunk by itself: it writes W = update - state_key S,
+    reads state_query S + local_scores W, and leaves state_decay S + write_key^T W.
 
     `update` is [N, B, K, G, C, D], `local_scores` [.., C, C], `state_decay` [N, B, K, G], others
     [.., C, H].
@@ -176,15 +176,15 @@ def _chunk_transitions(
     same_NBCC = ids_NBC[..., :, None] == ids_NBC[..., None, :]
     past_NBCC = same_NBCC & jnp.tri(chunk, dtype=bool)[None, None]
     own_NBCC = past_NBCC.astype(jnp.float32)
-    # Of the piece's tokens in the chunk up to i; and after j, added up alone: of two sums that are
-    # large the difference would be little but rounding.
+    # The decays of the piece's tokens in the chunk up to i, and of those after j, are summed
+    # separately: a difference of two large sums would be mostly rounding.
     sum_NBKGC = _exact("nbij,nbkgj->nbkgi", own_NBCC, decay_NBKGC)
     later_CC = jnp.tri(chunk, k=-1, dtype=jnp.float32)
     after_NBKGCC = _exact(
         "nbil,nbkglj->nbkgij", own_NBCC, decay_NBKGC[..., None] * later_CC[None, None, None, None]
     )
     between_NBKGCC = _masked_exp(after_NBKGCC, past_NBCC[:, :, None, None])
-    # The state before a chunk is of the piece of the token before it.
+    # The state before a chunk belongs to the piece of the token before it.
     last_NB = jnp.concatenate([jnp.full_like(ids_NBC[:1, :, -1], -2), ids_NBC[:-1, :, -1]])
     goes_on_NBC = ids_NBC == last_NB[..., None]
     since_NBKGC = _masked_exp(sum_NBKGC, goes_on_NBC[:, :, None, None])
@@ -207,24 +207,24 @@ def _chunk_transitions(
 
 
 def normalize(a: Array) -> Array:
-    """Of length 1 along the last dim, float32."""
+    """Scale to length 1 along the last dim, in float32."""
     a = a.astype(jnp.float32)
     return a * jax.lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + NORM_EPS)
 
 
 def _masked_exp(a: Array, mask: Array) -> Array:
-    """exp where the mask, broadcast, holds, else 0."""
+    """Return exp where the broadcast mask is true, else 0."""
     return jnp.exp(jnp.where(mask, a, -jnp.inf))
 
 
 def _key_chunks(a_BTKH: Array, chunk: int) -> Array:
-    """[N, B, K, C, H]"""
+    """Reshape to [N, B, K, C, H]."""
     B, _, K, H = a_BTKH.shape
     return a_BTKH.reshape(B, -1, chunk, K, H).transpose(1, 0, 3, 2, 4)
 
 
 def _value_chunks(a_BTVD: Array, chunk: int, heads: int) -> Array:
-    """[N, B, K, G, C, D]"""
+    """Reshape to [N, B, K, G, C, D]."""
     B, _, V, D = a_BTVD.shape
     return a_BTVD.reshape(B, -1, chunk, heads, V // heads, D).transpose(1, 0, 3, 4, 2, 5)
 
@@ -235,11 +235,11 @@ def _join_chunks(a_NBKGCD: Array, shape: tuple[int, ...]) -> Array:
 
 @jax.custom_vjp
 def unit_inverse(a: Array) -> Array:
-    """The inverse of 1 + the strictly lower triangle of each matrix [..., n, n], n a power of two.
+    """Return the inverse of 1 + the strictly lower triangle of matrices [..., n, n], n = 2^k.
 
-    By halves from the smallest up, first of blocks along the diagonal; entries that join two pieces
-    stay exactly 0. Each step is on whole blocks or matrices: parts cut out and put together would
-    be most of what there is to compile.
+    It inverts blocks on the diagonal, then doubles their size; entries that join two pieces stay
+    exactly 0. Each step works on whole blocks or matrices: slicing and concatenating parts would
+    take most of the compile time.
     """
     n = a.shape[-1]
     size = min(n, INVERSE_BLOCK)
@@ -256,10 +256,10 @@ def unit_inverse(a: Array) -> Array:
 
 
 def _invert_by_halves(a: Array, inverse: Array, smallest: int) -> Array:
-    """From the inverse of halves of `least` tokens on that of the matrices."""
+    """Return the inverse of the matrices from the inverse of their blocks of `smallest` tokens."""
     n = a.shape[-1]
     halves = [smallest << i for i in range((n // smallest).bit_length() - 1)]
-    half = np.arange(n) // np.array(halves, int)[:, None]  # of a token, by step
+    half = np.arange(n) // np.array(halves, int)[:, None]  # half that a token is in, by step
     i, j = half[:, :, None], half[:, None, :]
     corners = (i == j + 1) & (i % 2 == 1)
 
@@ -283,11 +283,11 @@ def _inverse_backward(inverse: Array, dinverse: Array) -> tuple[Array]:
 unit_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-# ---- what goes in, and what is done with it ----
+# ---- inputs of the delta rule ----
 
 
 def short_convolution(x_BTKH: Array, taps_SKH: Array, segment_ids: Array) -> Array:
-    """Causal float32 convolution of each channel in a piece, the last tap the token's own."""
+    """Convolve each channel in a piece, causally in float32; the last tap is the token's own."""
     n = taps_SKH.shape[0]
     x_BTKH, taps_SKH = x_BTKH.astype(jnp.float32), taps_SKH.astype(jnp.float32)
     output = x_BTKH * taps_SKH[None, n - 1 : n]
@@ -307,7 +307,7 @@ Heads = tuple[Array, Array, Array]  # of queries, keys and values
 
 
 def convolve_heads(heads: Heads, taps: Heads, segment_ids: Array) -> Heads:
-    """What goes into `delta_rule`, convolved over a few tokens."""
+    """Convolve the inputs of `delta_rule` over a few tokens."""
     q, k, v = (
         jax.nn.silu(short_convolution(x, own, segment_ids)).astype(x.dtype)
         for x, own in zip(heads, taps, strict=True)
@@ -324,6 +324,6 @@ def mix_tokens(
     *,
     states: StateScan = XLA_SCAN,
 ) -> Array:
-    """How a gated delta net mixes the tokens of a piece."""
+    """Mix the tokens of a piece as a gated delta net does."""
     q, k, v = convolve_heads(heads, taps, segment_ids)
     return delta_rule(q, k, v, decay_BTV, beta_BTV, segment_ids, states=states)

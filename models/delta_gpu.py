@@ -1,10 +1,9 @@
-"""What chunks of the gated delta rule do to states, one after the other, as GPU kernels: Pallas,
-compiled by Triton.
+"""The scan over chunk states of the gated delta rule as GPU kernels: Pallas, compiled by Triton.
 
-XLA runs a loop of which every step starts some ten kernels that take longer to start than to
-compute. Here one kernel takes all chunks: a program holds some columns of a head's state, which no
-other columns are needed for, in registers. Nothing is added up between programs, so results are the
-same in every run. On a CPU the kernels run interpreted, for tests.
+In XLA's loop, every step launches some ten kernels whose launch takes longer than their work. Here
+one kernel runs all chunks: a program holds some columns of a head's state in registers; columns do
+not depend on each other. Programs add nothing up, so results are equal in every run. On a CPU the
+kernels run interpreted, for tests.
 
 Shape suffixes as in `models.delta`; M value heads of all rows.
 """
@@ -27,14 +26,14 @@ from models.attention_split import AXIS, interpret_in_shard_map, shard_over_head
 Array = jax.Array
 Ref = Any
 
-MIN_SIZE, MAX_SIZE = 16, 256  # tokens of a chunk and sizes of heads that a GPU's blocks can have
-_PROGRAM_COLUMNS = 32  # of a state that a program holds
+MIN_SIZE, MAX_SIZE = 16, 256  # tokens of a chunk and head sizes that the kernels support
+_PROGRAM_COLUMNS = 32  # columns of a state that a program holds
 _HEADS = P(None, None, AXIS)  # of [N, B, K, ...]
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
 def can_run(chunk: int, key_size: int, value_size: int) -> bool:
-    """Whether a GPU can run the kernels at these sizes."""
+    """Return whether a GPU can run the kernels at these sizes."""
     sizes = chunk, key_size, value_size
     return all(MIN_SIZE <= n <= MAX_SIZE and n & (n - 1) == 0 for n in sizes)
 
@@ -42,7 +41,7 @@ def can_run(chunk: int, key_size: int, value_size: int) -> bool:
 def scan_states(
     update: Array, state_key: Array, write_key: Array, state_decay: Array, *, interpret: bool
 ) -> tuple[Array, Array]:
-    """`forward` of `models.delta_states.StateScan`."""
+    """Compute `forward` of `models.delta_states.StateScan`."""
     call = partial(_call_kernel, _forward_kernel, "delta_states", interpret)
     states_before, written = _split_heads(call)((update,), (state_key, write_key), state_decay)
     return states_before, written
@@ -57,7 +56,7 @@ def scan_gradients(
     *,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """`backward` of `models.delta_states.StateScan`."""
+    """Compute `backward` of `models.delta_states.StateScan`."""
     call = partial(_call_kernel, _backward_kernel, "delta_states_gradient", interpret)
     dstate_after, dwritten = _split_heads(call)(
         (dwritten, dstate_before), (state_key, write_key), state_decay
@@ -66,7 +65,7 @@ def scan_gradients(
 
 
 def _split_heads(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Every tensor rank with the heads that it has."""
+    """Run a call on every tensor rank with the rank's heads."""
     if tp_degree() == 1:
         return call
     return shard_over_heads(call, (_HEADS, _HEADS, _HEADS), (_HEADS, _HEADS))
@@ -80,8 +79,9 @@ def _call_kernel(
     whole_inputs: tuple[Array, ...],
     state_decay: Array,
 ) -> tuple[Array, Array]:
-    """Run a kernel over (heads, blocks of columns): of `columns`, [N, B, K, G, .., D], a program
-    sees its own, of `wholes` all. It gives one array of states and one like the first columns."""
+    """Run a kernel over (heads, blocks of columns). A program sees its columns of `split_inputs`,
+    [N, B, K, G, .., D], and all of `whole_inputs`. Returns states and an array like the first
+    input."""
     n_chunks, heads = state_decay.shape[0], state_decay.shape[1:]
     split_inputs, whole_inputs = jax.tree.map(
         lambda a: a.reshape(n_chunks, -1, *a.shape[len(state_decay.shape) :]),
@@ -121,7 +121,7 @@ def _call_kernel(
 def _forward_kernel(
     wanted_ref: Ref, reads_ref: Ref, leaves_ref: Ref, keeps_ref: Ref, state_ref: Ref, out_ref: Ref
 ) -> None:
-    """Columns of a head's state, from the first chunk to the last."""
+    """Compute columns of a head's state, from the first chunk to the last."""
 
     def step(n: Array, state: Array) -> Array:
         state_ref[n] = state
@@ -141,7 +141,7 @@ def _backward_kernel(
     dstate_ref: Ref,
     out_ref: Ref,
 ) -> None:
-    """Columns of the gradient of a head's state, from the last chunk to the first."""
+    """Compute columns of the gradient of a head's state, from the last chunk to the first."""
     n_chunks = keeps_ref.shape[0]
 
     def states_before(steps_done: Array, dstate: Array) -> Array:

@@ -1,5 +1,5 @@
-"""What a gated delta net keeps of its rows' tokens so far, so that one more token of each runs
-alone: the state, and what the convolution still reaches.
+"""The memory of a gated delta net for decoding one more token per row: the state, and the tokens
+that the convolution still reads.
 
 Shape suffixes as in `models.delta`, and L layers, S tokens that are convolved.
 """
@@ -18,8 +18,8 @@ Array = jax.Array
 
 
 class DeltaCache(NamedTuple):
-    """Queries, keys and values before the convolution, of the last S - 1 tokens [B, S - 1, heads,
-    size], zeros before the first; float32 states [B, V, H, D]. Those of all layers are stacked."""
+    """Queries, keys and values of the last S - 1 tokens before the convolution [B, S - 1, heads,
+    size], zeros before the first token; float32 states [B, V, H, D]. Layers are stacked."""
 
     query: Any
     key: Any
@@ -32,14 +32,14 @@ _HEADS = ("rows", None, "heads", None)
 
 @dataclass(frozen=True)
 class DeltaMemory:
-    """The memory of `models.delta.mix_tokens`, see `dflop_jax.generate.decoding.Memory`; as large
-    for long rows as for short ones. `mix_args` is what `mix_tokens` is given."""
+    """The memory of `models.delta.mix_tokens`, see `dflop_jax.generate.decoding.Memory`. Its size
+    does not depend on the rows' lengths. `mix_args` are the arguments of `mix_tokens`."""
 
     taps: int
     axes = DeltaCache(_HEADS, _HEADS, _HEADS, ("rows", "heads", None, None))
 
     def prefill(self, last_B: Array, slots: int, *mix_args: Any) -> tuple[Array, DeltaCache]:
-        """Whole prompts, and what one layer keeps of them."""
+        """Run whole prompts; return the output and one layer's cache."""
         heads, taps, decay, beta, ids = mix_args
         tokens = ids.shape[1]
         is_prompt = jnp.arange(tokens)[None] <= last_B[:, None]
@@ -59,7 +59,7 @@ class DeltaMemory:
     def decode_token(
         self, cache: DeltaCache, layer: Array, place_B: Array, *mix_args: Any
     ) -> tuple[Array, DeltaCache]:
-        """One more token of each row, in the layer of that number."""
+        """Run one more token of each row, in layer number `layer`."""
         heads, taps, decay, beta, _ = mix_args
         window = [
             jnp.concatenate([a[layer], new], axis=1)
@@ -77,12 +77,12 @@ class DeltaMemory:
         return output[:, None], cache
 
     def grow(self, cache: DeltaCache, slots: int) -> DeltaCache:
-        """The same."""
+        """Return the cache unchanged."""
         return cache
 
 
 def _step(state_BVHD: Array, heads: Heads, decay_BV: Array, beta_BV: Array) -> tuple[Array, Array]:
-    """What a token of each row reads, [B, V, D], and the state after it."""
+    """Return each row's read of a token, [B, V, D], and the state after the token."""
     q_BKH, k_BKH, v_BVD = heads
     group = v_BVD.shape[1] // k_BKH.shape[1]
     q, k = (jnp.repeat(normalize(a), group, axis=1) for a in (q_BKH, k_BKH))

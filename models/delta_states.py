@@ -1,4 +1,4 @@
-"""What takes the states of a gated delta net from chunk to chunk: XLA, or a GPU kernel.
+"""Scans the states of a gated delta net from chunk to chunk, by XLA or a GPU kernel.
 
 Shape suffixes and letters as in `models.delta`.
 """
@@ -17,21 +17,19 @@ from models.attention_choice import is_gpu, skips
 
 Array = jax.Array
 
-CHUNK_TOKENS = (
-    64  # tokens; twice as many take half the steps one after the other, and more products
-)
+CHUNK_TOKENS = 64  # tokens; larger chunks need fewer sequential steps and more products
 product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @dataclass(frozen=True)
 class StateScan:
-    """What takes states S from chunk to chunk, and gradients back.
+    """Two functions that carry states S from chunk to chunk, and gradients back.
 
-    `forward(update, state_key, write_key, state_decay)`, see `models.delta.ChunkTransition`, gives
-    the states before every chunk [N, B, K, G, H, D], zeros at first, and what chunks write, like
-    `update`. `backward(dwritten, dstate_before, state_key, write_key, state_decay)` takes the
-    gradients of what a chunk wrote and of the state before it, as far as they come from what its
-    own tokens read, and gives those of the state after it and of what it wrote.
+    `forward(update, state_key, write_key, state_decay)`, see `models.delta.ChunkTransition`,
+    returns the states before every chunk [N, B, K, G, H, D], zeros before the first, and the
+    chunks' writes, shaped like `update`. `backward(dwritten, dstate_before, state_key, write_key,
+    state_decay)` takes gradients of a chunk's writes and of the state before it, from the reads of
+    the chunk's own tokens. It returns gradients of the state after the chunk and of its writes.
     """
 
     forward: Callable[..., tuple[Array, Array]]
@@ -39,8 +37,8 @@ class StateScan:
 
 
 def choose_state_scan(kernel: str, chip: str, key_size: int, value_size: int) -> StateScan:
-    """By the project's GPU kernels, interpreted where there is no GPU, where attention by a kernel
-    of that name is theirs too and they have such sizes; else by XLA."""
+    """Return the project's GPU kernels, interpreted without a GPU, if they support these sizes and
+    attention by `kernel` also uses the project's kernels; else XLA."""
     by_kernel = skips(kernel, chip, jnp.dtype(jnp.bfloat16), key_size)
     if not (by_kernel and delta_gpu.can_run(CHUNK_TOKENS, key_size, value_size)):
         return XLA_SCAN

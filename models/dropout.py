@@ -1,7 +1,7 @@
-"""What training leaves out at random, whatever plan it runs by: which values is a function of a
-token's number (the field "seeds" of the contract), the layer, a name and the place among the
-token's values alone. So it is the same in any packing, and where it is computed again. Of a token
-of number 0, as in evaluation and padding, nothing is left out."""
+"""Dropout of training, independent of the plan. A mask depends only on a token's number (the field
+"seeds" of the contract), the layer, a name and the index among the token's values. So it is the
+same in any packing and when it is recomputed. Tokens of number 0, as in evaluation and padding,
+have no dropout."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class InputDropout:
-    """What an adapter does not see: `rate` of the values of a part, by the numbers `seeds` of its
-    tokens [rows, tokens] or pieces [rows], in a layer of which `layer` is the number, if it is
-    one."""
+    """Dropout of an adapter's input: `rate` of the values are dropped, by the numbers `seeds` of
+    the part's tokens [rows, tokens] or pieces [rows]; `layer` is the layer's number, None outside
+    of layers."""
 
     rate: float
     part: str
@@ -27,7 +27,7 @@ class InputDropout:
     layer: Array | None
 
     def drop(self, x: Array, name: str) -> Array:
-        """x [rows, tokens, *in] as the adapter of a matrix sees it."""
+        """Return the adapter's input from x [rows, tokens, *in], for the matrix of a name."""
         tokens, shape = self._token_numbers(x.shape[1]), x.shape[2:]
         number = jnp.uint32(crc32(f"{self.part}.{name}".encode()))
         if self.layer is not None:
@@ -44,8 +44,8 @@ class InputDropout:
         return jnp.where(is_training & ~is_kept, jnp.zeros_like(x), scaled)
 
     def _token_numbers(self, tokens: int) -> Array:
-        """A number of each of a row's tokens, which may be fewer than those that have one: of
-        tokens that were joined the first one's."""
+        """Return a number for each token of a row. If neighbouring tokens were merged, `seeds` has
+        more tokens than the row; the first one's number counts."""
         if self.seeds.ndim == 1:
             value_steps = jnp.arange(1, tokens + 1, dtype=jnp.uint32) * jnp.uint32(_GOLDEN_STEP)
             token_bits = _mix_bits(self.seeds[:, None] + value_steps[None]) | jnp.uint32(1)
@@ -54,11 +54,11 @@ class InputDropout:
         return self.seeds[:, : tokens * joined : joined]
 
 
-_GOLDEN_STEP = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
+_GOLDEN_STEP = 0x9E3779B9  # 2^32 over the golden ratio: its multiples are spread evenly
 
 
 def _mix_bits(x: Array) -> Array:
-    """Numbers uint32 of which every bit depends on every bit of x: the end of MurmurHash3."""
+    """Return uint32 numbers whose bits depend on all bits of x: MurmurHash3's last step."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return x ^ (x >> jnp.uint32(16))

@@ -1,4 +1,4 @@
-"""Rows of a table by token, with a gradient that is the same to the bit in every run."""
+"""Looks up rows of a table by token, with a gradient that is equal to the bit in every run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from jax import lax
 
 Array = jax.Array
-ROWS_PER_PASS = 8  # rows that are added in one pass over all
+ROWS_PER_PASS = 8  # rows that one pass over all rows adds
 
 
 @jax.custom_vjp
 def embed(table: Array, tokens: Array) -> Array:
-    """Rows [..., width] of a table [vocab, width]; tokens out of range take the nearest row.
+    """Return rows [..., width] of a table [vocab, width]; tokens out of range get the nearest row.
 
-    The gradients of equal tokens are summed in float32, in an order that does not change. A scatter
-    would add them as a GPU's threads come.
+    The gradients of equal tokens are summed in float32 in a fixed order. A scatter would add them
+    in the order in which a GPU's threads arrive.
     """
     return jnp.take(table, tokens, axis=0, mode="clip")
 
 
 def _forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-    # No column of the table: it tells how many rows there are and of which dtype.
+    # A slice without columns: it carries the number of rows and the dtype.
     return embed(table, tokens), (table[:, :0], tokens)
 
 
@@ -37,7 +37,7 @@ def _backward(residuals: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
     sums = run_sums(tokens, dx.reshape(-1, width)[order].astype(jnp.float32))
     row_index = jnp.arange(tokens.shape[0])
     first = (row_index == 0) | (tokens != tokens.at[row_index - 1].get(mode="clip"))
-    # No two rows go to one place; those that are no sums go nowhere.
+    # Target rows are unique; rows that are not a sum get an index out of range.
     target_row = jnp.where(first, tokens, vocab + row_index)
     zeros = jnp.zeros((vocab, width), table_like.dtype)
     return zeros.at[target_row].set(
@@ -49,13 +49,13 @@ embed.defvjp(_forward, _backward)
 
 
 def run_sums(keys: Array, rows: Array) -> Array:
-    """Rows [n, width] where the first of each run of equal keys, sorted [n], is the run's sum."""
+    """Return rows [n, width]; the first of each run of equal sorted `keys` is the run's sum."""
     n, nothing = keys.shape[0], jnp.zeros_like(rows)
     keys_behind = jnp.concatenate([keys, jnp.full_like(keys, -1)])
 
-    # In terms of lax, which is traced several times as fast as numpy's terms.
+    # Written with lax, which traces several times as fast as jnp.
     def widen(rows: Array, step: Array) -> tuple[Array, None]:
-        """From sums over up to `step` rows of a run to sums over up to AT_ONCE times as many."""
+        """Turn sums over up to `step` rows of a run into sums over ROWS_PER_PASS times as many."""
         total, rows_behind = rows, lax.concatenate([rows, nothing], 0)
         for distance in range(1, ROWS_PER_PASS):
             start = lax.min(lax.mul(step, distance), n)

@@ -1,5 +1,5 @@
-"""What all encoders have in common: a stem, equal pre-norm layers and a connector, as three Linen
-parts that are called on the fields that they read."""
+"""The common base of encoders: a stem, equal pre-norm layers and a connector, as three Linen parts
+that are called with the fields that they read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Array = jax.Array
 
 
 class EncoderForm(NamedTuple):
-    """In what the layers of encoders differ.
+    """The properties in which encoder layers differ.
 
-    `biases` says whether query, key and value have one, `qk_norm` whether queries and keys are
-    normed over all heads together, `scaled` whether a learnt scale per feature follows each branch,
-    `fused` whether query, key and value are one matrix.
+    `biases`: whether query, key and value have a bias. `qk_norm`: whether queries and keys are
+    normed over all heads together. `scaled`: whether a learnt scale per feature follows each
+    branch. `fused`: whether query, key and value are one matrix.
     """
 
     gelu: Callable[[Array], Array]
@@ -38,7 +38,7 @@ class EncoderForm(NamedTuple):
 
 class EncoderBlock(nn.Module):
     """Pre-norm encoder layer: full attention among tokens of a segment, two-layer MLP. Queries and
-    keys turn by `angles`, if given: see `models.rotary`."""
+    keys are rotated by `angles`, if given: see `models.rotary`."""
 
     size: Any  # width, n_layers, n_heads, head_dim, mlp, norm_eps
     form: EncoderForm
@@ -52,7 +52,7 @@ class EncoderBlock(nn.Module):
         s, form, dtype = self.size, self.form, self.dtype
         width, heads, mlp = (s.width,), (s.n_heads, s.head_dim), (s.mlp,)
         embed, head_names = ("embed",), ("heads", None)
-        # Without a scale of their own, this keeps the sum of all branches of order one.
+        # Without learnt scales, this keeps the sum of all branches of order one.
         residual = (2 * s.n_layers) ** -0.5
         out_std = None if form.scaled else residual * s.width**-0.5
         down_std = None if form.scaled else residual * s.mlp**-0.5
@@ -83,8 +83,8 @@ class EncoderBlock(nn.Module):
 
 @dataclass(frozen=True)
 class Encoder(LinenModule):
-    """An encoder and its connector as the engine sees them; features come out as
-    [items, tokens of an item for the LLM, out_width]."""
+    """An encoder and its connector as a module of the contract; features are [items, tokens of an
+    item for the LLM, out_width]."""
 
     size: Any
     out_width: int
@@ -95,7 +95,7 @@ class Encoder(LinenModule):
     @property
     @abstractmethod
     def item_tokens(self) -> int:
-        """Tokens that it works on for one item."""
+        """Tokens that the encoder computes for one item."""
 
     @property
     @abstractmethod
@@ -103,7 +103,7 @@ class Encoder(LinenModule):
 
     @abstractmethod
     def _end(self, part: str) -> nn.Module:
-        """The Linen module of "entry" or "exit"."""
+        """Return the Linen module of "entry" or "exit"."""
 
     @property
     def row_tokens(self) -> int:
@@ -115,15 +115,15 @@ class Encoder(LinenModule):
         return {"pair": 4.0 * self.size.n_heads * self.size.head_dim}
 
     def segment_ids(self, batch: Batch) -> Array | None:
-        """int [items, tokens]: an item's tokens of one id see each other; None: all do."""
+        """Return int [items, tokens]: an item's tokens of equal id see each other; None: all do."""
         return None
 
     def angles(self, batch: Batch) -> Array | None:
-        """By which a layer's queries and keys turn; None: they do not."""
+        """Return the angles that rotate a layer's queries and keys; None: no rotation."""
         return None
 
     def _block(self) -> nn.Module:
-        """The Linen module of a layer."""
+        """Return the Linen module of a layer."""
         return EncoderBlock(self.size, self.form, self.dtype, self.attend)
 
     def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -1,5 +1,5 @@
 """Gemma 3 (arXiv 2503.19786): a SigLIP tower whose pooled patches are projected to soft tokens, and
-a decoder in which a picture's tokens all see each other; or the decoder alone."""
+a decoder in which a picture's tokens see each other; or the decoder alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array = jax.Array
 
 
 class SoftTokens(nn.Module):
-    """Final norm, the mean of `merge` squared patches, a norm around one, a projection."""
+    """Final norm, mean over `merge` squared patches, a norm with an offset, a projection."""
 
     size: VisionSize
     out_width: int
@@ -63,7 +63,7 @@ class Gemma3(TowerModel):
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
-        """Patches of a picture, of which every row of the tower holds one."""
+        """Patches of a picture; every row of the tower holds one picture."""
         return {"vision": self.size.vision.tokens_in_tower} if self.size.vision else {}
 
     @property
@@ -76,14 +76,14 @@ class Gemma3(TowerModel):
 
     @property
     def weights(self) -> HfWeightMap:
-        """Where a checkpoint of transformers has the model's parameters."""
+        """The weight map of a checkpoint of transformers."""
         return gemma_hf.gemma3_weights(self.modules, self.size)
 
 
 def build(
     size: str = "gemma3-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma3:
-    """Pictures and text by size ("gemma3-4b", a folder); see `composed.build_from_size`."""
+    """Build by size ("gemma3-4b", a folder), with pictures; see `composed.build_from_size`."""
     return build_from_size(
         Gemma3, GEMMA3_FAMILY, size, dtype, attention_kernel, gemma_hf.read_gemma3
     )
@@ -92,7 +92,7 @@ def build(
 def build_text(
     size: str = "gemma3-text-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma3:
-    """Text alone by size ("gemma3-1b", a folder); see `composed.build_from_size`."""
+    """Build by size ("gemma3-1b", a folder) for text alone; see `composed.build_from_size`."""
     return build_from_size(
         Gemma3, GEMMA3_TEXT_FAMILY, size, dtype, attention_kernel, gemma_hf.read_gemma3_text
     )

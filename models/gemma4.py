@@ -1,11 +1,8 @@
-"""Gemma 4 without experts, per-layer embeddings or sound: a tower that takes pictures at their own
-aspect, and a decoder whose sliding layers let a picture's tokens see each other.
+"""Gemma 4 without experts, per-layer embeddings or audio: a tower that takes pictures at their own
+aspect ratio, and a decoder whose sliding layers let a picture's tokens see each other.
 
-What the tower reads, as samples have to give it: a piece is a picture or a frame of a clip, rows x
-columns patches of 16 x 16 pixels, both multiples of 3. Patches go block by block, a block being 3 x
-3 neighbours: blocks in row order, and in a block row by row. Of every patch:
-- patches uint8 [3 * 16 * 16], flattened (colour, row, column): pixels as they come from the
-  resizing;
+The tower's inputs: a piece is a picture or a frame of a clip, rows x columns patches of 16 x 16
+  pixels, both multiples of 3. Patches go block by block (3 x 3 neighbours), in row order in both:
 - grid int32 [4]: the patch's row and column, and the rows and columns of its piece's grid.
 A piece of p patches gives p / 9 features, one for each block, in order.
 """
@@ -27,7 +24,7 @@ from models.hf_tensors import HfWeightMap
 
 @dataclass(frozen=True)
 class Gemma4(TowerModel):
-    """See `TowerModel`; `alone`: of a checkpoint that has nothing but a decoder."""
+    """See `TowerModel`; `alone`: whether checkpoints have only a decoder."""
 
     size: Gemma4Size
     alone: bool = False
@@ -45,14 +42,14 @@ class Gemma4(TowerModel):
 
     @property
     def weights(self) -> HfWeightMap:
-        """Where a checkpoint of transformers has the model's parameters."""
+        """The weight map of a checkpoint of transformers."""
         return gemma4_hf.gemma4_weights(self.modules, self.size, alone=self.alone)
 
 
 def build(
     size: str = "gemma4-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma4:
-    """Pictures and text by size ("gemma4-31b", a folder); see `composed.build_from_size`."""
+    """Build by size ("gemma4-31b", a folder), with pictures; see `composed.build_from_size`."""
     read = gemma4_hf.read_gemma4
     return build_from_size(Gemma4, GEMMA4_FAMILY, size, dtype, attention_kernel, read)
 
@@ -60,7 +57,7 @@ def build(
 def build_text(
     size: str = "gemma4-text-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Gemma4:
-    """A model of text alone by size, or a folder; see `models.composed.build_from_size`."""
+    """Build a text-only model by size or folder; see `models.composed.build_from_size`."""
     read = gemma4_hf.read_gemma4_text
     model = build_from_size(Gemma4, GEMMA4_TEXT_FAMILY, size, dtype, attention_kernel, read)
     return replace(model, alone=True)

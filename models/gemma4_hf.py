@@ -1,4 +1,4 @@
-"""Gemma 4's checkpoints without experts, per-layer embeddings or sound; see `gemma_hf`."""
+"""Gemma 4's checkpoints without experts, per-layer embeddings or audio; see `gemma_hf`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ VISION_DEFAULTS: Config = {
     "pooling_kernel_size": 3, "patch_size": 16, "position_embedding_size": 10240,
     "use_clipped_linears": False, "standardize": False,
 }  # fmt: skip
-# Fields of a tower, and their keys.
+# Fields of a tower, and their config keys.
 VISION_KEYS = {
     "width": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size",
@@ -74,7 +74,7 @@ ROPE_DEFAULTS: Mapping[str, Config] = {
         "rope_theta": 1e6,
     },
 }
-# What the E-forms and the form with experts have: key, its default, what it is.
+# Keys of the unsupported E-forms and the form with experts: (key, its default, description).
 UNSUPPORTED_FORMS = (
     ("hidden_size_per_layer_input", 256, "per-layer embeddings (Gemma 4's E-forms)"),
     ("num_kv_shared_layers", 0, "layers that share keys and values (Gemma 4's E-forms)"),
@@ -83,11 +83,11 @@ UNSUPPORTED_FORMS = (
 
 
 def text_facts(config: Config) -> dict[str, Any]:
-    """Of a `gemma4_text` configuration, alone or within one of pictures."""
+    """Return facts of a `gemma4_text` configuration, alone or inside one with a tower."""
     for key, default, rope_type in UNSUPPORTED_FORMS:
         if value := config.get(key, default):
             raise ValueError(
-                f"{key} is {value!r}: {rope_type} are not built, Gemma 4's dense form is"
+                f"{key} is {value!r}: {rope_type} are not supported, only Gemma 4's dense form is"
             )
     facts = {key: config.get(key, default) for key, default in TEXT_DEFAULTS.items()}
     only = {
@@ -97,7 +97,7 @@ def text_facts(config: Config) -> dict[str, Any]:
     }
     gemma_hf.check_supported(facts, only)
     types = gemma_hf.layer_types(config, facts["num_hidden_layers"], 6)
-    facts["layer_types"] = (*types[:-1], "full_attention")  # as transformers has it
+    facts["layer_types"] = (*types[:-1], "full_attention")  # as in transformers
     facts["full_attention"] = _global_heads(config, facts)
     rope_by_type = config.get("rope_parameters") or ROPE_DEFAULTS
     for kind, default_rope in ROPE_DEFAULTS.items():
@@ -108,7 +108,7 @@ def text_facts(config: Config) -> dict[str, Any]:
 
 
 def _rope_settings(kind: str, rope: Config) -> tuple[float, float, float]:
-    """(base, share of pairs that turn, factor of positions) of a kind of layers."""
+    """Return (base, share of rotated pairs, position factor) of a kind of layers."""
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ("default", "proportional"):
         raise ValueError(
@@ -122,7 +122,7 @@ def _rope_settings(kind: str, rope: Config) -> tuple[float, float, float]:
 
 
 def _global_heads(config: Config, facts: Config) -> tuple[int, int]:
-    """(head_dim, kv heads) of global layers: as published, or as transformers 5.24 writes them."""
+    """Return (head_dim, kv heads) of global layers, from published or transformers 5.24's keys."""
     base = (facts["head_dim"], facts["num_key_value_heads"])
     by_layer = config.get("per_layer_config")
     if by_layer is None:
@@ -133,7 +133,7 @@ def _global_heads(config: Config, facts: Config) -> tuple[int, int]:
         layer_heads = by_layer.get(str(number), by_layer.get(number, {}))
         if not set(layer_heads) <= {"head_dim", "num_key_value_heads"}:
             raise ValueError(f"per_layer_config.{number} has {', '.join(layer_heads)}; only "
-                             "head_dim and num_key_value_heads are known here")  # fmt: skip
+                             "head_dim and num_key_value_heads are supported")  # fmt: skip
         heads = (
             layer_heads.get("head_dim", base[0]),
             layer_heads.get("num_key_value_heads", base[1]),
@@ -145,7 +145,7 @@ def _global_heads(config: Config, facts: Config) -> tuple[int, int]:
 
 
 def text_size(facts: Config) -> GemmaSize:
-    """The decoder of these facts."""
+    """Return the decoder size of these facts."""
     n_heads = facts["num_attention_heads"]
 
     def heads(kind: str, heads_and_kv: tuple[int, int], window: int) -> HeadsSize:
@@ -186,7 +186,7 @@ def text_size(facts: Config) -> GemmaSize:
 
 
 def text_config(size: GemmaSize) -> dict[str, Any]:
-    """The configuration of a decoder of Gemma 4, in the published form."""
+    """Return the configuration of a Gemma 4 decoder, in the published form."""
 
     def rope(heads: HeadsSize) -> dict[str, Any]:
         if heads.rotated_pairs is None and heads.position_factor == 1.0:
@@ -214,7 +214,7 @@ def text_config(size: GemmaSize) -> dict[str, Any]:
 
 
 def _global_heads_config(size: GemmaSize) -> dict[str, Any]:
-    """Heads of global layers, in the published form where that can say them."""
+    """Return the heads of global layers, in the published form if it can express them."""
     whole = size.global_heads
     if whole.values_are_keys:
         heads = whole.head_dim, whole.n_kv_heads
@@ -226,9 +226,9 @@ def _global_heads_config(size: GemmaSize) -> dict[str, Any]:
 
 
 def gemma4_facts(config: Config) -> dict[str, Any]:
-    """Of a `gemma4` configuration."""
+    """Return facts of a `gemma4` configuration."""
     if config.get("audio_config"):
-        raise ValueError("audio_config: sound is not built for Gemma 4; its dense form has none")
+        raise ValueError("audio_config: audio is not supported; Gemma 4's dense form has none")
     facts = {f"text_config.{k}": v for k, v in text_facts(text_config_of(config)).items()}
     vision_config_values = config.get("vision_config")
     if vision_config_values is None:
@@ -240,14 +240,14 @@ def gemma4_facts(config: Config) -> dict[str, Any]:
     gemma_hf.check_supported(vision, only)
     rope = vision_config_values.get("rope_parameters") or {}
     if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise ValueError(f"vision_config.rope_parameters: {rope}; only axial ones are built")
+        raise ValueError(f"vision_config.rope_parameters: {rope}; only axial ones are supported")
     vision["rope_theta"] = float(rope.get("rope_theta", 100.0))
     vision["attention_bias"] = bool(vision["attention_bias"])
     return facts | {f"vision_config.{k}": v for k, v in vision.items()}
 
 
 def read_gemma4(config: Config) -> Gemma4Size:
-    """Size of a `gemma4` configuration."""
+    """Return the size of a `gemma4` configuration."""
     facts = gemma4_facts(config)
     decoder, v = text_size(inner_facts(facts, "text_config")), inner_facts(facts, "vision_config")
     if not v:
@@ -258,12 +258,12 @@ def read_gemma4(config: Config) -> Gemma4Size:
 
 
 def read_gemma4_text(config: Config) -> Gemma4Size:
-    """Size of a `gemma4_text` configuration."""
+    """Return the size of a `gemma4_text` configuration."""
     return Gemma4Size(text_size(text_facts(config)))
 
 
 def vision_config(v: Gemma4VisionSize) -> dict[str, Any]:
-    """The configuration of a tower."""
+    """Return the configuration of a tower."""
     return {
         "model_type": "gemma4_vision",
         **config_values(v, VISION_KEYS),
@@ -275,7 +275,7 @@ def vision_config(v: Gemma4VisionSize) -> dict[str, Any]:
 
 
 def gemma4_weights(modules: Mapping[str, Any], size: Gemma4Size, *, alone: bool) -> HfWeightMap:
-    """Gemma4ForConditionalGeneration, or Gemma4ForCausalLM of a decoder that is `alone`."""
+    """Return the map of Gemma4ForConditionalGeneration or, if `alone`, of Gemma4ForCausalLM."""
     decoder, llm = size.decoder, modules["llm"]
     if alone:
         return HfWeightMap(

@@ -1,5 +1,5 @@
-"""Gemma 4's vision tower: pictures and frames at their own aspect, packed into rows; the mean of
-each block of patches is a token. `models.gemma4` says in which order patches go."""
+"""Gemma 4's vision tower: pictures and frames at their own aspect ratio, packed into rows; the mean
+of each block of patches is a token. `models.gemma4` defines the order of patches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from models.rotary import angles_of, rotate
 
 Array = jax.Array
 INF = float("inf")
-LINEAR_NAMES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
-# Their bounds, and what those are where nothing is clipped.
+LINEAR_NAMES = ("query", "key", "value", "out", "gate", "up", "down")  # matrices of a layer
+# Clipping bounds of a matrix, with the values that clip nothing.
 NO_CLIPPING = {"input_min": -INF, "input_max": INF, "output_min": -INF, "output_max": INF}
 
 
 class Gemma4VisionEntry(nn.Module):
-    """uint8 patches -> embeddings plus a learnt position of the column and one of the row."""
+    """Embeds uint8 patches and adds a learnt position of the column and one of the row."""
 
     size: Gemma4VisionSize
     dtype: jnp.dtype
@@ -80,7 +80,7 @@ class Gemma4VisionBlock(nn.Module):
     def linear(
         self, name: str, x: Array, out_shape: tuple[int, ...], in_names: Names, out_names: Names
     ) -> Array:
-        """A product, clipped on both sides where the size says so."""
+        """Multiply by a matrix; input and output are clipped if the size says so."""
         fan_in = x.shape[-len(in_names) :]
         product = Linear(fan_in, out_shape, in_names, out_names, self.dtype, name=name)
         if not self.size.clipped:
@@ -93,14 +93,14 @@ class Gemma4VisionBlock(nn.Module):
 
 
 def _rotate_by_grid(x: Array, angles: Array) -> Array:
-    """Heads of which the first half turns with the column, the second with the row."""
+    """Rotate heads: the first half by the column, the second half by the row."""
     halves = zip(jnp.split(x, 2, axis=-1), jnp.split(angles, 2, axis=-1), strict=True)
     return jnp.concatenate([rotate(half, half_angles) for half, half_angles in halves], axis=-1)
 
 
 class Gemma4VisionExit(nn.Module):
     """The mean of each block of patches times the root of the width, shifted and scaled by fixed
-    numbers where the size says so, all in float32; a norm without a scale, a projection."""
+    numbers if the size says so, all in float32; a norm without a scale; a projection."""
 
     size: Gemma4VisionSize
     out_width: int
@@ -124,19 +124,19 @@ class Gemma4VisionExit(nn.Module):
 
 @dataclass(frozen=True)
 class Gemma4VisionModule(PackedEncoder):
-    """The tower as the engine sees it; see `PackedEncoder`."""
+    """The tower as a module of the contract; see `PackedEncoder`."""
 
     size: Gemma4VisionSize
 
     @property
     def float32_names(self) -> frozenset[str]:
-        """Parameters that are not trained either."""
+        """Names of float32 parameters, which are not trained."""
         bounds = {f"{name}_{bound}" for name in LINEAR_NAMES for bound in NO_CLIPPING}
         return frozenset(bounds | {"std_bias", "std_scale"})
 
     @property
     def form(self) -> EncoderForm:
-        """Of its layers no more than this is like other towers'."""
+        """Only these properties of its layers are like those of other towers."""
         return EncoderForm(jax.nn.gelu, RMSNorm, (False,) * 3)
 
     def angles(self, batch: Batch) -> Array:

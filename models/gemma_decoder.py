@@ -1,6 +1,6 @@
 """Decoder of Gemma 3 (arXiv 2503.19786) and Gemma 4: layers with a sliding window and global ones,
-a norm before and after attention and MLP, normed queries and keys, pictures that see themselves
-whole."""
+norms before and after attention and MLP, normed queries and keys, pictures whose tokens see each
+other."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _pair_count_name(heads: HeadsSize) -> str:
 
 
 class GemmaEntry(nn.Module):
-    """Token embeddings times the root of the width, which is rounded as they are; encoders'
-    features, which are not scaled, in their place where `is_visual`."""
+    """Token embeddings times the root of the width, rounded to the embeddings' dtype; unscaled
+    features of encoders replace them where `is_visual`."""
 
     size: GemmaSize
     dtype: jnp.dtype
@@ -53,7 +53,7 @@ class GemmaEntry(nn.Module):
 
 
 class GemmaBlock(nn.Module):
-    """A layer of a kind; `attend` is called as `attention` is."""
+    """A layer of a kind; `attend` has the signature of `attention`."""
 
     size: GemmaSize
     kind: str
@@ -102,7 +102,7 @@ class GemmaBlock(nn.Module):
 
 @dataclass(frozen=True)
 class GemmaModule(DecoderModule):
-    """The LLM as the engine sees it; see `DecoderModule`."""
+    """The LLM as a module of the contract; see `DecoderModule`."""
 
     size: GemmaSize  # type: ignore[assignment]
 
@@ -116,7 +116,7 @@ class GemmaModule(DecoderModule):
 
     @property
     def float32_names(self) -> frozenset[str]:
-        """Parameters that are not trained either."""
+        """Names of float32 parameters, which are not trained."""
         return frozenset({"layer_scalar"}) if self.size.layer_scalar else frozenset()
 
     def _heads(self) -> dict[str, HeadsSize]:
@@ -130,8 +130,8 @@ class GemmaModule(DecoderModule):
         }
 
     def content(self, tokens: int, features_by_edge: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Pairs of tokens of which one sees itself or one before it, by window; and pairs in a
-        picture of which one sees the other behind it."""
+        """Count, by window, pairs of tokens in which one sees itself or an earlier one; and pairs
+        in a picture in which one sees a later one."""
         counts = {}
         for heads in self._heads().values():
             pairs_per_token = min(heads.window or tokens, tokens)

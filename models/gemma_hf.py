@@ -1,7 +1,7 @@
-"""Gemma's checkpoints of transformers: what their configurations say, and where their tensors are.
+"""Gemma's checkpoints of transformers: their configurations and their tensors.
 
-A configuration is read into facts: every key that decides the computation, by transformers' newest
-name, with what an absent one means.
+A configuration is read into facts: every key that affects the computation, by transformers' newest
+name, with the default of an absent one.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ PROJECTOR = (
 
 
 def llm_tensors(module: Any, body: str, head: str) -> list[HfTensor]:
-    """Of a decoder, the names of its body and of its head behind these prefixes."""
+    """List the tensors of a decoder, whose body and head have these prefixes."""
     return [*tensors_of(module, "llm", DECODER, body), *tensors_of(module, "llm", HEAD, head)]
 
 
 def tied_copies(size: GemmaSize, body: str, head: str) -> Mapping[str, str]:
-    """A tied head, which a file may have or not."""
+    """Return the names of a tied head, which a file may contain or not."""
     return {f"{head}lm_head.weight": f"{body}embed_tokens.weight"} if size.tied else {}
 
 
 # ---- configurations ----
 
-# What is not built, and what a configuration must say in its place, by key.
+# Values that a configuration must have, by key; others are not supported.
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False,),
     "attn_logit_softcapping": (None,),
 }
-# What an absent key of a decoder of either generation means, and of Gemma 3's.
+# Defaults of absent keys, of decoders of both generations and of Gemma 3's.
 COMMON_TEXT_DEFAULTS: Config = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
@@ -82,15 +82,15 @@ TEXT_DEFAULTS: Config = {
 
 
 def check_supported(facts: Config, only: Mapping[str, tuple[Any, ...]]) -> None:
-    """ValueError where facts have a value that is not built."""
+    """Raise ValueError if facts have an unsupported value."""
     for key, allowed in only.items():
         if facts[key] not in allowed:
             names = " or ".join(map(repr, allowed))
-            raise ValueError(f"{key} is {facts[key]!r}; only {names} is known here")
+            raise ValueError(f"{key} is {facts[key]!r}; only {names} is supported")
 
 
 def layer_types(config: Config, n_layers: int, period: int) -> tuple[str, ...]:
-    """The types of all layers; without a list, every `period`-th is global."""
+    """Return the types of all layers; without a list, every `period`-th is global."""
     types = config.get("layer_types") or [
         TYPES[SLIDING if (i + 1) % period else GLOBAL] for i in range(n_layers)
     ]
@@ -100,7 +100,7 @@ def layer_types(config: Config, n_layers: int, period: int) -> tuple[str, ...]:
 
 
 def gemma3_text_facts(config: Config) -> dict[str, Any]:
-    """Of a `gemma3_text` configuration, alone or within one of pictures."""
+    """Return facts of a `gemma3_text` configuration, alone or inside one with a tower."""
     facts = {key: config.get(key, default) for key, default in TEXT_DEFAULTS.items()}
     check_supported(facts, {**SUPPORTED, "use_bidirectional_attention": (False, None)})
     period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
@@ -125,7 +125,7 @@ def gemma3_text_facts(config: Config) -> dict[str, Any]:
 
 
 def gemma3_text_size(facts: Config) -> GemmaSize:
-    """The decoder of these facts, for pictures and text."""
+    """Return the decoder size of these facts, for pictures and text."""
     shape = (facts["num_attention_heads"], facts["num_key_value_heads"], facts["head_dim"])
     scale, window = float(facts["query_pre_attn_scalar"]) ** -0.5, facts["sliding_window"]
 
@@ -149,7 +149,7 @@ def gemma3_text_size(facts: Config) -> GemmaSize:
 
 
 def text_config(size: GemmaSize) -> dict[str, Any]:
-    """What the configurations of all Gemma's decoders have."""
+    """Return the configuration keys that all Gemma decoders have."""
     s = size.sliding_heads
     return {
         "hidden_size": size.width,
@@ -169,7 +169,7 @@ def text_config(size: GemmaSize) -> dict[str, Any]:
 
 
 def gemma3_text_config(size: GemmaSize) -> dict[str, Any]:
-    """The configuration of a decoder of Gemma 3."""
+    """Return the configuration of a Gemma 3 decoder."""
 
     def rope(heads: HeadsSize) -> dict[str, Any]:
         linear = {"rope_type": "linear", "factor": heads.position_factor}
@@ -189,7 +189,7 @@ def gemma3_text_config(size: GemmaSize) -> dict[str, Any]:
 
 
 def gemma3_facts(config: Config) -> dict[str, Any]:
-    """Of a `gemma3` configuration."""
+    """Return facts of a `gemma3` configuration."""
     facts = {f"text_config.{k}": v for k, v in gemma3_text_facts(text_config_of(config)).items()}
     if facts["text_config.final_logit_softcapping"]:
         raise ValueError("text_config.final_logit_softcapping: transformers caps text models only")
@@ -199,21 +199,21 @@ def gemma3_facts(config: Config) -> dict[str, Any]:
 
 
 def read_gemma3(config: Config) -> Gemma3Size:
-    """Size of a `gemma3` configuration."""
+    """Return the size of a `gemma3` configuration."""
     facts = gemma3_facts(config)
     vision = hf_sizes.vision_size(inner_facts(facts, "vision_config"))
     side = isqrt(facts["mm_tokens_per_image"])
     if side**2 != facts["mm_tokens_per_image"] or not side or vision.grid % side:
         raise ValueError(
-            f"mm_tokens_per_image {facts['mm_tokens_per_image']} is no square whose side divides "
-            f"the {vision.grid} patches of a picture's"
+            f"mm_tokens_per_image {facts['mm_tokens_per_image']} is not a square whose side "
+            f"divides the {vision.grid} patches of a picture's side"
         )
     tower = replace(vision, merge=vision.grid // side, post_norm=True)
     return Gemma3Size(gemma3_text_size(inner_facts(facts, "text_config")), tower)
 
 
 def read_gemma3_text(config: Config) -> Gemma3Size:
-    """Size of a `gemma3_text` configuration."""
+    """Return the size of a `gemma3_text` configuration."""
     return Gemma3Size(gemma3_text_size(gemma3_text_facts(config)))
 
 
@@ -221,7 +221,7 @@ def read_gemma3_text(config: Config) -> Gemma3Size:
 
 
 def gemma3_weights(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
-    """Gemma3ForConditionalGeneration, or Gemma3ForCausalLM of a decoder without a tower."""
+    """Return the map of Gemma3ForConditionalGeneration, or without a tower of Gemma3ForCausalLM."""
     decoder = size.decoder
     if size.vision is None:
         return HfWeightMap(

@@ -1,5 +1,5 @@
 """Sizes of Gemma 3 (arXiv 2503.19786) and of Gemma 4 without experts, per-layer embeddings or
-sound; `nano` is for tests, `tiny` trains on a CPU in minutes."""
+audio; `nano` is for tests, `tiny` trains on a CPU in minutes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SLIDING, GLOBAL = "sliding", "global"  # kinds of layers
 
 @dataclass(frozen=True)
 class HeadsSize:
-    """Attention of the layers of a kind.
+    """Attention heads of the layers of a kind.
 
     Attributes:
-      theta: base of the rotary positions' wavelengths; the first `rotated_pairs` pairs of a head
-        turn (None: all), as if at positions divided by `position_factor`.
-      scale: of the products of queries and keys.
+      theta: base of the rotary wavelengths; the first `rotated_pairs` pairs of a head are rotated
+        (None: all), by positions divided by `position_factor`.
+      scale: factor of the products of queries and keys.
       window: how many tokens back a token attends, 0: all.
-      values_are_keys: values are the keys' products, before these are normed and turned.
-      bidirectional_images: whether the tokens of a picture attend to each other, within the window.
+      values_are_keys: whether values are the keys before norm and rotation.
+      bidirectional_images: whether the tokens of a picture attend to each other, in the window.
     """
 
     n_heads: int
@@ -38,9 +38,9 @@ class HeadsSize:
 
     def __post_init__(self) -> None:
         if self.head_dim % 2 or self.n_heads % self.n_kv_heads:
-            raise ValueError(f"heads must be even and kv heads divide the heads: {self}")
+            raise ValueError(f"head_dim must be even and n_kv_heads must divide n_heads: {self}")
         if self.window < 0 or self.scale <= 0 or self.position_factor <= 0:
-            raise ValueError(f"a window is no number below 0, scale and factor are above: {self}")
+            raise ValueError(f"window must be >= 0, scale and position_factor > 0: {self}")
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class GemmaSize:
 
     Attributes:
       kinds: of every layer.
-      norm_offset: what is added to the learnt scale of every norm but those of values.
-      value_norm: whether values are normed, by a norm without a scale.
-      layer_scalar: whether a layer's output is multiplied by a number that is not trained.
-      cap: of the logits, see `models.loss.head_logits`.
+      norm_offset: added to the learnt scale of every norm except that of values.
+      value_norm: whether values are normed, without a learnt scale.
+      layer_scalar: whether a layer's output is multiplied by an untrained number.
+      cap: bound of the logits, see `models.loss.head_logits`.
     """
 
     width: int
@@ -72,25 +72,25 @@ class GemmaSize:
 
     def __post_init__(self) -> None:
         if not self.kinds or not set(self.kinds) <= {SLIDING, GLOBAL}:
-            raise ValueError(f"layers are {SLIDING} or {GLOBAL}, one at least: {self.kinds}")
+            raise ValueError(f"kinds must be {SLIDING} or {GLOBAL}, at least one: {self.kinds}")
 
     @property
     def n_layers(self) -> int:
         return len(self.kinds)
 
     def heads(self, kind: str) -> HeadsSize:
-        """Of the layers of a kind."""
+        """Return the heads of the layers of a kind."""
         return self.sliding_heads if kind == SLIDING else self.global_heads
 
 
 def layer_pattern(n_layers: int, period: int) -> tuple[str, ...]:
-    """Kinds of layers of which every `period`-th is global."""
+    """Return kinds of layers in which every `period`-th is global."""
     return tuple(GLOBAL if (i + 1) % period == 0 else SLIDING for i in range(n_layers))
 
 
 @dataclass(frozen=True)
 class Gemma3Size:
-    """A decoder and perhaps a SigLIP tower, `vision.merge` squared patches a token."""
+    """A decoder and perhaps a SigLIP tower, with `vision.merge` squared patches per token."""
 
     decoder: GemmaSize
     vision: VisionSize | None = None
@@ -99,8 +99,8 @@ class Gemma3Size:
 def _gemma3(
     width: int, mlp: int, n_layers: int, heads: tuple[int, int, int], window: int, **more: float
 ) -> GemmaSize:
-    """`heads`: of queries, of keys and values, and how large. Further: `scalar`, the square of one
-    over the scale; `factor` of global layers' positions; `vocab`."""
+    """Return a decoder. `heads`: (n_heads, n_kv_heads, head_dim). `more`: `scalar`, which is
+    scale^-2; `factor` of global layers' positions; `vocab`."""
     scale = (more.get("scalar", heads[2])) ** -0.5
     sliding_heads = HeadsSize(
         *heads, theta=1e4, scale=scale, window=window, bidirectional_images=True
@@ -137,15 +137,15 @@ GEMMA3_TEXT_FAMILY = SizeFamily("gemma3_text", GEMMA3_TEXT, {})
 
 @dataclass(frozen=True)
 class Gemma4VisionSize:
-    """A tower that takes pictures and frames at their own aspect.
+    """A tower that takes pictures and frames at their own aspect ratio.
 
     Attributes:
-      side: rows, and columns, that have a learnt position.
+      side: number of learnt row positions, and of column positions.
       merge: `merge` squared neighbouring patches are averaged to one token.
-      clipped: whether what goes in and out of a layer's matrices is clipped, at fixed bounds.
-      standardized: whether tokens are shifted and scaled, by fixed numbers.
-      soft_tokens, frame_tokens: of a picture and of a frame of a clip at most, as published.
-      processing: of a folder's processors, or as published.
+      clipped: whether inputs and outputs of a layer's matrices are clipped at fixed bounds.
+      standardized: whether tokens are shifted and scaled by fixed numbers.
+      soft_tokens, frame_tokens: limits for a picture and for a frame of a clip, as published.
+      processing: from a folder's processors, or as published.
     """
 
     width: int
@@ -167,11 +167,11 @@ class Gemma4VisionSize:
 
     def __post_init__(self) -> None:
         if self.head_dim % 4 or self.n_heads % self.n_kv_heads:
-            raise ValueError(f"heads must be multiples of 4 and kv heads divide the heads: {self}")
+            raise ValueError(f"4 must divide head_dim, and n_kv_heads must divide n_heads: {self}")
 
     @property
     def patch_values(self) -> int:
-        """Numbers that a patch is given as: red, green and blue of every pixel."""
+        """Numbers of a patch: red, green and blue of every pixel."""
         return 3 * self.patch_px**2
 
     @property
@@ -182,7 +182,7 @@ class Gemma4VisionSize:
 
 @dataclass(frozen=True)
 class Gemma4Size:
-    """A decoder and, but for text alone, a tower."""
+    """A decoder and, except for text alone, a tower."""
 
     decoder: GemmaSize
     vision: Gemma4VisionSize | None = None
@@ -197,7 +197,7 @@ def _gemma4(
     window: int,
     vocab: int = 262144,
 ) -> GemmaSize:
-    """`heads`: of queries, keys and values, head size; `global_kv_heads`: the latter two."""
+    """Return a decoder. `heads`: (n_heads, n_kv_heads, head_dim); `global_kv_heads`: (kv, dim)."""
     sliding_heads = HeadsSize(
         *heads, theta=1e4, scale=1.0, window=window, bidirectional_images=True
     )

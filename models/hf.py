@@ -1,7 +1,7 @@
-"""Checkpoints of transformers as maps onto our models: compositions, and their parts alone.
+"""Weight maps from transformers' checkpoints to our models: compositions, and their parts alone.
 
-A part alone (`decoder_weights`, `tower_weights`) is for starting a composition from separately
-published weights; a tower's map leaves the connector out.
+Maps of parts (`decoder_weights`, `tower_weights`) start a composition from separately published
+weights; a tower's map leaves the connector out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIASES = (
     (r"^lm_head\.", "language_model.lm_head."),
     (r"^language_model\.(?!model\.|lm_head\.)", "language_model.model."),
 )
-# What these names become in a loaded model.
+# (pattern, replacement): names of a checkpoint -> names in a loaded model.
 LOADED_NAMES = (
     (r"^language_model\.model\.", "language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
@@ -35,7 +35,7 @@ def _llm_tensors(module: DecoderModule, prefix: str) -> list[HfTensor]:
 
 
 def _tied_copies(module: DecoderModule, prefix: str) -> dict[str, str]:
-    """A tied head, which a file may have or not."""
+    """Return the names of a tied head, which a file may contain or not."""
     names = {f"{prefix}lm_head.weight": f"{prefix}model.embed_tokens.weight"}
     return names if module.tied else {}
 
@@ -47,7 +47,7 @@ def _composed_weights(
     connector_rules: Sequence[Rule],
     config: Mapping[str, Any],
 ) -> HfWeightMap:
-    """The map of an encoder, a connector and a decoder."""
+    """Return the map of an encoder, a connector and a decoder."""
     module, llm, key = model.modules[encoder], model.modules["llm"], f"{encoder}_config"
     inner_kinds = {k: config[k]["model_type"] for k in (key, "text_config")}
     return HfWeightMap(
@@ -95,7 +95,7 @@ def llava_onevision_weights(model: Any) -> HfWeightMap:
 
 
 def internvl_weights(model: Any) -> HfWeightMap:
-    """InternVLForConditionalGeneration (the "-hf" folders)."""
+    """Return the map of InternVLForConditionalGeneration (the "-hf" folders)."""
     size = model.size
     config = {
         "model_type": "internvl",
@@ -112,7 +112,7 @@ def internvl_weights(model: Any) -> HfWeightMap:
 
 def qwen2_audio_weights(model: Any) -> HfWeightMap:
     if model.modules["llm"].tied:
-        raise ValueError("Qwen2-Audio has a head of its own; choose a decoder that is not tied")
+        raise ValueError("Qwen2-Audio's head is not tied; choose a decoder that is not tied")
     config = {
         "model_type": "qwen2_audio",
         "architectures": ["Qwen2AudioForConditionalGeneration"],
@@ -124,7 +124,7 @@ def qwen2_audio_weights(model: Any) -> HfWeightMap:
 
 
 def qwen3_vl_weights(model: Any) -> HfWeightMap:
-    """Qwen3VLForConditionalGeneration."""
+    """Return the map of Qwen3VLForConditionalGeneration."""
     vision, llm = model.modules["vision"], model.modules["llm"]
     size = model.size
     body, head = "model.language_model.", "lm_head.weight"
@@ -146,7 +146,7 @@ def qwen3_vl_weights(model: Any) -> HfWeightMap:
             "text_config": hf_sizes.qwen3_vl_text_config(size.decoder),
             "tie_word_embeddings": size.decoder.tied,
         },
-        # Early folders call the tower by the name of the whole.
+        # Early folders give the tower the model_type of the whole model.
         config_rules=hf_config.drop_key(rules, "vision_config.model_type"),
         ignored=(INV_FREQ,),
         copies={head: f"{body}embed_tokens.weight"} if llm.tied else {},
@@ -154,7 +154,7 @@ def qwen3_vl_weights(model: Any) -> HfWeightMap:
 
 
 def decoder_weights(module: DecoderModule) -> HfWeightMap:
-    """Qwen2ForCausalLM, Qwen3ForCausalLM or LlamaForCausalLM, for the module "llm" of any model."""
+    """Return the map of Qwen2-, Qwen3- or LlamaForCausalLM for a module "llm" of any model."""
     config = hf_sizes.decoder_config(module.size)
     return HfWeightMap(
         tensors=tuple(_llm_tensors(module, "")),
@@ -167,8 +167,8 @@ def decoder_weights(module: DecoderModule) -> HfWeightMap:
 
 
 def tower_weights(module: VisionModule) -> HfWeightMap:
-    """SiglipVisionModel (or the tower within SiglipModel) or InternVLVisionModel, for the module
-    "vision" of any model. Layers beyond the model's are left alone, as LLaVA-OneVision does."""
+    """Return the map of SiglipVisionModel (or the tower in SiglipModel) or InternVLVisionModel for
+    the module "vision" of any model. Layers after the model's last are ignored."""
     size = module.size
     intern = size.form == "internvit"
     config = hf_sizes.vision_config(size)

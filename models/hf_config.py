@@ -1,4 +1,4 @@
-"""Keys of transformers' config.json that decide the computation."""
+"""Keys of transformers' config.json that affect the computation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NATIVE_TOWER: Config = {
     "num_position_embeddings": 2304, "rope_parameters.rope_theta": 10000.0,
     "rope_parameters.rope_type": "axial",
 }  # fmt: skip
-# What transformers takes for a key that a file leaves out, by the configuration's model_type.
+# Defaults in transformers of absent keys, by the configuration's model_type.
 _DEFAULTS: Mapping[str, Config] = {
     "qwen2": {**_QWEN, "use_sliding_window": False},
     "llama": {
@@ -65,7 +65,7 @@ _DEFAULTS: Mapping[str, Config] = {
     "qwen3_vl": {"tie_word_embeddings": False},
 }  # fmt: skip
 DEFAULTS = {kind: {**values, "model_type": kind} for kind, values in _DEFAULTS.items()}
-# Older spellings, in a configuration of their own or below text_config.
+# Older spellings of keys, in a configuration or below its text_config.
 SPELLINGS = {
     "rope_theta": "rope_parameters.rope_theta",
     "rope_scaling.rope_type": "rope_parameters.rope_type",
@@ -76,11 +76,11 @@ SPELLINGS = {
 
 @dataclass(frozen=True)
 class ConfigRules:
-    """Which keys of a configuration decide the computation, and what an absent one means.
+    """The keys of a configuration that affect the computation, and the defaults of absent ones.
 
-    Keys are dotted. `defaults` holds every key that is compared, with its value in transformers
-    where the file leaves it out. `spellings` maps an older key to the one here. A file that is of
-    the kind `wraps` (such as "siglip") is read below that kind's key.
+    Keys are dotted. `defaults` has every compared key, with transformers' value for an absent one.
+    `spellings` maps an older key to the one used here. If a file is of the kind `wraps` (such as
+    "siglip"), the configuration below that kind's key is read.
     """
 
     defaults: Config
@@ -88,7 +88,7 @@ class ConfigRules:
     wraps: tuple[str, str] | None = None
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Every compared key with the value that the file gives it."""
+        """Return every compared key with its value in the file."""
         if self.wraps and config.get("model_type") == self.wraps[0]:
             config = config.get(self.wraps[1]) or {}
         flat = _flatten(config)
@@ -108,7 +108,7 @@ class ConfigRules:
         return values
 
     def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
-        """(key, value of `config`, value of `ours`) of every key that disagrees."""
+        """Return (key, value of `config`, value of `ours`) of every key that disagrees."""
         theirs, ours_read = self.read(config), self.read(ours)
         return [(k, theirs[k], ours_read[k]) for k in theirs if not _equal(theirs[k], ours_read[k])]
 
@@ -117,13 +117,13 @@ class ConfigComparison(Protocol):
     """How the configuration of a file is compared with that of a model."""
 
     def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
-        """(key, value of `config`, value of `ours`) of every key that disagrees."""
+        """Return (key, value of `config`, value of `ours`) of every key that disagrees."""
         ...
 
 
 @dataclass(frozen=True)
 class FactRules:
-    """A `ConfigComparison` by what a function reads of a configuration, defaults and all."""
+    """A `ConfigComparison` of the facts that a function reads from configurations."""
 
     read: Callable[[Config], Config]
 
@@ -148,39 +148,39 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def inner_facts(facts: Config, key: str) -> dict[str, Any]:
-    """The facts of the configuration below a key."""
+    """Return the facts of the configuration below a key."""
     return {k.removeprefix(f"{key}."): v for k, v in facts.items() if k.startswith(f"{key}.")}
 
 
 def text_config_of(config: Config) -> dict[str, Any]:
-    """The configuration below "text_config", which ties the head as that of the whole does."""
+    """Return the "text_config", with "tie_word_embeddings" from the top level by default."""
     return {"tie_word_embeddings": config.get("tie_word_embeddings", True),
             **(config.get("text_config") or {})}  # fmt: skip
 
 
 def square_side(value: Any) -> Any:
-    """The side of a square that is given as [side, side]."""
+    """Return the side of a square that is given as [side, side]."""
     square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
     return value[0] if square else value
 
 
 def config_values(size: Any, keys: Mapping[str, str]) -> dict[str, Any]:
-    """What a configuration says of a size, from the key of each of its fields."""
+    """Return a configuration's values of a size, from the key of each of its fields."""
     return {key: getattr(size, field) for field, key in keys.items()}
 
 
 def size_fields(config: Config, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a size, by the key that a configuration has for each."""
+    """Return the fields of a size, from the configuration's key of each."""
     return {field: config[key] for field, key in keys.items()}
 
 
 def rules_for(kind: str, *, wrapper_kind: str | None = None, **inner_kinds: str) -> ConfigRules:
-    """Rules of a configuration of a kind; `inner_kinds` names the kinds of those inside it,
+    """Return rules of a configuration of a kind; `inner_kinds` names the kinds inside it,
     `wrapper_kind` a kind that may have this one as its vision_config."""
     defaults, spellings = dict(DEFAULTS[kind]), dict(SPELLINGS)
     for inner_key, inner in inner_kinds.items():
         for key, value in DEFAULTS[inner].items():
-            # Whether a head is tied is decided at the top where the top says so.
+            # The top level decides whether a head is tied if it has the key.
             if not (key == "tie_word_embeddings" and key in defaults):
                 defaults[f"{inner_key}.{key}"] = value
         spellings |= {f"{inner_key}.{old}": f"{inner_key}.{new}" for old, new in SPELLINGS.items()}
@@ -190,6 +190,6 @@ def rules_for(kind: str, *, wrapper_kind: str | None = None, **inner_kinds: str)
 
 
 def drop_key(rules: ConfigRules, key: str) -> ConfigRules:
-    """The same rules, but a key is not compared."""
+    """Return the same rules without comparing a key."""
     defaults = {k: v for k, v in rules.defaults.items() if k != key}
     return replace(rules, defaults=defaults)

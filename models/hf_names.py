@@ -10,9 +10,9 @@ from models.hf_tensors import Rule
 def module_rules(
     part: str, prefix: str, names: Mapping[str, str], layout: str = "linear"
 ) -> tuple[Rule, ...]:
-    """The matrices and norms of a part by their names here: each a kernel or a scale, and perhaps a
-    bias, of which a module lacks some. Of layers, whose prefix has a place for their number, the
-    matrices called out take heads together."""
+    """Return rules of a part's matrices and norms: a kernel or scale each and perhaps a bias; a
+    module may lack some. In layers, whose prefix has a place for their number, matrices named "out"
+    join the heads."""
     rules = []
     for ours, theirs in names.items():
         joins_heads = "{}" in prefix and ours.endswith("out")
@@ -34,7 +34,7 @@ QKV = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
 QKV_NORMED = {**QKV, "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 GATED_MLP = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 EMBEDDING = Rule("entry", "embedding", "embed_tokens.weight", "same")
-# Qwen2, Qwen3 and Llama; the head has a prefix of its own.
+# Qwen2, Qwen3 and Llama; the head has its own prefix.
 DECODER = (
     EMBEDDING,
     *module_rules("layers", "layers.{}.", {
@@ -83,7 +83,7 @@ WHISPER = (
 
 
 def qwen3_vl_tower(taps: Sequence[str]) -> tuple[Rule, ...]:
-    """The tower with its mergers: the last one, and those of its taps, in their order."""
+    """Return rules of the tower with its mergers: the last one, then those of its taps in order."""
     mergers = {"exit": "merger."}
     mergers |= {tap: f"deepstack_merger_list.{i}." for i, tap in enumerate(taps)}
     merger = {"norm": "norm", "hidden": "linear_fc1", "out": "linear_fc2"}

@@ -1,4 +1,4 @@
-"""Sizes as configurations of transformers, and back."""
+"""Converts sizes to configurations of transformers, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
 from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
 
 MROPE_KEY = "rope_parameters.mrope_section"
-# Fields of sizes, and their keys in configurations.
+# Fields of sizes, and their config keys.
 _STACK_KEYS = {
     "width": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
     "mlp": "intermediate_size",
@@ -32,11 +32,11 @@ AUDIO_KEYS = {
     "mlp": "encoder_ffn_dim", "mel_bins": "num_mel_bins",
 }  # fmt: skip
 
-# ---- a size as a configuration ----
+# ---- sizes to configurations ----
 
 
 def decoder_config(s: DecoderSize, *, tie: bool = True) -> dict[str, Any]:
-    """Without `tie` it does not say whether the head is tied."""
+    """Return a decoder's configuration; without `tie` it omits whether the head is tied."""
     kind, name = "llama", "LlamaForCausalLM"
     if s.qkv_bias:
         kind, name = "qwen2", "Qwen2ForCausalLM"
@@ -54,7 +54,7 @@ def decoder_config(s: DecoderSize, *, tie: bool = True) -> dict[str, Any]:
 
 
 def qwen3_vl_text_config(s: DecoderSize) -> dict[str, Any]:
-    """Of the decoder within Qwen3-VL."""
+    """Return the configuration of the decoder in Qwen3-VL."""
     config = decoder_config(s, tie=False) | {"model_type": "qwen3_vl_text"}
     del config["architectures"]
     config["rope_parameters"] |= {
@@ -98,13 +98,13 @@ def audio_config(s: AudioSize) -> dict[str, Any]:
     }
 
 
-# ---- a configuration as a size ----
+# ---- configurations to sizes ----
 
 
 def _int_list(c: Config, key: str) -> tuple[int, ...]:
     numbers = c[key]
     if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
-        raise ValueError(f"{key} is {numbers!r}; it must be a list of whole numbers")
+        raise ValueError(f"{key} is {numbers!r}; it must be a list of integers")
     return tuple(numbers)
 
 
@@ -123,7 +123,7 @@ def _decoder_size(c: Config) -> DecoderSize:
 
 
 def vision_size(c: Config) -> VisionSize:
-    """Of a tower's complete configuration."""
+    """Return the size of a tower's complete configuration."""
     intern = c["model_type"] == "internvl_vision"
     return VisionSize(
         tile_px=square_side(c["image_size"]),
@@ -139,7 +139,7 @@ def vision_size(c: Config) -> VisionSize:
 
 
 def _inner_config(config: Config, key: str, kind: str) -> dict[str, Any]:
-    """A configuration inside another, complete; one that does not name its kind is of `kind`."""
+    """Return a complete configuration inside another; its kind is `kind` if it names none."""
     inner = dict(config.get(key) or {})
     name = inner.get("model_type", kind)
     if name not in DEFAULTS:
@@ -148,7 +148,7 @@ def _inner_config(config: Config, key: str, kind: str) -> dict[str, Any]:
 
 
 def read_llava(config: Config) -> ModelSize:
-    """Size of a LLaVA-OneVision configuration."""
+    """Return the size of a LLaVA-OneVision configuration."""
     text = _inner_config(config, "text_config", "qwen2")
     text["tie_word_embeddings"] |= bool(config.get("tie_word_embeddings", False))
     vision = _inner_config(config, "vision_config", "siglip_vision_model")
@@ -156,7 +156,7 @@ def read_llava(config: Config) -> ModelSize:
 
 
 def read_internvl(config: Config) -> ModelSize:
-    """Size of an InternVL configuration."""
+    """Return the size of an InternVL configuration."""
     text = _inner_config(config, "text_config", "qwen2")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", True))
     vision = _inner_config(config, "vision_config", "internvl_vision")
@@ -164,14 +164,14 @@ def read_internvl(config: Config) -> ModelSize:
 
 
 def read_qwen2_audio(config: Config) -> ModelSize:
-    """Size of a Qwen2-Audio configuration."""
+    """Return the size of a Qwen2-Audio configuration."""
     audio = _inner_config(config, "audio_config", "qwen2_audio_encoder")
     encoder = AudioSize(frames=2 * audio["max_source_positions"], **size_fields(audio, AUDIO_KEYS))
     return ModelSize(_decoder_size(_inner_config(config, "text_config", "qwen2")), audio=encoder)
 
 
 def read_qwen3_vl(config: Config) -> Qwen3VLSize:
-    """Size of a Qwen3-VL configuration."""
+    """Return the size of a Qwen3-VL configuration."""
     text = _inner_config(config, "text_config", "qwen3_vl_text")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     facts = native_vision_facts("qwen3_vl_vision", config)
@@ -179,13 +179,13 @@ def read_qwen3_vl(config: Config) -> Qwen3VLSize:
 
 
 def native_vision_facts(kind: str, config: Config) -> dict[str, Any]:
-    """What the configuration of a whole says of a tower at native resolution of a kind; early
-    folders call the tower by the name of the whole."""
+    """Return facts of a native-resolution tower of a kind from a whole model's configuration; early
+    folders give the tower the model_type of the whole model."""
     return rules_for(kind).read({**(config.get("vision_config") or {}), "model_type": kind})
 
 
 def native_vision_size(c: Config, out_width: int) -> NativeVisionSize:
-    """Of a tower's complete configuration, whose features are to be `out_width` wide."""
+    """Return the size of a tower's complete configuration, with features `out_width` wide."""
     if c["out_hidden_size"] != out_width:
         raise ValueError(
             f"vision_config.out_hidden_size is {c['out_hidden_size']}, text_config.hidden_size "
@@ -194,7 +194,7 @@ def native_vision_size(c: Config, out_width: int) -> NativeVisionSize:
     side = isqrt(c["num_position_embeddings"])
     if side**2 != c["num_position_embeddings"]:
         raise ValueError(
-            f"vision_config.num_position_embeddings {c['num_position_embeddings']} is no square"
+            f"vision_config.num_position_embeddings {c['num_position_embeddings']} is not a square"
         )
     deepstack = "deepstack_visual_indexes"
     taps = _int_list(c, deepstack) if deepstack in c else ()
@@ -210,8 +210,8 @@ READERS: Mapping[str, Callable[[Config], ModelSize | Qwen3VLSize]] = {
 
 
 def folder_size(folder: str, kind: str, read: Callable[[Config], Any] | None = None) -> Any:
-    """The size that a folder's config.json states, None when there is no such file; `read` makes it
-    of a configuration, where this file does not know the kind.
+    """Return the size in a folder's config.json, None if there is no such file; `read` converts a
+    configuration whose kind this file does not know.
 
     Raises:
       ValueError: the file is not JSON, or of another kind than `kind` (a model_type).
@@ -226,7 +226,7 @@ def folder_size(folder: str, kind: str, read: Callable[[Config], Any] | None = N
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type != kind:
         raise ValueError(
-            f"{file}: model_type is {model_type!r}, this model's is {kind!r}; choose the factory "
+            f"{file}: model_type is {model_type!r}, this model needs {kind!r}; choose the factory "
             "of that kind in models/"
         )
     try:

@@ -1,8 +1,8 @@
-"""How the tensors of a Hugging Face folder lie in the parameters of our modules.
+"""Maps the tensors of a Hugging Face folder to the parameters of our modules.
 
-Pure data: a `HfWeightMap` lists every tensor of a checkpoint with the parameter it is, which dims
-are split, transposed and joined on the way, the names that mean the same, and the tensors that
-the model has no use for. Reading and writing stands in `dflop_jax/weights/`.
+Pure data: a `HfWeightMap` lists every tensor of a checkpoint with its parameter, the dims that are
+split, transposed and joined, names with the same meaning, and the tensors that the model does not
+use. `dflop_jax/weights/` reads and writes them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from models.hf_config import ConfigComparison
 
 @dataclass(frozen=True)
 class HfReshaping:
-    """The array of a file as a parameter: `file.reshape(split).transpose(order).reshape(shape)`.
+    """A file's array as a parameter: `file.reshape(split).transpose(order).reshape(shape)`.
 
-    `splits` says for each dim of the file into which dims it is split (none for a dim of 1).
+    `splits` has, for each dim of the file, the dims that it is split into (none for a dim of 1).
     """
 
     splits: tuple[tuple[int, ...], ...]
@@ -46,12 +46,12 @@ class HfReshaping:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint and where its values live.
+    """One tensor of a checkpoint and the parameter that holds its values.
 
-    `path` are the keys of the parameter within its part; `layer` is None but in stacked parts,
-    where it counts the layers of the part; `float32` tensors are written in that type where another
-    one is asked for. Several parameters may be one tensor, one after the other along its first dim:
-    `offset` is where this one begins.
+    `path` has the keys of the parameter in its part. `layer` is the number among the part's layers
+    if the part is stacked, else None. `float32` tensors are always written in float32. One tensor
+    may hold several parameters, concatenated along its first dim: `offset` is where this one
+    starts.
     """
 
     name: str
@@ -66,7 +66,7 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class HfUnused:
-    """A tensor that the reference has and the model does not use, and its value when unknown."""
+    """A tensor that the reference has and the model does not use, and its value if unknown."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,14 +75,14 @@ class HfUnused:
 
 @dataclass(frozen=True)
 class HfWeightMap:
-    """All of a checkpoint: what is read, what is written, and the configuration beside it.
+    """All tensors of a checkpoint to read and write, and its configuration.
 
-    `aliases` are (pattern, replacement) applied in order to a name in a file, to give the name
-    used here, which is the one that transformers 5 writes. `ignored` are patterns of names that
-    are left alone; `copies` gives for a name that may repeat another tensor that tensor's name;
-    `unused` are those of the ignored that a written folder must have. `stem` begins the names of
-    the files with tensors. `loaded_names` are (pattern, replacement) from a name used here to that
-    of the parameter in a model that transformers has loaded.
+    `aliases` are (pattern, replacement) pairs, applied in order to a name in a file; the result is
+    the name used here and written by transformers 5. `ignored` has patterns of names that are not
+    read. `copies` maps a name that may repeat another tensor to that tensor's name. `unused` are
+    the ignored tensors that a written folder must have. `stem` is the start of tensor files' names.
+    `loaded_names` are (pattern, replacement) pairs from a name used here to the parameter's name in
+    a model that transformers has loaded.
     """
 
     tensors: tuple[HfTensor, ...]
@@ -96,23 +96,23 @@ class HfWeightMap:
     loaded_names: tuple[tuple[str, str], ...] = ()
 
     def canonical(self, name: str) -> str:
-        """The name used here of a name found in a file."""
+        """Return the name used here for a name in a file."""
         for pattern, replacement in self.aliases:
             name = re.sub(pattern, replacement, name)
         return name
 
     def module_name(self, name: str) -> str:
-        """What transformers 5 calls the parameter of a tensor in a model that it has loaded."""
+        """Return the parameter's name in a model that transformers 5 has loaded."""
         for pattern, replacement in self.loaded_names:
             name = re.sub(pattern, replacement, name)
         return name
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the model has no use for a tensor of this canonical name."""
+        """Return whether the model does not use the tensor of this canonical name."""
         return name in self.copies or any(re.fullmatch(p, name) for p in self.ignored)
 
     def mismatches(self, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-        """(key, value in the file, value of the model) of every key that disagrees."""
+        """Return (key, value in the file, value of the model) of every key that disagrees."""
         return self.config_rules.mismatches(config, self.config)
 
 
@@ -120,7 +120,7 @@ class HfWeightMap:
 
 
 def linear_layout(shape: Sequence[int], n_in: int = 1) -> HfReshaping:
-    """A kernel [*in, *out], in the file [out, in]."""
+    """Return the layout of a kernel [*in, *out], in the file [out, in]."""
     inner, outer = tuple(shape[:n_in]), tuple(shape[n_in:])
     n = len(outer)
     order = (*range(n, n + n_in), *range(n))
@@ -128,45 +128,45 @@ def linear_layout(shape: Sequence[int], n_in: int = 1) -> HfReshaping:
 
 
 def vector_layout(shape: Sequence[int]) -> HfReshaping:
-    """A vector in the file, here of any shape."""
+    """Return the layout of a parameter of any shape, in the file a vector."""
     return HfReshaping((tuple(shape),), tuple(range(len(shape))), tuple(shape))
 
 
 def unchanged(shape: Sequence[int], leading: int = 0) -> HfReshaping:
-    """As in the file, but for `leading` dims of 1 there."""
+    """Return the file's layout, which may have `leading` dims of 1."""
     return HfReshaping(
         (*((),) * leading, *((n,) for n in shape)), tuple(range(len(shape))), tuple(shape)
     )
 
 
 def patch_layout(shape: Sequence[int], patch_px: int) -> HfReshaping:
-    """A kernel [row x column x colour, width] of a convolution [width, colour, row, column]."""
+    """Return a kernel [row x column x colour, width], stored as [width, colour, row, column]."""
     _, width = shape
     return HfReshaping(((width,), (3,), (patch_px,), (patch_px,)), (2, 3, 1, 0), tuple(shape))
 
 
 def clip_patch_layout(shape: Sequence[int], patch_px: int, frames: int) -> HfReshaping:
-    """A kernel [colour x frame x row x column, width], in the file a convolution [width, colour,
-    frame, row, column]."""
+    """Return the layout of a kernel [colour x frame x row x column, width], in the file a
+    convolution [width, colour, frame, row, column]."""
     _, width = shape
     dims = ((width,), (3,), (frames,), (patch_px,), (patch_px,))
     return HfReshaping(dims, (1, 2, 3, 4, 0), tuple(shape))
 
 
 def patch_matrix_layout(shape: Sequence[int], patch_px: int) -> HfReshaping:
-    """A kernel [colour x row x column, width], in the file [width, row x column x colour]."""
+    """Return a kernel [colour x row x column, width], stored as [width, row x column x colour]."""
     _, width = shape
     return HfReshaping(((width,), (patch_px, patch_px, 3)), (3, 1, 2, 0), tuple(shape))
 
 
 def conv_layout(shape: Sequence[int]) -> HfReshaping:
-    """A kernel [step, in, out], in the file a convolution [out, in, step]."""
+    """Return the layout of a kernel [step, in, out], in the file a convolution [out, in, step]."""
     steps, inner, outer = shape
     return HfReshaping(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
 
 
 def channel_conv_layout(shape: Sequence[int]) -> HfReshaping:
-    """Taps [step, *channels], in the file a convolution [channels, 1, step]."""
+    """Return taps [step, *channels], stored as a convolution [channels, 1, step]."""
     steps, *channels = shape
     n = len(channels)
     return HfReshaping((tuple(channels), (), (steps,)), (n, *range(n)), tuple(shape))
@@ -177,10 +177,10 @@ def channel_conv_layout(shape: Sequence[int]) -> HfReshaping:
 
 @dataclass(frozen=True)
 class Rule:
-    """A parameter by its path ("query/kernel") and its name in a file; `{}` is the layer's number
-    in the module. Those of equal names are one tensor in the file, in the order of their rules.
+    """A parameter by its path ("query/kernel") and its name in a file; `{}` stands for the layer's
+    number in the module. Parameters of equal names are one tensor, in the order of their rules.
 
-    A parameter that a module of this size does not have is left out.
+    A parameter that a module of this size lacks is skipped.
     """
 
     part: str
@@ -190,7 +190,7 @@ class Rule:
 
 
 def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[HfTensor]:
-    """The tensors of a module of the contract, called `key` in its model."""
+    """List the tensors of a module of the contract, whose name in its model is `key`."""
     numbers = _layer_numbers(module)  # a kind may have no layer in this size
     rules = [rule for rule in rules if rule.part in numbers or rule.part in module.inputs]
     shapes = {part: _parameter_shapes(module, part) for part in {rule.part for rule in rules}}
@@ -214,7 +214,7 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
 
 
 def _layer_numbers(module: Any) -> dict[str, list[int | None]]:
-    """By part that is stacked, the numbers of its layers in the module."""
+    """Return the numbers of layers in the module, by stacked part."""
     kinds = getattr(module, "layer_kinds", ("layers",) * module.n_layers)
     numbers: dict[str, list[int | None]] = {}
     for number, kind in enumerate(kinds):

@@ -9,5 +9,5 @@ from models.sizes import INTERNVL_FAMILY
 def build(
     size: str = "internvl-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> PublishedComposition:
-    """By size ("internvl-2.5-4b", TOWER+DECODER, a folder); see `composed.build_from_size`."""
+    """Build by size ("internvl-2.5-4b", TOWER+DECODER, folder); see `composed.build_from_size`."""
     return build_from_size(PublishedComposition, INTERNVL_FAMILY, size, dtype, attention_kernel)

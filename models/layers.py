@@ -1,8 +1,7 @@
-"""Linear and norm layers, and how their parameters carry logical axis names.
+"""Linear and norm layers, whose parameters carry logical axis names.
 
-Parameters are made in float32; a layer casts what it is given to its compute `dtype`. The names
-stand beside the shapes (as Flax metadata boxes) and are read by `axis_names`; `init_values` strips
-them.
+Parameters are made in float32; a layer casts its inputs to its compute `dtype`. Axis names are Flax
+metadata boxes around the parameters: `axis_names` reads them, `init_values` strips them.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ NORM_EPS = 1e-6  # of queries and keys, as published
 
 
 def named_init(init: Callable[..., Array], *names: str | None) -> Callable[..., Any]:
-    """An initialiser whose array carries one logical axis name per dim."""
+    """Return an initialiser whose array carries one logical axis name per dim."""
     return nn.with_partitioning(init, names)
 
 
 def normal(std: float) -> Callable[..., Array]:
-    """Normal initialiser cut at two standard deviations."""
+    """Return a normal initialiser truncated at two standard deviations."""
     return nn.initializers.truncated_normal(stddev=std)
 
 
 def untrained_param(module: nn.Module, name: str, shape: tuple[int, ...], value: float) -> Array:
-    """A parameter of a module, float32, that training leaves alone: reference models call it a
-    buffer. Its module lists it among its `float32_names`."""
+    """Make a float32 parameter that is not trained; reference models call it a buffer. Its module
+    lists it in `float32_names`."""
     init = named_init(nn.initializers.constant(value), *(None,) * len(shape))
     return jax.lax.stop_gradient(module.param(name, init, shape, jnp.float32))
 
@@ -43,24 +42,24 @@ def _is_box(x: Any) -> bool:
 
 
 def init_values(module: nn.Module, key: Array, *args: Any) -> Any:
-    """Float32 parameters of `module`; `args` are example inputs or ShapeDtypeStructs."""
+    """Return float32 parameters of `module`; `args` are example inputs or ShapeDtypeStructs."""
     boxes = module.lazy_init(key, *args)["params"]
     return jax.tree.map(lambda box: box.value, boxes, is_leaf=_is_box)
 
 
 def axis_names(module: nn.Module, *args: Any) -> Any:
-    """The tree of `init_values` with a tuple of logical axis names per array."""
+    """Return the tree of `init_values` with a tuple of logical axis names per array."""
     boxes = jax.eval_shape(module.lazy_init, jax.random.key(0), *args)["params"]
     return jax.tree.map(lambda box: box.names, boxes, is_leaf=_is_box)
 
 
 def apply(module: nn.Module, params: Any, *args: Any) -> Any:
-    """What `module` computes with the parameters of `init_values`."""
+    """Run `module` with the parameters of `init_values`."""
     return module.apply({"params": params}, *args)
 
 
 class Linear(nn.Module):
-    """x [..., *in_shape] times a kernel, plus an optional bias; what `models.lora` adapts."""
+    """x [..., *in_shape] times a kernel, plus an optional bias; `models.lora` adapts it."""
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
@@ -85,9 +84,9 @@ class Linear(nn.Module):
 
 @jax.custom_jvp
 def exact_gelu(x: Array) -> Array:
-    """x times the normal distribution's share below x, computed in float32.
+    """Compute x times the normal distribution function of x, in float32.
 
-    jax 0.12.0's own builds on an `erfc` that `shard_map` refuses.
+    jax 0.12.0's own uses an `erfc` that `shard_map` rejects.
     """
     x32 = x.astype(jnp.float32)
     return (x32 * _normal_cdf(x32)).astype(x.dtype)
@@ -125,8 +124,8 @@ class LayerScale(nn.Module):
 class RMSNorm(nn.Module):
     """x over its root mean square along the last dims, in float32, times a scale.
 
-    `names` are the logical axes of the dims that are normed together. The scale is `offset` plus
-    what is learnt, one in all at first; without `scaled` it is one for good.
+    `names` are the logical axes of the dims that are normed together. The scale is `offset` plus a
+    learnt parameter, initially one in all; without `scaled` it is always one.
     """
 
     eps: float

@@ -1,4 +1,4 @@
-"""What all modules here have in common: parts that are Linen modules, called on the fields that
+"""The common base of all modules here: parts that are Linen modules, called with the fields that
 they read."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Batch = Mapping[str, Array]
 
 
 class LinenModule(ABC):
-    """A module of the engine's contract; see `dflop_jax.contract`. Who inherits it is a dataclass
-    with these fields; `size` has `n_layers` and `head_dim`."""
+    """A module of the contract, see `dflop_jax.contract`. A subclass is a dataclass with these
+    fields; `size` has `n_layers` and `head_dim`."""
 
     size: Any
     dtype: jnp.dtype
@@ -38,7 +38,7 @@ class LinenModule(ABC):
 
     @abstractmethod
     def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
-        """The Linen module of a part and what its inputs look like."""
+        """Return the Linen module of a part and example structs of its inputs."""
 
     def on_chip(self, chip: str) -> Self:
         module: Any = self
@@ -62,7 +62,7 @@ class LinenModule(ABC):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the shortest row that matters to the choice of a kernel."""
+        """Tokens of the shortest row that affects the choice of a kernel."""
         return MIN_KERNEL_TOKENS
 
     @property

@@ -1,4 +1,4 @@
-"""LLaVA-form models: a SigLIP tower, a connector and a decoder."""
+"""LLaVA-style models: a SigLIP tower, a connector and a decoder."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from models.sizes import LLAVA_FAMILY
 def build(
     size: str = "tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> PublishedComposition:
-    """By size ("llava-ov-7b", TOWER+DECODER, a folder); see `composed.build_from_size`."""
+    """Build by size ("llava-ov-7b", TOWER+DECODER, a folder); see `composed.build_from_size`."""
     return build_from_size(PublishedComposition, LLAVA_FAMILY, size, dtype, attention_kernel)

@@ -1,17 +1,17 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + (alpha / rank) (x A) B, W staying fixed.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + (alpha / rank) (x A) B with fixed W.
 
-Which matrices are adapted is said by patterns of their names, GROUP.MATRIX: the freeze group of the
-part that a matrix is in, and its name there ("llm.query", "vision.up", "connector.hidden"). A
-module's layers and ends know nothing of it: `AdaptedModule` adds to what each of their `Linear`s
-gives, and holds A and B of a part in a part beside it, in the freeze group "lora".
+Patterns of names GROUP.MATRIX select the adapted matrices: the freeze group of a matrix's part, and
+its name in the part ("llm.query", "vision.up", "connector.hidden"). A module's layers do not know
+of adapters: `AdaptedModule` adds them to the output of each adapted `Linear`, and stores A and B of
+a part in an additional part, in the freeze group "lora".
 
-In training an adapter may not see all of x: `dropout` of its values are zero, the others larger by
-as much (as arXiv 2106.09685 does it). Which is a function of a token's number (the field "seeds"),
-the layer, the matrix and the place in x alone, so that it is the same in any plan, any packing, and
-where it is computed again; where the number is 0, as in evaluation, all are seen.
+In training, `dropout` sets that share of an adapter's input values to zero and scales the others up
+(as in arXiv 2106.09685). The mask depends only on a token's number (the field "seeds"), the layer,
+the matrix and the index in x, so that it is the same in any plan, in any packing and when it is
+recomputed; number 0, as in evaluation, means no dropout.
 
-B begins at zero, so an adapted model begins as the model that it adapts; `merged` folds adapters
-into the weights for good.
+B is initially zero, so an adapted model starts as its base model; `merged` adds the adapters to the
+weights permanently.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from models.layers import KERNEL, Linear, Names, normal
 
 Array = jax.Array
 Tree = Any
-Each = Callable[..., Any]  # (function, *arrays) -> what it gives, now or when it is asked for
+Each = Callable[..., Any]  # (function, *arrays) -> the function's result, computed now or on demand
 GROUP = "lora"  # the freeze group of adapters
 LAYERS = "layers"  # the part of a module whose layers are of one kind
-SEEDS, LAYER = "seeds", "layer"  # fields: numbers of tokens, and which layer it is
+SEEDS, LAYER = "seeds", "layer"  # fields: tokens' numbers, and the layer's number
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which matrices are adapted, by adapters of which rank, and how strongly they act.
+    """The matrices to adapt, and rank and scale of their adapters.
 
     Attributes:
       rank: of the adapters that `ranks` does not name.
-      alpha: what the adapters add is scaled by alpha / rank.
-      targets: patterns of the matrices that are adapted, as in a shell; one without a dot stands
-        for all matrices of the groups that it matches.
-      ranks: (pattern, rank) of some of them; of two that match, the later one counts.
-      dropout: share of the values of x that an adapter does not see in training.
+      alpha: the output of an adapter is scaled by alpha / rank.
+      targets: shell patterns of the matrices to adapt; a pattern without a dot means all matrices
+        of the groups that it matches.
+      ranks: (pattern, rank) for some matrices; the last match counts.
+      dropout: share of an adapter's input values that are dropped in training.
     """
 
     rank: int
@@ -62,10 +62,10 @@ class Lora:
         if min(ranks) < 1 or not 0 < self.alpha < float("inf"):
             raise ValueError(f"LoRA needs a rank of at least 1 and an alpha above 0, got {self}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRA's dropout {self.dropout} must be from 0 to below 1")
+            raise ValueError(f"LoRA's dropout {self.dropout} must be at least 0 and below 1")
 
     def rank_of(self, name: str) -> int:
-        """Of the adapter of a matrix; 0 of one that is not adapted."""
+        """Return the rank of a matrix's adapter; 0 if the matrix is not adapted."""
         if not any(_matches(name, pattern) for pattern in self.targets):
             return 0
         ranks = [rank for pattern, rank in self.ranks if _matches(name, pattern)]
@@ -77,7 +77,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def adapter_part(part: str) -> str:
-    """The part that holds the adapters of another."""
+    """Return the name of the part that holds a part's adapters."""
     return "adapter" if part == LAYERS else f"{part}_adapter"
 
 
@@ -97,7 +97,7 @@ class Matrix:
 
 @lru_cache(maxsize=256)
 def linear_matrices(module: Any, part: str) -> tuple[Matrix, ...]:
-    """The matrices that a part of a module has as `Linear`s; of one layer where it is stacked."""
+    """Return a part's matrices that are a `Linear`; of one layer if the part is stacked."""
     by_name: dict[str, Matrix] = {}
 
     def record_linear(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -117,7 +117,7 @@ def _matrix_name(linear: nn.Module) -> str:
 
 
 def matrix_names(modules: Mapping[str, Any]) -> tuple[str, ...]:
-    """GROUP.MATRIX of every matrix of some modules that can be adapted."""
+    """Return GROUP.MATRIX of all matrices of some modules that can be adapted."""
     groups = [(m, part, g) for m in modules.values() for part, g in m.freeze_groups.items()]
     return tuple(
         dict.fromkeys(f"{g}.{a.name}" for m, p, g in groups for a in linear_matrices(m, p))
@@ -125,15 +125,15 @@ def matrix_names(modules: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def add_adapters(modules: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
-    """Modules of a model, those with adapters that have any.
+    """Return a model's modules, with adapters on those that match.
 
     Raises:
-      ValueError: a pattern that matches no matrix, or the rank of one that is not adapted.
+      ValueError: a pattern matches no matrix, or a rank is given for one that is not adapted.
     """
     return dict(_adapted_items(tuple(modules.items()), lora)) if lora else dict(modules)
 
 
-@lru_cache(maxsize=64)  # a model is asked for its modules again and again
+@lru_cache(maxsize=64)  # a model's modules are requested often
 def _adapted_items(items: tuple[tuple[str, Any], ...], lora: Lora) -> tuple[tuple[str, Any], ...]:
     modules = dict(items)
     names = matrix_names(modules)
@@ -147,7 +147,7 @@ def _adapted_items(items: tuple[tuple[str, Any], ...], lora: Lora) -> tuple[tupl
     for pattern, _ in lora.ranks:
         if not any(_matches(name, pattern) for name in targets):
             raise ValueError(
-                f"train.lora_ranks: {pattern!r} matches no matrix that train.lora_targets names; "
+                f"train.lora_ranks: {pattern!r} matches no matrix of train.lora_targets; "
                 f"those are {', '.join(targets)}"
             )
     adapted_modules = {name: AdaptedModule(module, lora) for name, module in modules.items()}
@@ -158,13 +158,13 @@ def _adapted_items(items: tuple[tuple[str, Any], ...], lora: Lora) -> tuple[tupl
 
 
 def call_now(function: Callable[..., Any], *arrays: Any) -> Any:
-    """What a function gives, at once."""
+    """Return the function's result, computed now."""
     return function(*arrays)
 
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A module of the contract with adapters beside its parts."""
+    """A module of the contract with adapters besides its parts."""
 
     module: Any
     lora: Lora
@@ -179,11 +179,11 @@ class AdaptedModule:
 
     @cached_property
     def adapters(self) -> Mapping[str, str]:
-        """The parts that hold adapters, and of which part."""
+        """Parts that hold adapters, and the part that each adapts."""
         return {adapter_part(p): p for p in self.module.freeze_groups if self._ranks_by_matrix(p)}
 
     def _ranks_by_matrix(self, part: str) -> dict[Matrix, int]:
-        """The adapted matrices of a part, and the ranks of their adapters."""
+        """Return the adapted matrices of a part, and the ranks of their adapters."""
         group = self.module.freeze_groups[part]
         ranks = {
             m: self.lora.rank_of(f"{group}.{m.name}") for m in linear_matrices(self.module, part)
@@ -232,7 +232,7 @@ class AdaptedModule:
     def _run_adapted(
         self, part: str, batch: Mapping[str, Array], params: Tree, run: Callable[..., Any]
     ) -> Any:
-        """What a function gives for the parameters of a part while the part is adapted."""
+        """Run a function of a part's parameters while the part is adapted."""
         if not isinstance(params, Mapping) or "adapter" not in params:
             return run(params)
         plain = {name: tree for name, tree in params.items() if name != "adapter"}
@@ -262,13 +262,13 @@ class AdaptedModule:
         return self._run_adapted(name, batch, params, lambda p: self.module.tap(name, p, x, batch))
 
     def merged(self, params: Mapping[str, Tree], each: Each = call_now) -> dict[str, Tree]:
-        """Parameters of the plain module that computes what the adapted one does.
+        """Return parameters of the plain module that computes the same as the adapted one.
 
         Args:
-          params: parts of the module, or of a segment of it, those of layers stacked; on the host
-            or on devices, where the result then is too.
-          each: gets a function and the arrays that a matrix, or a stack of such, is computed of;
-            it may keep them, to call the function later, of all or of a row of each.
+          params: parts of the module or of a segment of it, layers stacked, on the host or on
+            devices; the result is in the same place.
+          each: gets a function and the arrays of a matrix or of a stack of matrices. It may store
+            them to call the function later, with all rows or with one row of each array.
         """
         plain = {part: tree for part, tree in params.items() if part not in self.adapters}
         for adapter, part in self.adapters.items():
@@ -287,7 +287,7 @@ def _add_adapter(
     kwargs: Any,
     context: Any,
 ) -> Any:
-    """What a method of a Linen module gives; an adapted `Linear` with its adapter."""
+    """Run a method of a Linen module; an adapted `Linear` adds its adapter."""
     output, linear = next_call(*args, **kwargs), context.module
     if not isinstance(linear, Linear) or context.method_name != "__call__":
         return output
@@ -301,7 +301,7 @@ def _add_adapter(
 
 
 def _fold_into_tree(tree: Tree, path: list[str], pair: Tree, fold: Callable[..., Any]) -> Tree:
-    """Parameters of a part, the matrix at a path with its adapter folded in."""
+    """Return a part's parameters with an adapter merged into the matrix at a path."""
     if not path:
         return {**tree, KERNEL: fold(tree[KERNEL], pair["a"], pair["b"])}
     return {**tree, path[0]: _fold_into_tree(tree[path[0]], path[1:], pair, fold)}
@@ -309,7 +309,7 @@ def _fold_into_tree(tree: Tree, path: list[str], pair: Tree, fold: Callable[...,
 
 @partial(jax.jit, static_argnames="alpha")
 def _fold_adapter(kernel: Array, a: Array, b: Array, alpha: float) -> Array:
-    """A kernel [*in, *out], or a stack of such, plus its adapter."""
+    """Return a kernel [*in, *out], or a stack of kernels, plus its adapter."""
     rank = a.shape[-1]
     stacked = a.ndim + b.ndim - 2 - kernel.ndim  # how often the dim of layers is counted
     product = partial(jnp.tensordot, axes=1, precision="highest")

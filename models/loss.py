@@ -1,8 +1,8 @@
 """Next-token cross-entropy that never holds all logits at once.
 
-What is reported is the plain loss; its gradient may be that of a loss with more to it. It is
-computed in the same visit to a chunk of tokens as the loss, so no logits are computed twice. Matrix
-products take operands of the hidden states' dtype and sum in float32.
+The reported loss is the plain one; the gradient may include extra loss terms. Both are computed in
+the same visit of a chunk of tokens, so no logits are computed twice. Matrix products take operands
+in the hidden states' dtype and sum in float32.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Array = jax.Array
 Sums = dict[str, Array]
 Chunk = tuple[Array, Array, Array]  # hidden states, targets, weights of some tokens
 Dtypes = tuple[Any, Any]  # of hidden states and of the table
-_Settings = tuple[int, "Objective", float]  # tokens of a chunk, what is trained on, the logits' cap
+_Settings = tuple[int, "Objective", float]  # tokens of a chunk, the objective, the logits' cap
 Visit = Callable[[Any, Chunk], tuple[Any, tuple[Array, ...]]]
-TOKEN_MULTIPLE = 128  # of tokens in a chunk: matrix units are wasted on odd sizes
+TOKEN_MULTIPLE = 128  # chunks are a multiple of this, which fills matrix units
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is trained on beside the negative log-likelihood of a token: `z_loss` times the square
-    of the log of its sum of exponentials (arXiv 2204.02311); `label_smoothing` is the share of its
-    target that is spread evenly over the vocabulary."""
+    """Loss terms besides a token's negative log-likelihood: `z_loss` times the square of its
+    log-sum-exp (arXiv 2204.02311); `label_smoothing` is the share of its target that is spread
+    evenly over the vocabulary."""
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -40,8 +40,8 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def head_logits(x: Array, table: Array, cap: float = 0.0) -> Array:
-    """Logits float32 [..., vocab] of hidden states [..., width] against a table [vocab, width]; a
-    `cap` other than 0 bounds them smoothly (cap x tanh(logits / cap), arXiv 2408.00118)."""
+    """Return logits float32 [..., vocab] of hidden states [..., width] and a table [vocab, width];
+    a `cap` other than 0 bounds them smoothly (cap x tanh(logits / cap), arXiv 2408.00118)."""
     logits = _product("...d,vd->...v", x, table.astype(x.dtype))
     return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -56,17 +56,17 @@ def cross_entropy(
     objective: Objective = NLL_ONLY,
     cap: float = 0.0,
 ) -> Sums:
-    """Sums of weighted negative log-likelihood and of weighted correct predictions.
+    """Return sums of weighted negative log-likelihood and of weighted correct predictions.
 
-    The gradient of the first is that of `objective`. The table's is summed over all tokens in
-    float32.
+    The gradient of the first is that of `objective`. The table's gradient is summed over all tokens
+    in float32.
 
     Args:
       x: hidden states [tokens, width].
       table: head [vocab, width].
-      targets: int [tokens]; where the weight is 0 any value will do.
+      targets: int [tokens]; any value where the weight is 0.
       weights: float32 [tokens].
-      logits_elements: most logits (tokens x vocab) alive at once; at least one token is taken.
+      logits_elements: limit of logits (tokens x vocab) in memory; at least one token's are held.
       cap: see `head_logits`.
 
     Returns:
@@ -96,7 +96,7 @@ def _cross_entropy(
 def _forward_with_gradient(
     settings: _Settings, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
 ) -> tuple[Sums, tuple[Array, ...]]:
-    """The sums, and the gradients of the objective and "correct" by what they depend on."""
+    """Return the sums, and gradients of the objective and of "correct" by their inputs."""
     chunk, objective, cap = settings
     head = table.astype(x.dtype)
 
@@ -132,7 +132,7 @@ _cross_entropy.defvjp(_forward_with_gradient, _pull_back)
 
 
 def _logit_gradient(objective: Objective, logits: Array, total: Array, targets: Array) -> Array:
-    """The objective's of each token by its logits."""
+    """Return the objective's gradient by the logits, for each token."""
     likely, smooth = jnp.exp(logits - total[:, None]), objective.label_smoothing
     if objective.z_loss:
         likely = likely * (1.0 + 2.0 * objective.z_loss * total)[:, None]
@@ -142,7 +142,7 @@ def _logit_gradient(objective: Objective, logits: Array, total: Array, targets: 
 
 
 def _token_objective(objective: Objective, logits: Array, total: Array, nll: Array) -> Array:
-    """The objective of each token."""
+    """Return the objective of each token."""
     value, smooth = nll, objective.label_smoothing
     if smooth:
         value = (1.0 - smooth) * nll + smooth * (total - jnp.mean(logits, axis=-1))
@@ -152,7 +152,8 @@ def _token_objective(objective: Objective, logits: Array, total: Array, nll: Arr
 def _over_chunks(
     visit: Visit, carry: Any, tokens: Chunk, chunk: int
 ) -> tuple[Any, tuple[Array, ...]]:
-    """`lax.scan` over chunks of tokens, the last one shorter; `visit` gives an entry a token."""
+    """Run `lax.scan` over token chunks, the last one shorter; `visit` returns an entry per
+    token."""
     n = tokens[0].shape[0]
     n_whole = n // chunk
     cut = n_whole * chunk
@@ -168,14 +169,14 @@ def _over_chunks(
 
 
 def _at_target(logits: Array, targets: Array) -> Array:
-    """1 at each token's target, else 0. A comparison instead of a gather: it stays local when the
-    vocabulary is sharded, and a target outside of the vocabulary (unsupervised) is harmless."""
+    """Return 1 at each token's target, else 0. Unlike a gather, the comparison stays local if the
+    vocabulary is sharded, and allows targets outside of the vocabulary (unsupervised)."""
     ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     return (ids == targets[:, None]).astype(logits.dtype)
 
 
 def _token_losses(logits: Array, total: Array, targets: Array) -> tuple[Array, Array]:
-    """(negative log-likelihood, 1 where the target is the likeliest) by logits and their
+    """Return (negative log-likelihood, 1 if the target is the likeliest) from logits and their
     log-sum."""
     target_logit = jnp.sum(_at_target(logits, targets) * logits, axis=-1)
     hit = jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets

@@ -1,4 +1,4 @@
-"""What a layer keeps of its rows' tokens so far, so that one more token of each runs alone.
+"""The memory of attention layers for decoding one more token per row.
 
 Shape suffixes: L layers, B rows, T tokens, S slots, N query heads, K kv heads, H head dim.
 """
@@ -25,11 +25,11 @@ class KVCache(NamedTuple):
 
 @dataclass(frozen=True)
 class KVMemory:
-    """The memory of attention, see `dflop_jax.generate.decoding.Memory`: keys and values of a
-    row's tokens, of the last `window` of them where that is not 0.
+    """The memory of attention, see `dflop_jax.generate.decoding.Memory`: keys and values of a row's
+    tokens, or of the last `window` of them if that is not 0.
 
-    Token t of a row lies in slot t modulo the number of slots. So what pads a prompt is overwritten
-    by the answer, and a window's slots go round.
+    Token t of a row is in slot t modulo the number of slots. So the answer overwrites a prompt's
+    padding, and a window reuses its slots.
     """
 
     attend: AttentionFunction
@@ -39,7 +39,7 @@ class KVMemory:
     def prefill(
         self, last_B: Array, slots: int, q: Array, k: Array, v: Array, ids: Array, **mask_args: Any
     ) -> tuple[Array, KVCache]:
-        """Attention over whole prompts, and the keys and values of one layer."""
+        """Attend over whole prompts; return the output, and the keys and values of one layer."""
         output = self.attend(q, k, v, ids, **mask_args)
         size = self._size(slots)
         if size == slots:
@@ -60,9 +60,9 @@ class KVMemory:
         ids: Array,
         **mask_args: Any,
     ) -> tuple[Array, KVCache]:
-        """Attention of the token at one place of each row, in the layer of that number."""
+        """Attend from the token at one position of each row, in layer number `layer`."""
         size, rows = cache.keys_LBSKH.shape[2], jnp.arange(len(place_B))
-        # One slot is written: no other layer's keys move.
+        # One slot is written: other layers' keys do not move.
         cache = KVCache(
             *(
                 a.at[layer, rows, place_B % size].set(new[:, 0])
@@ -74,7 +74,7 @@ class KVMemory:
         return masked_attention(q, keys, values, is_filled_BTS, mask_args.get("scale")), cache
 
     def grow(self, cache: KVCache, slots: int) -> KVCache:
-        """The same with more slots; no row has more tokens than it had."""
+        """Return the cache with more slots; rows keep their tokens."""
         return _pad_slots(cache, 2, self._size(slots))
 
     def _size(self, slots: int) -> int:
@@ -82,7 +82,7 @@ class KVMemory:
 
 
 def _newest_token_in_slot(slot_S: Array, last_B: Array, size: int) -> Array:
-    """[B, S]: the last of a row's tokens up to number `last` that lies in a slot; below 0: none."""
+    """Return [B, S]: the last of a row's tokens up to `last` in each slot; below 0: none."""
     return last_B[:, None] - (last_B[:, None] - slot_S[None]) % size
 
 

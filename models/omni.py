@@ -1,4 +1,4 @@
-"""Pictures, clips and sound in one model: two encoders side by side and one decoder."""
+"""Pictures, clips and audio in one model: two encoders side by side and one decoder."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from models.sizes import OMNI_FAMILY
 def build(
     size: str = "omni-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Composition:
-    """By size ("omni-tiny", VISION+AUDIO+DECODER); see `composed.build_from_size`."""
+    """Build by size ("omni-tiny", VISION+AUDIO+DECODER); see `composed.build_from_size`."""
     return build_from_size(Composition, OMNI_FAMILY, size, dtype, attention_kernel)

@@ -1,4 +1,4 @@
-"""Towers that take pictures at their own aspect: a row holds pieces of any length."""
+"""Towers that take pictures at their own aspect ratio: a row holds pieces of any length."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class PackedEncoder(Encoder):
-    """See `Encoder`; `size.block` patches give a feature, each has `size.patch_values` values and
-    knows its place in the grid of its piece."""
+    """See `Encoder`; `size.block` patches become a feature. Each patch has `size.patch_values`
+    values and its place in the grid of its piece."""
 
     @property
     def item_tokens(self) -> int:
-        """Of the smallest picture."""
+        """Patches of the smallest picture."""
         block: int = self.size.block
         return block
 
@@ -42,7 +42,7 @@ class PackedEncoder(Encoder):
         return batch["segment_ids"]
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """`patches` uint8 [items, tokens, values]; `grid` int32 [items, tokens, 4]."""
+        """Return a struct: `patches` uint8 [items, tokens, values], `grid` int32 [.., .., 4]."""
         shapes = {
             "patches": ((self.size.patch_values,), jnp.uint8),
             "grid": ((4,), jnp.int32),

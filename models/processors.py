@@ -1,8 +1,8 @@
-"""What the processor files of a published folder ask for: how colours become numbers, and facts for
-whoever prepares the data.
+"""Reads processor files of a published folder: colour normalisation, and facts for the preparation
+of data.
 
-A value that the code here cannot honour is refused by its name, so that nothing is prepared
-otherwise than the published processor does. What a file leaves out is as in the published class.
+A value that is not supported here is refused by name, so that data is prepared exactly as by the
+published processor. Absent settings have the defaults of the published class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 Colours = tuple[float, float, float]  # of red, green and blue
 Settings = Mapping[str, Any]
 
-# Files with the settings of a processor, the published order; a newer folder has them all in
+# Files with processor settings, in the published order; a newer folder has them all in
 # COMBINED_FILE.
 COMBINED_FILE = "processor_config.json"
 PROCESSOR_FILES: Mapping[str, tuple[str, ...]] = {
@@ -32,8 +32,8 @@ PROCESSOR_FILES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Processing:
-    """Colours of 0 to 255 times `scale` plus `shift` are what a tower reads; `facts` are further
-    ones of `MultimodalModel.preprocessing`."""
+    """A tower's input is colours (0 to 255) times `scale` plus `shift`; `facts` are further entries
+    of `MultimodalModel.preprocessing`."""
 
     scale: Colours
     shift: Colours
@@ -43,14 +43,14 @@ class Processing:
     def from_mean_std(
         cls, mean: Sequence[float], std: Sequence[float], factor: float = 1 / 255
     ) -> Processing:
-        """Return that of colours which are scaled by a factor, less their mean, over `std`."""
+        """Return the processing (factor x colour - mean) / std."""
         scale = [factor / s for s in std]
         shift = [-m / s for m, s in zip(mean, std, strict=True)]
         return cls((scale[0], scale[1], scale[2]), (shift[0], shift[1], shift[2]))
 
     def normalize(self, colours: jax.Array, *, innermost: bool) -> jax.Array:
-        """Return uint8 [..., n] as float32; of the n values colours come by turns (`innermost`), or
-        all of one and then all of the next."""
+        """Return uint8 [..., n] as float32. With `innermost` the n values cycle through the
+        colours; otherwise all values of one colour come before those of the next."""
         spread: Callable[..., np.ndarray] = np.tile if innermost else np.repeat
         scale, shift = (
             spread(np.array(c, np.float32), colours.shape[-1] // 3).reshape(
@@ -83,7 +83,7 @@ _TILED_CLIPS = {
     **_RESIZE, **_CLIP, "size": {"height": 384, "width": 384}, "do_center_crop": None,
     "do_sample_frames": False,
 }  # fmt: skip
-# By model_type, what the published classes say of pictures and clips where a file does not.
+# Default settings of pictures and clips in the published classes, by model_type.
 IMAGE_DEFAULTS: Mapping[str, Settings] = {
     "qwen3_vl": {**_RESIZE, **_CLIP, **_PATCHES, "patch_size": 14},
     "llava_onevision": {**_RESIZE, **_CLIP, "do_pad": True, "image_grid_pinpoints": None,
@@ -105,20 +105,20 @@ AUDIO_DEFAULTS: Settings = {
     "chunk_length": 30, "padding_value": 0.0, "dither": 0.0,
 }  # fmt: skip
 _SAME_PROCESSORS = {"qwen3_5": "qwen3_vl"}  # families with the processors of another
-# Settings of clips at native resolution that are facts of the form "native" under the same names.
+# Settings of clips at native resolution that are facts of the form "native" under equal names.
 _CLIP_FACTS = ("min_frames", "num_frames", "cap_pixels_per_frame", "max_video_tokens")
 
 
 def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
-    """Return how a folder's processors prepare pictures and clips of a tower; None: it has no file
-    of them.
+    """Return how a folder's processors prepare pictures and clips of a tower; None if it has no
+    such file.
 
     Args:
       kind: model_type of the folder.
-      size: of the tower, which the files have to fit.
+      size: of the tower, which the files must match.
 
     Raises:
-      ValueError: a file that is not JSON, or a value that is not honoured here.
+      ValueError: a file is not JSON, or has an unsupported value.
     """
     kind = _SAME_PROCESSORS.get(kind, kind)
     pictures, file = _read_settings(folder, "image_processor", IMAGE_DEFAULTS.get(kind))
@@ -149,7 +149,7 @@ def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
         if clip_colours != processing:
             raise ValueError(
                 f"{clip_file}: image_mean, image_std or rescale_factor differ from those of "
-                f"{file.name}; one tower reads both: give both files the same"
+                f"{file.name}; one tower reads both; make them equal in both files"
             )
     if clips is not None and kind == "qwen3_vl":
         facts |= {name: clips[name] for name in _CLIP_FACTS if clips[name] is not None}
@@ -160,11 +160,11 @@ def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
 
 
 def sound_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
-    """Return facts of `mel` of a folder's feature extractor; {}: it has no file of one.
+    """Return a folder's feature extractor as facts of `mel`; {} if it has no such file.
 
     Raises:
-      ValueError: a file that is not JSON, a value that is not honoured here, or one that the
-        encoder of so many bins and frames cannot take.
+      ValueError: a file is not JSON, has an unsupported value, or has one that does not fit the
+        encoder's bins and frames.
     """
     sounds, file = _read_settings(folder, "feature_extractor", AUDIO_DEFAULTS)
     if sounds is None:
@@ -180,7 +180,7 @@ def sound_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
     if given_frames != frames:
         raise ValueError(
             f"{file}: chunk_length, sampling_rate and hop_length give {given_frames} frames, the "
-            f"encoder takes {frames}; take both files from one model"
+            f"encoder takes {frames}; use both files of one model"
         )
     return {
         "sample_rate": sounds["sampling_rate"],
@@ -191,7 +191,7 @@ def sound_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
 
 
 def _settings_of_size(kind: str, size: Any) -> dict[str, Any]:
-    """The settings that follow from a tower's size."""
+    """Return the settings that follow from a tower's size."""
     if kind == "qwen3_vl":
         sides = {"patch_size": size.patch_px, "merge_size": size.merge}
         return {**sides, "temporal_patch_size": size.frames}
@@ -203,7 +203,7 @@ def _settings_of_size(kind: str, size: Any) -> dict[str, Any]:
 def _read_settings(
     folder: Path, part: str, defaults: Settings | None
 ) -> tuple[Settings | None, Path]:
-    """The settings of a part, complete by the usual ones, and the file that has them; None: there
+    """Return a part's settings with defaults filled in, and the file that has them; None if there
     is no such file, or the family has no such part."""
     for name, key in ((COMBINED_FILE, part), *((name, "") for name in PROCESSOR_FILES[part])):
         file = folder / name
@@ -220,24 +220,24 @@ def _read_settings(
 
 
 def _check_fixed(settings: Settings, fixed: Settings, honoured: set[str], file: Path) -> None:
-    """ValueError unless the settings that are not honoured are the fixed ones."""
+    """Raise ValueError if a setting outside `honoured` differs from its fixed value."""
     for name, value in fixed.items():
         found = settings.get(name, value)
         if name not in honoured and _square_side(found) != _square_side(value):
             raise ValueError(
-                f"{file}: {name} {found} is not honoured, this model takes {value}; mend the file, "
-                "or take another model"
+                f"{file}: {name} {found} is not supported, only {value}; edit the file, "
+                "or use another model"
             )
 
 
 def _square_side(value: Any) -> Any:
-    """A setting, one number in place of two equal sides."""
+    """Return a setting, as one number if it has two equal sides."""
     sides = set(value.values()) if isinstance(value, dict) else {None}
     return sides.pop() if len(sides) == 1 and isinstance(value, dict) else value
 
 
 def _colour_scale(settings: Settings, file: Path, *, twice: bool) -> Processing:
-    """How colours become numbers; `twice`: the tower itself takes 0 to 1 to -1 to 1."""
+    """Return the colour normalisation; `twice`: the tower itself maps 0 to 1 to -1 to 1."""
     factor = settings["rescale_factor"] if settings["do_rescale"] else 1.0
     mean, std = (
         [float(v) for v in np.broadcast_to(np.array(settings[name], float), 3)]
@@ -246,6 +246,6 @@ def _colour_scale(settings: Settings, file: Path, *, twice: bool) -> Processing:
     )  # fmt: skip
     if min(map(abs, std)) == 0:
         raise ValueError(f"{file}: image_std {std} must not be 0")
-    if twice:  # 2 (x - 0.5) of what the processor gives
+    if twice:  # 2 (x - 0.5) of the processor's output x
         mean, std = [m + s / 2 for m, s in zip(mean, std)], [s / 2 for s in std]
     return Processing.from_mean_std(mean, std, factor)

@@ -9,5 +9,5 @@ from models.sizes import QWEN2_AUDIO_FAMILY
 def build(
     size: str = "qwen2-audio-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> PublishedComposition:
-    """By size ("qwen2-audio-7b", TOWER+DECODER, a folder); see `composed.build_from_size`."""
+    """Build by size ("qwen2-audio-7b", TOWER+DECODER, a folder); see `composed.build_from_size`."""
     return build_from_size(PublishedComposition, QWEN2_AUDIO_FAMILY, size, dtype, attention_kernel)

@@ -1,7 +1,7 @@
 """Qwen3.5 (dense): a tower at native resolution, and a decoder of gated delta nets and gated
 attention; or the decoder alone.
 
-Samples are those of `models.qwen3_vl`; no layer of the tower but the last feeds the decoder.
+Samples are as in `models.qwen3_vl`; only the last layer of the tower feeds the decoder.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Qwen35(NativeModel):
 
     @property
     def weights(self) -> HfWeightMap:
-        """Where a checkpoint of transformers has the model's parameters."""
+        """The weight map of a checkpoint of transformers."""
         return qwen3_5_hf.weight_map(self.plain, self.size)
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
-        """Where checkpoints of transformers have the parts that are published alone."""
+        """Weight maps of transformers' checkpoints for the parts that are published alone."""
         alone = Qwen35Size(self.size.decoder)
         return {"llm": lambda: qwen3_5_hf.weight_map({"llm": self.plain["llm"]}, alone)}
 
@@ -39,7 +39,7 @@ class Qwen35(NativeModel):
 def build(
     size: str = "qwen3.5-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Qwen35:
-    """Pictures, clips and text by size ("qwen3.5-9b", a folder)."""
+    """Build by size ("qwen3.5-9b", a folder) for pictures, clips and text."""
     read = qwen3_5_hf.read_qwen3_5
     return build_from_size(Qwen35, QWEN3_5_FAMILY, size, dtype, attention_kernel, read)
 
@@ -47,6 +47,6 @@ def build(
 def build_text(
     size: str = "qwen3.5-text-nano", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> Qwen35:
-    """A model of text alone by size (a folder); see `models.composed.build_from_size`."""
+    """Build a text-only model by size (a folder); see `models.composed.build_from_size`."""
     read = qwen3_5_hf.read_qwen3_5_text
     return build_from_size(Qwen35, QWEN3_5_TEXT_FAMILY, size, dtype, attention_kernel, read)

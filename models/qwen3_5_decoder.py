@@ -1,5 +1,5 @@
-"""Decoder of Qwen3.5: gated delta nets (arXiv 2412.06464), and between them attention whose outputs
-are gated (arXiv 2505.06708)."""
+"""Decoder of Qwen3.5: gated delta nets (arXiv 2412.06464), and between them attention with gated
+outputs (arXiv 2505.06708)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ConvolutionTaps(nn.Module):
 
 
 class HybridBlock(nn.Module):
-    """Pre-norm decoder layer of one kind; `mix` is called as `attention` or `mix_tokens` is."""
+    """Pre-norm decoder layer of one kind; call `mix` like `attention` or `mix_tokens`."""
 
     size: HybridSize
     kind: str
@@ -75,7 +75,7 @@ class HybridBlock(nn.Module):
     def _attention(
         self, linear: Callable[..., nn.Module], h: Array, segment_ids: Array, positions: Array
     ) -> Array:
-        """Every head's query stands beside its gate."""
+        """Attend; one matrix has every head's query next to its gate."""
         s = self.size
         norm = partial(RMSNorm, s.norm_eps, (None,), offset=s.norm_offset)
         width, embed, kv_names = (s.width,), ("embed",), ("kv_heads", None)
@@ -142,7 +142,7 @@ class HybridModule(DecoderModule):
 
     @property
     def attention_flops(self) -> Mapping[str, Any]:
-        """A delta net reads a state twice and writes it once a token."""
+        """A delta net reads a state twice and writes it once per token."""
         d = self.size.delta
         of_token = 6.0 * d.value_heads * d.key_size * d.value_size
         return {FULL: super().attention_flops, LINEAR: {"token": of_token}}

@@ -22,13 +22,13 @@ from models.qwen3_5_sizes import FULL, LINEAR, DeltaSize, HybridSize, Qwen35Size
 
 KINDS = {"linear_attention": LINEAR, "full_attention": FULL}
 TYPES = {kind: name for name, kind in KINDS.items()}
-IGNORED = (INV_FREQ, r"mtp\..*")  # what predicts further tokens is kept as it is
+IGNORED = (INV_FREQ, r"mtp\..*")  # multi-token prediction is not used
 
 # ---- names ----
 
 
 _LAYER = "layers.{}."
-_COMMON_NAMES = {  # what layers of both kinds have
+_COMMON_NAMES = {  # in layers of both kinds
     "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", **GATED_MLP,
 }  # fmt: skip
 DECODER = (
@@ -55,7 +55,7 @@ def _llm(module: Any, body: str) -> list[HfTensor]:
 
 # ---- configurations ----
 
-# What transformers takes for a key that a file leaves out.
+# transformers' defaults of absent keys
 _ROPE = "rope_parameters"
 TEXT_RULES = ConfigRules(
     {
@@ -74,7 +74,7 @@ TEXT_RULES = ConfigRules(
         "rope_scaling.partial_rotary_factor": f"{_ROPE}.partial_rotary_factor",
     },
 )  # fmt: skip
-# Fields of a delta net, and their keys in configurations.
+# Fields of a delta net, and their config keys.
 DELTA_KEYS = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",
@@ -86,10 +86,10 @@ SUPPORTED = {"hidden_act": "silu", "attention_bias": False, f"{_ROPE}.rope_type"
 
 
 def text_facts(config: Config) -> dict[str, Any]:
-    """Every key of a decoder's configuration that decides the computation.
+    """Return every key of a decoder's configuration that affects the computation.
 
     Raises:
-      ValueError: a value that is not built.
+      ValueError: an unsupported value.
     """
     facts = TEXT_RULES.read(config)
     interval = facts.pop("full_attention_interval")
@@ -100,7 +100,7 @@ def text_facts(config: Config) -> dict[str, Any]:
         facts["layer_types"] = [TYPES[LINEAR if (i + 1) % interval else FULL] for i in range(n)]
     for key, value in SUPPORTED.items():
         if facts[key] != value:
-            raise ValueError(f"{key} is {facts[key]!r}; only {value!r} is known")
+            raise ValueError(f"{key} is {facts[key]!r}; only {value!r} is supported")
     return facts
 
 
@@ -122,7 +122,7 @@ def _decoder(c: Config, *, tied: bool) -> HybridSize:
 
 
 def text_config(s: HybridSize) -> dict[str, Any]:
-    """A decoder's size as a configuration."""
+    """Return a decoder's size as a configuration."""
     return {
         "model_type": "qwen3_5_text",
         **config_values(s, hf_sizes.DECODER_KEYS),
@@ -145,7 +145,7 @@ def _is_tied(config: Config) -> bool:
 
 
 def _model_facts(config: Config) -> dict[str, Any]:
-    """Of the whole model."""
+    """Return facts of the whole model's configuration."""
     vision = hf_sizes.native_vision_facts("qwen3_5_vision", config)
     return {
         "model_type": config.get("model_type"),
@@ -161,14 +161,14 @@ def _text_model_facts(config: Config) -> dict[str, Any]:
 
 
 def read_qwen3_5(config: Config) -> Qwen35Size:
-    """Size of a Qwen3.5 configuration."""
+    """Return the size of a Qwen3.5 configuration."""
     decoder = _decoder(text_facts(config.get("text_config") or {}), tied=_is_tied(config))
     facts = hf_sizes.native_vision_facts("qwen3_5_vision", config)
     return Qwen35Size(decoder, hf_sizes.native_vision_size(facts, decoder.width))
 
 
 def read_qwen3_5_text(config: Config) -> Qwen35Size:
-    """Size of the configuration of a decoder alone."""
+    """Return the size of the configuration of a decoder alone."""
     return Qwen35Size(_decoder(text_facts(config), tied=_is_tied(config)))
 
 
@@ -176,7 +176,7 @@ def read_qwen3_5_text(config: Config) -> Qwen35Size:
 
 
 def weight_map(modules: Mapping[str, Any], size: Qwen35Size) -> HfWeightMap:
-    """Qwen3_5ForConditionalGeneration, or Qwen3_5ForCausalLM of a decoder alone."""
+    """Return the map of Qwen3_5ForConditionalGeneration, or of Qwen3_5ForCausalLM for a decoder."""
     llm, text = modules["llm"], text_config(size.decoder)
     body = "model.language_model." if size.vision else "model."
     tensors = _llm(llm, body)

@@ -16,8 +16,8 @@ PERIOD = (LINEAR, LINEAR, LINEAR, FULL)
 
 @dataclass(frozen=True)
 class DeltaSize:
-    """Heads of a gated delta net: of queries and keys, and of values, several of which read one of
-    the former; `taps` tokens are convolved."""
+    """Heads of a gated delta net: `key_heads` of queries and keys; several `value_heads` share a
+    key head; `taps` tokens are convolved."""
 
     key_heads: int
     value_heads: int
@@ -32,11 +32,11 @@ class DeltaSize:
 
 @dataclass(frozen=True)
 class HybridSize(DecoderSize):
-    """A decoder whose layers mix tokens by gated delta nets, or by gated attention.
+    """A decoder whose layers mix tokens by gated delta nets or by gated attention.
 
     Attributes:
       kinds: LINEAR or FULL, by layer.
-      rotary_size: of a head's coordinates the first so many turn with its token's positions.
+      rotary_size: the first coordinates of a head that are rotated by the token's position.
     """
 
     kinds: tuple[str, ...] = ()
@@ -46,13 +46,13 @@ class HybridSize(DecoderSize):
     def __post_init__(self) -> None:
         if not 0 < self.rotary_size <= self.head_dim or self.rotary_size % 2:
             raise ValueError(
-                f"partial_rotary_factor must leave an even number of a head's {self.head_dim} "
-                f"coordinates to turn, not {self.rotary_size}"
+                f"partial_rotary_factor must rotate an even number of a head's {self.head_dim} "
+                f"coordinates, not {self.rotary_size}"
             )
         super().__post_init__()
         if len(self.kinds) != self.n_layers or set(self.kinds) - {LINEAR, FULL}:
             raise ValueError(
-                f"layer_types must say linear_attention or full_attention of each of the "
+                f"layer_types must have linear_attention or full_attention for each of the "
                 f"{self.n_layers} layers"
             )
 
@@ -67,7 +67,7 @@ class HybridSize(DecoderSize):
 
 @dataclass(frozen=True)
 class Qwen35Size:
-    """Perhaps a tower at native resolution, and a decoder with three positions a token."""
+    """Perhaps a tower at native resolution, and a decoder with three positions per token."""
 
     decoder: HybridSize
     vision: NativeVisionSize | None = None
@@ -78,7 +78,7 @@ class Qwen35Size:
 
 
 def _decoder(width: int, n_layers: int, mlp: int, *, tied: bool, **overrides: Any) -> HybridSize:
-    """As published, but for `more`."""
+    """Return a published decoder with `overrides`."""
     published: dict[str, Any] = {
         "n_heads": 16,
         "n_kv_heads": 4,

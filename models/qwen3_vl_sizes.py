@@ -15,11 +15,11 @@ class NativeVisionSize:
     """A vision tower that takes pictures and pairs of frames at their own resolution.
 
     Attributes:
-      frames: of a clip that one patch holds.
+      frames: number of a clip's frames in one patch.
       merge: `merge` x `merge` neighbouring patches become one feature.
-      side: learnt positions along a side of the square that is resampled to a picture's grid.
-      processing: of a folder's processors, or as published.
-      deepstack: layers, from 0, after which features leave for the LLM, lowest first.
+      side: learnt positions per side of the square that is resampled to a picture's grid.
+      processing: from a folder's processors, or as published.
+      deepstack: numbers of layers, from 0 and ascending, whose outputs feed the LLM.
     """
 
     width: int
@@ -36,12 +36,12 @@ class NativeVisionSize:
 
     def __post_init__(self) -> None:
         if self.width % (4 * self.n_heads):
-            raise ValueError(f"heads must divide the width into multiples of 4: {self}")
+            raise ValueError(f"width / n_heads must be a multiple of 4: {self}")
         taps = self.deepstack
         if list(taps) != sorted(set(taps)) or not all(0 <= i < self.n_layers for i in taps):
             raise ValueError(
-                f"deepstack_visual_indexes {list(taps)} must rise and be layers of the tower, 0 to "
-                f"{self.n_layers - 1}"
+                f"deepstack_visual_indexes {list(taps)} must be ascending layers of the tower, "
+                f"0 to {self.n_layers - 1}"
             )
 
     @property
@@ -50,7 +50,7 @@ class NativeVisionSize:
 
     @property
     def patch_values(self) -> int:
-        """Numbers that a patch is given as: red, green and blue of every pixel of its frames."""
+        """Numbers of a patch: red, green and blue of every pixel of its frames."""
         return 3 * self.frames * self.patch_px**2
 
     @property
@@ -61,7 +61,7 @@ class NativeVisionSize:
 
 @dataclass(frozen=True)
 class Qwen3VLSize:
-    """A tower at native resolution and a decoder with three positions a token."""
+    """A tower at native resolution and a decoder with three positions per token."""
 
     decoder: DecoderSize
     vision: NativeVisionSize
@@ -70,7 +70,7 @@ class Qwen3VLSize:
         if len(self.vision.deepstack) > self.decoder.n_layers:
             raise ValueError(
                 f"{len(self.vision.deepstack)} layers of the tower feed the decoder's first layers,"
-                f" of which there are {self.decoder.n_layers}"
+                f" but it has {self.decoder.n_layers}"
             )
         if not self.decoder.mrope_sections:
             raise ValueError(f"the decoder needs mrope_sections: {self.decoder}")
@@ -87,7 +87,7 @@ def _qwen3(
     tied: bool,
     theta: float = 5e6,
 ) -> DecoderSize:
-    """`heads`: of queries, of keys and values, and how large."""
+    """Return a decoder. `heads`: (n_heads, n_kv_heads, head_dim)."""
     n_heads, n_kv_heads, head_size = heads
     return DecoderSize(
         width, n_layers, n_heads, n_kv_heads, mlp, vocab, rope_theta=theta, qkv_bias=False,

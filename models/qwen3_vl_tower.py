@@ -1,5 +1,5 @@
 """Vision tower at native resolution (Qwen3-VL): pictures and pairs of frames of any size, packed
-into rows; `models.qwen3_vl` says in which order."""
+into rows; `models.qwen3_vl` defines the order of patches."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Array = jax.Array
 
 
 def grid_weights(grid: Array, side: int) -> Array:
-    """How a square of learnt positions is resampled, bilinearly and corner to corner.
+    """Return weights that resample a square of learnt positions, bilinearly and corner to corner.
 
     Args:
-      grid: int [items, tokens, 4]: row, column, and how many of each the picture has.
+      grid: int [items, tokens, 4]: row, column, and the picture's numbers of rows and columns.
       side: positions along a side of the square.
 
     Returns:
-      float32 [items, tokens, side * side], the share of each position in a patch's.
+      float32 [items, tokens, side * side], the weight of each position for a patch.
     """
 
     def along(index: Array, size: Array) -> Array:
@@ -45,7 +45,7 @@ def grid_weights(grid: Array, side: int) -> Array:
 
 
 class NativeVisionEntry(nn.Module):
-    """uint8 patches -> embeddings plus learnt positions, resampled to each picture's grid."""
+    """Embeds uint8 patches and adds learnt positions, resampled to each picture's grid."""
 
     size: NativeVisionSize
     dtype: jnp.dtype
@@ -58,13 +58,13 @@ class NativeVisionEntry(nn.Module):
         x = Linear(fan_in, width, (None,), ("embed",), self.dtype, bias=True, name="patch")(x)
         init = named_init(normal(s.width**-0.5), None, "embed")
         table = self.param("position", init, (s.side**2, s.width), jnp.float32)
-        # A product: its gradient adds up in an order that does not change.
+        # A product: its gradient adds up in a fixed order.
         weights = grid_weights(grid, s.side).astype(self.dtype)
         return x + jnp.tensordot(weights, table.astype(self.dtype), axes=1)
 
 
 class Merger(nn.Module):
-    """A norm of patches, or of blocks (`joined`); blocks of patches, two-layer MLP with GELU."""
+    """LayerNorm per patch, or per concatenated block if `joined`; merging; two-layer GELU MLP."""
 
     size: NativeVisionSize
     out_width: int
@@ -87,7 +87,7 @@ class Merger(nn.Module):
 
 @dataclass(frozen=True)
 class NativeVisionModule(PackedEncoder):
-    """See `PackedEncoder`; taps "deepstack_0" and on have mergers of their own."""
+    """See `PackedEncoder`; each tap "deepstack_0" etc. has its own merger."""
 
     size: NativeVisionSize
 
@@ -111,7 +111,7 @@ class NativeVisionModule(PackedEncoder):
         return grid_angles(batch["grid"], self.size.head_dim // 2)
 
     def tap(self, name: str, params: object, x: Array, batch: Batch) -> Array:
-        """Features [rows, tokens / block, out_width] of the hidden states so far."""
+        """Return features [rows, tokens / block, out_width] of the hidden states at a tap."""
         return apply(self._end(name), params, x)
 
     def _end(self, part: str) -> nn.Module:

@@ -1,7 +1,7 @@
-"""Rotary positions (arXiv 2104.09864): the two halves of a head are the two coordinates of its
-pairs, and each pair turns by an angle that grows with the token's position.
+"""Rotary positions (arXiv 2104.09864): the two halves of a head hold the two coordinates of its
+pairs, and each pair is rotated by an angle that grows with the token's position.
 
-Angles are float32 [items, tokens, half], half a head's size.
+Angles are float32 [items, tokens, half], where `half` is half of a head's size.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
-WAVELENGTH_BASE = 1e4  # of grids of pictures and of times of diffusion
+WAVELENGTH_BASE = 1e4  # of picture grids and diffusion times
 
 
 def rotate(x: Array, angles: Array) -> Array:
-    """Heads [items, tokens, heads, head_dim] whose first pairs turn by their tokens' angles."""
+    """Rotate the first pairs of heads [items, tokens, heads, head_dim] by their tokens' angles."""
     turned = 2 * angles.shape[-1]
     if turned < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :turned], angles), x[..., turned:]], axis=-1)
@@ -33,18 +33,18 @@ def angles_of(
     turned: int | None = None,
     factor: float = 1.0,
 ) -> Array:
-    """Angles of text, or of text and pictures.
+    """Return angles of text, or of text and pictures.
 
     Args:
       positions: int [items, tokens], or [items, tokens, 3] with `sections`: time, row, column.
       theta: base of the wavelengths.
-      sections: how many of the pairs turn with time, row and column ("interleaved M-RoPE",
-        arXiv 2511.21631): of every three neighbours one each, as far as they go, the rest with
-        time.
-      turned: the first pairs, which turn; those after them stand still. None: all turn.
-      factor: by which positions are divided ("linear" scaling to longer texts).
+      sections: numbers of pairs that are rotated by time, row and column ("interleaved M-RoPE",
+        arXiv 2511.21631): time, row and column take turns until their numbers are used up; the
+        remaining pairs use time.
+      turned: number of first pairs that are rotated; the others are not. None: all are.
+      factor: divisor of positions ("linear" scaling to longer texts).
     """
-    # On the host, in the steps of the reference: a last bit of a frequency is a wrong angle far on.
+    # On the host, in the reference's steps: far from the start, a frequency's last bit matters.
     exponents = np.arange(half, dtype=np.float32) / np.float32(half)
     frequencies = np.float32(1.0) / np.float32(theta) ** exponents
     if turned is not None:
@@ -61,7 +61,7 @@ def angles_of(
 
 
 def grid_angles(grid: Array, half: int) -> Array:
-    """Angles of patches: half of the pairs turn with the row, half with the column.
+    """Return angles of patches: half of the pairs rotate by the row, half by the column.
 
     Args:
       grid: int [items, tokens, 2 or more], row and column first.

@@ -1,9 +1,9 @@
-"""Every model size, stated once.
+"""Table of all model sizes.
 
-Published sizes are those of the models' `config.json` (the Instruct variants where Qwen2.5's
-differ); `siglip-1b` and `siglip-6b` are the scaled towers of DFLOP's public code
-(arXiv 2603.25120). `nano` is for tests, `tiny` trains on a CPU in minutes; `tiny-deep+tiny-short`
-takes about as long in the encoder as in the LLM, `tiny+tiny-short` three quarters of it.
+Published sizes are those of the models' `config.json` (of the Instruct variants if Qwen2.5's
+differ); `siglip-1b` and `siglip-6b` are the scaled towers of DFLOP's public code (arXiv
+2603.25120). `nano` is for tests, `tiny` trains on a CPU in minutes; `tiny-deep+tiny-short` takes
+about as long in the encoder as in the LLM, `tiny+tiny-short` three quarters of it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from models.processors import Processing
 
 @dataclass(frozen=True)
 class VisionSize:
-    """A vision tower and how its output grid becomes visual tokens.
+    """A vision tower, and how its output grid becomes visual tokens.
 
-    `form` is "siglip", or "internvit": a class token (dropped by the connector), layer scale, and
-    a norm of the merged features. `merge` x `merge` neighbouring patches become one visual token
-    (their features side by side). `post_norm` says whether a LayerNorm follows the last layer;
-    LLaVA-OneVision takes the hidden states without it. `qkv_bias`, `qk_norm` (over all heads) and
-    `rms_norm` (instead of LayerNorm) are choices of the internvit form. `processing`: of a folder's
-    processors; None: that which the form was published with.
+    `form` is "siglip", or "internvit": a class token (dropped by the connector), layer scale, and a
+    norm of the merged features. `merge` x `merge` neighbouring patches become one visual token that
+    concatenates their features. `post_norm`: whether a LayerNorm follows the last layer;
+    LLaVA-OneVision uses hidden states without it. `qkv_bias`, `qk_norm` (over all heads) and
+    `rms_norm` (instead of LayerNorm) are options of the internvit form. `processing`: from a
+    folder's processors; None: as published for the form.
     """
 
     tile_px: int
@@ -55,7 +55,7 @@ class VisionSize:
 
     @property
     def grid(self) -> int:
-        """Patches along a side; pixels beyond the last whole patch are not looked at."""
+        """Patches along a side; pixels after the last whole patch are ignored."""
         return self.tile_px // self.patch_px
 
     @property
@@ -74,10 +74,10 @@ class VisionSize:
 
 @dataclass(frozen=True)
 class AudioSize:
-    """A Whisper-form encoder: chunks of `frames` mel frames, of which `mel_frames` may be real.
+    """A Whisper encoder over chunks of `frames` mel frames; the first `mel_frames` are real.
 
-    The conv stem halves the frames, an average over two the positions: a chunk gives
-    frames / 4 tokens. `facts`: of a folder's feature extractor, for whoever prepares the data.
+    The conv stem halves the frames, an average halves the positions: a chunk becomes frames / 4
+    tokens. `facts`: from a folder's feature extractor, for the preparation of data.
     """
 
     frames: int
@@ -108,12 +108,12 @@ class AudioSize:
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """A decoder of Llama-3 form, Qwen2.5 form with `qkv_bias`, or Qwen3 form with `qk_norm`, of
-    each head alone; `tied` shares embedding and head.
+    """A decoder in the form of Llama-3, of Qwen2.5 with `qkv_bias`, or of Qwen3 with `qk_norm` per
+    head; `tied` shares embedding and head.
 
-    `head_size` is that of a head, 0: the heads share the width. With `mrope_sections` a token has
-    three positions, and so many pairs of a head's coordinates turn with each.
-    `logits_elements` bounds the float32 logits (tokens x vocab) alive at once in the loss.
+    `head_size`: size of a head, 0: width / n_heads. With `mrope_sections` a token has three
+    positions, and each rotates this number of a head's pairs. `logits_elements` limits the float32
+    logits (tokens x vocab) in memory in the loss.
     """
 
     width: int
@@ -139,13 +139,13 @@ class DecoderSize:
             raise ValueError(f"a decoder has query biases or QK norm, not both: {self}")
         if self.mrope_sections:
             half = self.rotary_pairs
-            # Of every three neighbouring pairs one each: the last of them must be there.
+            # Sections take turns in every three pairs, so the last pair of each must exist.
             lasts = [3 * (n - 1) + i for i, n in enumerate(self.mrope_sections) if i and n > 0]
             fits = sum(self.mrope_sections) == half and max(lasts, default=0) < half
             if len(self.mrope_sections) != 3 or min(self.mrope_sections) < 0 or not fits:
                 raise ValueError(
-                    f"mrope_section {list(self.mrope_sections)} must be three numbers of sum "
-                    f"{half}, a head's pairs that turn, the last two at most about a third of it"
+                    f"mrope_section {list(self.mrope_sections)} must be three numbers with the sum "
+                    f"{half}, a head's rotated pairs, the last two each at most about a third of it"
                 )
 
     @property
@@ -154,25 +154,25 @@ class DecoderSize:
 
     @property
     def norm_offset(self) -> float:
-        """What norms add to their parameters before they scale by them."""
+        """Offset that norms add to their learnt scale."""
         return 0.0
 
     @property
     def rotary_pairs(self) -> int:
-        """Pairs of a head's coordinates that turn with its token's positions."""
+        """Pairs of a head's coordinates that are rotated by the token's position."""
         return self.head_dim // 2
 
 
-# How a picture becomes tiles and LLM tokens: a grid and an overview with their features as they
-# are, LLaVA-OneVision's unpadded and downscaled grid with line ends, or InternVL's tiling.
+# How a picture becomes tiles and LLM tokens: "tiles" are a grid and an overview, "anyres" is
+# LLaVA-OneVision's unpadded and downscaled grid with line ends, "dynamic" is InternVL's tiling.
 TileLayout = Literal["tiles", "anyres", "dynamic"]
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A decoder and its encoders: a vision tower, joined by a two-layer MLP as wide as the decoder,
-    a Whisper-form encoder, joined by one linear layer, or both. Of a sound `max_windows` windows
-    are heard (Qwen2-Audio hears the first)."""
+    """A decoder and its encoders: a vision tower with a two-layer MLP as wide as the decoder, a
+    Whisper encoder with one linear layer, or both. Of a long audio, `max_windows` windows are used
+    (Qwen2-Audio uses the first)."""
 
     decoder: DecoderSize
     vision: VisionSize | None = None
@@ -302,10 +302,10 @@ OMNI: Mapping[str, ModelSize] = {
 
 @dataclass(frozen=True)
 class SizeFamily:
-    """Compositions of one kind: those with a name, and tables whose rows can be joined.
+    """Compositions of one kind: named ones, and tables whose rows can be joined.
 
     Attributes:
-      kind: model_type in a config.json of transformers; "": no such folder holds one.
+      kind: model_type in a config.json of transformers; "": no folders of this kind exist.
       tables: field of `ModelSize` -> its rows, in the order of ROW+ROW+...; {}: only names.
     """
 
@@ -315,7 +315,7 @@ class SizeFamily:
     max_windows: int = 1
 
     def find_size(self, name: str) -> Any:
-        """The composition called `name`, or ROW+ROW+... with a row of each table.
+        """Return the composition called `name`, or ROW+ROW+... with a row of each table.
 
         Raises:
           ValueError: no such size; the message lists the known ones.

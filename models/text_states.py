@@ -1,4 +1,4 @@
-"""An LLM without a head, whose hidden states leave for another module."""
+"""An LLM without a head, whose hidden states feed another module."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TextEntry(nn.Module):
 
 
 class TextExit(nn.Module):
-    """Final norm, and a linear layer to the width of who reads the states."""
+    """Final norm, and a linear layer to the width of the module that reads the states."""
 
     size: DecoderSize
     out_width: int
@@ -51,13 +51,13 @@ class TextExit(nn.Module):
 
 @dataclass(frozen=True)
 class TextStates(DecoderModule):
-    """See `DecoderModule`; features come out as [rows, tokens, out_width], one for each token."""
+    """See `DecoderModule`; features are [rows, tokens, out_width], one per token."""
 
     out_width: int = 0
 
     @property
     def tied(self) -> bool:
-        """There is no head."""
+        """False: there is no head."""
         return False
 
     @property
@@ -77,11 +77,11 @@ class TextStates(DecoderModule):
         return super()._linen_part(part)
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Any:
-        """Normed hidden states, brought to `out_width`."""
+        """Return normed hidden states, projected to `out_width`."""
         return apply(TextExit(self.size, self.out_width, self.dtype), params, x)
 
     @property
     def weights(self) -> HfWeightMap:
-        """Where a checkpoint of transformers has its parameters; a head there has no use."""
+        """The weight map of a checkpoint of transformers, whose head is ignored."""
         map_ = hf.decoder_weights(self)
         return replace(map_, ignored=(*map_.ignored, r"lm_head\.weight"))

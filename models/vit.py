@@ -23,10 +23,10 @@ Array = jax.Array
 
 
 def patchify(pixels: Array, patch_px: int) -> Array:
-    """[items, px, px, channels] -> [items, patches, patch_px^2 * channels], patches in row order.
+    """Cut [items, px, px, channels] into [items, patches, patch_px^2 * channels], in row order.
 
-    Each patch is flattened (row, column, channel); pixels beyond the last whole patch are left out,
-    as a convolution with stride `patch_px` and no padding does.
+    Each patch is flattened (row, column, channel); pixels after the last whole patch are ignored,
+    as in a convolution with stride `patch_px` and no padding.
     """
     items, height, width, channels = pixels.shape
     rows, cols = height // patch_px, width // patch_px
@@ -36,8 +36,8 @@ def patchify(pixels: Array, patch_px: int) -> Array:
 
 
 class VisionEntry(nn.Module):
-    """uint8 pixels -> patch embeddings plus learned positions, in internvit behind a class
-    token."""
+    """Embeds patches of uint8 pixels and adds learned positions; in internvit, a class token is
+    first."""
 
     size: VisionSize
     dtype: jnp.dtype
@@ -87,7 +87,7 @@ class VisionModule(Encoder):
         return EncoderForm(exact_gelu, norm, (s.qkv_bias,) * 3, s.qk_norm, scaled=True)
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of `pixels` for `items` tiles; `tokens` is fixed by the tile."""
+        """Return shape and dtype of `pixels` for `items` tiles; the tile fixes `tokens`."""
         if name != "pixels":
             raise ValueError(f"the vision module has no field {name!r}; it reads only 'pixels'")
         px = self.size.tile_px

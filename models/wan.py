@@ -1,21 +1,17 @@
-"""Text to video: an LLM reads a caption, and a diffusion transformer of Wan's form (arXiv
-2503.20314) that its hidden states condition learns the flow from noise to latents of clips.
+"""Text to video: an LLM reads a caption, and its hidden states condition a diffusion transformer in
+the form of Wan (arXiv 2503.20314), which learns the flow from noise to latents of clips.
 
-What the modules read, as samples have to give it:
+The modules' inputs:
 
-"llm": a piece is a caption. Of every token: tokens int32.
+"llm": a piece is a caption. Each token has: tokens int32.
 
-"generator": a piece is a clip: TIME_TOKENS tokens of its time, then its text, then its patches of
-latents by time, row and column. In attention only patches ask; their own kind and the text answer.
-Of every token:
-- role int32: 1 to TIME_TOKENS in turn for time, then TEXT and CLIP; 0 is padding.
-- time float32: 1000 s for a clip at s between clean (0) and noise (1), alike in the whole piece.
-- latents float32 [values]: a patch (time, row, column, channel) of (1 - s) clip + s noise; zeros
-  where there is none.
+"generator": a piece is a clip: TIME_TOKENS tokens of its time, then its text, then patches of its
+  latents by time, row and column. In attention only patches are queries; patches and text are keys.
+  Each token has:
 - positions int32 [3]: time, row and column of a patch, counted in patches.
 - target float32 [values]: noise - clip, which the generator is to say; zeros where there is none.
 - weights float32: of the patch's loss, the mean of its squared errors; 0 where there is no patch.
-The LLM's states stand at the tokens TEXT, copied one to one.
+The LLM's states replace the tokens TEXT, one to one.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ FIELD_SPECS: Mapping[str, tuple[tuple[int | str, ...], Any]] = {
 
 @dataclass(frozen=True)
 class WanModule(LinenModule):
-    """The generator as the engine sees it; its loss is that of flow matching (arXiv 2210.02747)."""
+    """The generator as a module of the contract, trained by flow matching (arXiv 2210.02747)."""
 
     size: WanSize
     dtype: jnp.dtype
@@ -65,7 +61,7 @@ class WanModule(LinenModule):
 
     @property
     def attention_flops(self) -> Mapping[str, float]:
-        """Two products for each pair of a patch and a patch or a token of text."""
+        """Two products for each pair of a patch and a patch or a text token."""
         return {"pair": 4.0 * self.size.width}
 
     @property
@@ -81,7 +77,7 @@ class WanModule(LinenModule):
         return dict.fromkeys(self.inputs, "generator")
 
     def field_spec(self, name: str, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """Shape [rows, tokens, ...] and dtype of a field."""
+        """Return shape [rows, tokens, ...] and dtype of a field."""
         if name not in FIELD_SPECS:
             raise ValueError(
                 f"the generator has no field {name!r}; it reads {', '.join(FIELD_SPECS)}"
@@ -105,17 +101,17 @@ class WanModule(LinenModule):
         return apply(self._linen_part("layers")[0], params, x, *fields)
 
     def velocity(self, params: Any, x: Array, batch: Batch) -> Array:
-        """Noise - clip, float32 [rows, tokens, values], by the exit's parameters."""
+        """Return noise - clip, float32 [rows, tokens, values], as the exit predicts it."""
         return apply(self._linen_part("exit")[0], params, x, batch["segment_ids"])
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
-        """Sum over the microbatch of the patches' weighted losses."""
+        """Return the microbatch's sum of the patches' weighted losses."""
         error = self.velocity(params, x, batch) - batch["target"]
         return {"loss_sum": jnp.sum(jnp.mean(error**2, axis=-1) * batch["weights"])}
 
     @property
     def weights(self) -> HfWeightMap:
-        """Where a checkpoint of diffusers has its parameters."""
+        """The weight map of a checkpoint of diffusers."""
         return weight_map(self)
 
 
@@ -146,20 +142,20 @@ class TextToVideo(AdaptableModel):
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
-        """What clips have to be: see `dflop_jax.data.datasets.clips.ClipFormat`."""
+        """Format of clips: see `dflop_jax.data.datasets.clips.ClipFormat`."""
         s = self.size.generator
         facts = {"channels": s.channels, "patch": s.patch, "shift": s.shift}
         return {"generator": {**facts, "time_tokens": TIME_TOKENS, "text": TEXT, "clip": CLIP}}
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
-        """Where checkpoints have the parts: of transformers the LLM, of diffusers the generator."""
+        """Weight maps of the parts: the LLM's from transformers, the generator's from diffusers."""
         return {"llm": lambda: self.llm.weights, "generator": lambda: self.generator.weights}
 
 
 def build(
     size: str = "tiny-short+wan-tiny", dtype: str = "float32", attention_kernel: str = "auto"
 ) -> TextToVideo:
-    """A model by size, DECODER+GENERATOR; see `models.wan_sizes.find_size`."""
+    """Build by size, DECODER+GENERATOR; see `models.wan_sizes.find_size`."""
     kernel = check_kernel(attention_kernel)
     return TextToVideo(find_size(size), parse_dtype(dtype), attention_kernel=kernel)

@@ -1,9 +1,9 @@
 """Layers of Wan's diffusion transformer, as Linen modules on packed rows.
 
-A row's tokens have roles (see `models.wan`): those of a clip change from layer to layer, those of
-its time and text stay what the entry made of them and are read by every layer.
+A row's tokens have roles (see `models.wan`): layers change a clip's tokens; tokens of time and text
+keep the entry's output, and every layer reads them.
 
-Shape suffixes: B rows, T tokens, S pieces a row has at most, W width, N heads, H head dim.
+Shape suffixes: B rows, T tokens, S maximum of a row's pieces, W width, N heads, H head dim.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from models.wan_sizes import WanSize
 Array = jax.Array
 
 SHIFTS = 6  # shift, scale and gate of a layer's attention, and of its MLP
-TIME_TOKENS = SHIFTS + 1  # of a piece: those, and the time itself, which the head reads
+TIME_TOKENS = SHIFTS + 1  # of a piece: the shifts, and the time itself, which the head reads
 TEXT, CLIP = TIME_TOKENS + 1, TIME_TOKENS + 2  # roles; time has 1 to TIME_TOKENS, padding 0
 MIN_CLIP_TOKENS = TIME_TOKENS + 2
-QUERY_BLOCK = 512  # of a long row whose scores for the text are held at once
+QUERY_BLOCK = 512  # queries of a long row whose scores for the text are in memory at once
 
 
 def time_waves(time_BT: Array, dim: int) -> Array:
-    """Cosines and sines of times, float32 [B, T, dim]."""
+    """Return cosines and sines of times, float32 [B, T, dim]."""
     half = dim // 2
     frequencies = WAVELENGTH_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = time_BT[..., None] * frequencies[None, None]
@@ -36,7 +36,7 @@ def time_waves(time_BT: Array, dim: int) -> Array:
 
 
 def rotate_pairs(x_BTNH: Array, angles: Array) -> Array:
-    """Heads whose neighbouring coordinates are a pair, each turned by an angle [B, T, H / 2]."""
+    """Rotate heads by angles [B, T, H / 2]; a pair is two neighbouring coordinates."""
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
     a, b = pairs[..., 0], pairs[..., 1]
@@ -45,7 +45,7 @@ def rotate_pairs(x_BTNH: Array, angles: Array) -> Array:
 
 
 def clip_angles(positions: Array, size: WanSize) -> Array:
-    """Angles [B, T, H / 2] of positions int [B, T, 3]: pairs turn with time, row, then column."""
+    """Return angles [B, T, H / 2] of positions int [B, T, 3]: pairs of time, row, then column."""
     angles = []
     for axis, pairs in enumerate(size.rotary_pairs):
         frequencies = size.theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
@@ -54,10 +54,9 @@ def clip_angles(positions: Array, size: WanSize) -> Array:
 
 
 def gather_clip_tokens(x_BTW: Array, segment_ids: Array, first: int, n: int) -> Array:
-    """The tokens `first` to `first + n` of each token's piece: float32 [B, T, n, W].
+    """Gather tokens `first` to `first + n` of each token's piece: float32 [B, T, n, W].
 
-    They are brought to the piece's tokens by a product, whose gradient adds up in an order that
-    does not change.
+    This is a matrix product, whose gradient adds up in a fixed order.
     """
     B, T, W = x_BTW.shape
     max_clips = max(1, T // MIN_CLIP_TOKENS)
@@ -71,7 +70,7 @@ def gather_clip_tokens(x_BTW: Array, segment_ids: Array, first: int, n: int) -> 
 
 
 def normalize(x: Array, eps: float) -> Array:
-    """Mean 0 and variance 1 along the last dim, float32."""
+    """Norm to mean 0 and variance 1 along the last dim, in float32."""
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps)
@@ -80,7 +79,7 @@ def normalize(x: Array, eps: float) -> Array:
 def attend_to_text(
     q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, role: Array, segment_ids: Array
 ) -> Array:
-    """Attention of a clip's tokens to the text of their piece; for others it means nothing."""
+    """Attend from a clip's tokens to their piece's text; other outputs are meaningless."""
     query_ids = jnp.where(role == CLIP, segment_ids, 0)
     key_ids = jnp.where(role == TEXT, segment_ids, -1)
 
@@ -97,7 +96,7 @@ def attend_to_text(
 
 
 class WanEntry(nn.Module):
-    """Patches, times and text as hidden states [B, T, W], each token by its role."""
+    """Embeds patches, times and text as hidden states [B, T, W], each token by its role."""
 
     size: WanSize
     dtype: jnp.dtype
@@ -128,7 +127,7 @@ class WanEntry(nn.Module):
 
 
 class WanBlock(nn.Module):
-    """Attention within the clip and to its text, MLP; time shifts, scales and gates."""
+    """Attention within the clip and to its text, and an MLP; time shifts, scales and gates them."""
 
     size: WanSize
     dtype: jnp.dtype
@@ -167,7 +166,7 @@ class WanBlock(nn.Module):
         return jnp.where(is_clip[..., None], y.astype(x.dtype), x)
 
     def _heads(self, name: str, query_ids: Array, key_ids: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values [B, T, N, H]; the first two are normed over all heads."""
+        """Return queries, keys and values [B, T, N, H]; the first two are normed over all heads."""
         s = self.size
         shape, names = (s.n_heads, s.head_dim), ("heads", None)
 
@@ -191,7 +190,7 @@ class WanBlock(nn.Module):
 
 
 class WanHead(nn.Module):
-    """Norm that time shifts and scales, and one linear layer: float32 [B, T, values of a patch]."""
+    """A norm that time shifts and scales, and one linear layer: float32 [B, T, patch values]."""
 
     size: WanSize
     dtype: jnp.dtype

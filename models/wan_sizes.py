@@ -18,15 +18,15 @@ DIFFUSERS_CLASS = "WanTransformer3DModel"
 
 @dataclass(frozen=True)
 class WanSize:
-    """A transformer over patches of a clip's latents, which text conditions.
+    """A transformer over patches of a clip's latents, conditioned by text.
 
     Attributes:
       channels: of the latents.
-      patch: latents along time, rows and columns that one token holds.
-      text_width: of the states that text is read as; the LLM's are brought to it.
-      freq_dim: sines and cosines that a time is given as.
-      shift: how far the times of training and sampling are moved to noise: s becomes
-        shift s / (1 + (shift - 1) s) (arXiv 2403.03206).
+      patch: latents along time, rows and columns in one token.
+      text_width: of the text states that it reads; the LLM's states are projected to it.
+      freq_dim: number of sines and cosines that encode a time.
+      shift: moves the times of training and sampling towards noise: s becomes shift s / (1 + (shift
+        - 1) s) (arXiv 2403.03206).
     """
 
     n_heads: int
@@ -43,7 +43,7 @@ class WanSize:
 
     def __post_init__(self) -> None:
         if self.head_dim % 2 or self.head_dim < 6 or self.freq_dim % 2:
-            raise ValueError(f"head_dim must be even and 6 at least, freq_dim even: {self}")
+            raise ValueError(f"head_dim must be even and at least 6, freq_dim even: {self}")
         if len(self.patch) != 3 or min(self.patch) < 1:
             raise ValueError(f"patch_size {list(self.patch)} must be three numbers above 0")
 
@@ -58,7 +58,7 @@ class WanSize:
 
     @property
     def rotary_pairs(self) -> tuple[int, int, int]:
-        """Pairs of a head's coordinates that turn with time, row and column."""
+        """Pairs of a head's coordinates that are rotated by time, row and column."""
         side = self.head_dim // 6
         return self.head_dim // 2 - 2 * side, side, side
 
@@ -79,7 +79,7 @@ WAN: Mapping[str, WanSize] = {
     "wan2.2-5b": WanSize(24, 128, 30, 14336, channels=48),
 }
 
-# What diffusers takes for a key that a file leaves out; of these the computation depends.
+# diffusers' defaults of absent keys that affect the computation
 CONFIG_RULES = ConfigRules(
     {
         "_class_name": DIFFUSERS_CLASS, "patch_size": [1, 2, 2], "num_attention_heads": 40,
@@ -90,7 +90,7 @@ CONFIG_RULES = ConfigRules(
     },
     {},
 )  # fmt: skip
-# Fields of a size, and their keys there.
+# Fields of a size, and their config keys.
 CONFIG_KEYS = {
     "n_heads": "num_attention_heads", "head_dim": "attention_head_dim", "n_layers": "num_layers",
     "mlp": "ffn_dim", "channels": "in_channels", "text_width": "text_dim", "freq_dim": "freq_dim",
@@ -99,7 +99,7 @@ CONFIG_KEYS = {
 
 
 def wan_config(size: WanSize) -> dict[str, Any]:
-    """The config.json that diffusers reads a size from."""
+    """Return the config.json from which diffusers reads a size."""
     return {
         "_class_name": DIFFUSERS_CLASS,
         **config_values(size, CONFIG_KEYS),
@@ -113,10 +113,10 @@ def wan_config(size: WanSize) -> dict[str, Any]:
 
 
 def read_config(config: Mapping[str, Any]) -> WanSize:
-    """The size that a config.json states.
+    """Return the size in a config.json.
 
     Raises:
-      ValueError: a transformer of another form, such as one that pictures condition.
+      ValueError: a transformer of another form, such as one conditioned by pictures.
     """
     values = CONFIG_RULES.read(config)
     size = WanSize(patch=tuple(values["patch_size"]), **size_fields(values, CONFIG_KEYS))
@@ -127,10 +127,10 @@ def read_config(config: Mapping[str, Any]) -> WanSize:
 
 
 def find_size(name: str) -> TextToVideoSize:
-    """The composition DECODER+GENERATOR; a generator is a size or a folder with its config.json.
+    """Return the composition DECODER+GENERATOR; a generator is a size or a folder with config.json.
 
     Raises:
-      ValueError: no such size; the message lists the known ones. A folder of another model.
+      ValueError: an unknown size (the message lists the known ones), or a folder of another model.
     """
     decoder, _, generator = name.partition("+")
     file = Path(generator) / "config.json"

@@ -1,4 +1,4 @@
-"""The tensors of diffusers' WanTransformer3DModel in the generator's parameters."""
+"""Maps the tensors of diffusers' WanTransformer3DModel to the generator's parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from models.hf_names import module_rules
 from models.hf_tensors import HfReshaping, HfTensor, HfWeightMap, Rule, tensors_of
 from models.wan_sizes import CONFIG_RULES, WanSize, wan_config
 
-FILE_STEM = "diffusion_pytorch_model"  # of the names of files
+FILE_STEM = "diffusion_pytorch_model"  # start of file names
 
 _ATTENTION = {
     "query": "to_q", "key": "to_k", "value": "to_v", "query_norm": "norm_q", "key_norm": "norm_k",
@@ -38,7 +38,7 @@ NAMES = (
 
 
 def _patch(size: WanSize) -> HfTensor:
-    """The patches' kernel, in the file a convolution [width, channel, time, row, column]."""
+    """Return the patch kernel, in the file a convolution [width, channel, time, row, column]."""
     dims = ((size.width,), (size.channels,), *((n,) for n in size.patch))
     layout = HfReshaping(dims, (2, 3, 4, 1, 0), (size.patch_values, size.width))
     return HfTensor(
@@ -47,7 +47,7 @@ def _patch(size: WanSize) -> HfTensor:
 
 
 def weight_map(module: Any) -> HfWeightMap:
-    """All tensors of diffusers' WanTransformer3DModel, for the module "generator"."""
+    """Return the map of diffusers' WanTransformer3DModel for the module "generator"."""
     return HfWeightMap(
         tensors=(_patch(module.size), *tensors_of(module, "generator", NAMES, "")),
         config=wan_config(module.size),

@@ -158,12 +158,12 @@ GOOD = {
     [
         ("text_config", "rope_scaling", {"mrope_section": [24, 20, 19]}, "mrope_section"),
         ("text_config", "rope_scaling", {"mrope_section": [0, 32, 32]}, "a third"),
-        ("text_config", "rope_scaling", {"mrope_section": "24"}, "list of whole numbers"),
+        ("text_config", "rope_scaling", {"mrope_section": "24"}, "list of integers"),
         ("text_config", "head_dim", 64, "sum 32"),
-        ("vision_config", "deepstack_visual_indexes", [8, 8, 24], "must rise"),
+        ("vision_config", "deepstack_visual_indexes", [8, 8, 24], "must be ascending"),
         ("vision_config", "deepstack_visual_indexes", [8, 16, 27], "0 to 26"),
         ("vision_config", "out_hidden_size", 32, "must be equal"),
-        ("vision_config", "num_position_embeddings", 2305, "no square"),
+        ("vision_config", "num_position_embeddings", 2305, "not a square"),
     ],
 )
 def test_a_bad_qwen3_vl_is_named(where, key, value, message, tmp_path):

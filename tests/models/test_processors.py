@@ -56,7 +56,9 @@ def test_what_is_not_honoured_is_refused_by_its_name(tmp_path, kind):
     settings = cases.SETTINGS[kind]
     for name, value in {**REFUSED, **REFUSED_BY_KIND[kind]}.items():
         folder = cases.write_processors(tmp_path / name, kind, settings | {name: value})
-        with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {name} .* not honoured"):
+        with pytest.raises(
+            ValueError, match=rf"preprocessor_config\.json: {name} .* not supported"
+        ):
             cases.read_model(*folder)
     for clips, match in (
         ({**cases.COLOURS, "rescale_factor": 0.1}, "differ from those"),

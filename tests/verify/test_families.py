@@ -112,7 +112,7 @@ def whole4(**more):
 
 REFUSED = {
     (gemma4_hf.read_gemma4, whole4): [
-        ({"audio_config": {"hidden_size": 8}}, "audio_config: sound is not built")
+        ({"audio_config": {"hidden_size": 8}}, "audio_config: audio is not supported")
     ],
     (gemma4_hf.read_gemma4_text, gemma_folders.text4): [
         ({"hidden_size_per_layer_input": 256}, "per-layer embeddings .*E-forms"),

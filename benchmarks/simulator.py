@@ -159,7 +159,7 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
     """Return the best plan of a kind and its prices, found as by a run."""
     from dflop_jax.plan.search import search_plan
     from dflop_jax.report.progress import Progress
-    from dflop_jax.runtime.layout import can_join
+    from dflop_jax.runtime.layout import can_form_submesh
     from dflop_jax.train.plan_trials import PlanTrials
 
     trials = PlanTrials(replace(place, config=run), profile, Progress(1, quiet=True))
@@ -173,7 +173,7 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
         return (
             kind.devices in (0, m.n_devices)
             and (m.name == "vision" or kind.stages in (0, m.stage))
-            and can_join(devices)
+            and can_form_submesh(devices)
         )
 
     plan = search_plan(

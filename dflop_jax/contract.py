@@ -112,7 +112,7 @@ class Module(Protocol):
     #   time of a call depends on the content of its pieces; may be a mapping by kind, too.
     # numbers_layers: whether `layer` also reads "layer", int32 [], from its batch: the index of the
     #   layer among those of its kind.
-    # any_order: whether its programs may sum in any order on a GPU, so that bits can differ.
+    # allows_nondeterminism: whether its programs may sum in any order on a GPU, so bits can differ.
     # working_dtype: dtype of the parameters that its functions get; float32 by default. For other
     #   dtypes the optimizer keeps float32 masters of trained parameters.
     # float32_names: names (last keys of paths) of parameters that stay float32 with any working

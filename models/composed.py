@@ -18,7 +18,7 @@ from models.decoder_model import DecoderModel
 from models.hf_config import Config
 from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
-from models.processors import AUDIO_DEFAULTS, picture_processing, sound_facts
+from models.processors import AUDIO_DEFAULTS, read_audio_facts, read_media_processing
 from models.sizes import AudioSize, ModelSize, SizeFamily, TileLayout, VisionSize
 from models.vit import VisionModule
 
@@ -157,13 +157,15 @@ def build_from_size(
     size_of_folder = folder_size(size, family.kind, read) if family.kind else None
     kernel = check_kernel(attention_kernel)
     if size_of_folder and getattr(size_of_folder, "vision", None):
-        processing = picture_processing(Path(size), family.kind, size_of_folder.vision)
+        processing = read_media_processing(Path(size), family.kind, size_of_folder.vision)
         vision = replace(
             size_of_folder.vision, **({"processing": processing} if processing else {})
         )
         size_of_folder = replace(size_of_folder, vision=vision)
     if size_of_folder and getattr(size_of_folder, "audio", None):
-        facts = sound_facts(Path(size), size_of_folder.audio.mel_bins, size_of_folder.audio.frames)
+        facts = read_audio_facts(
+            Path(size), size_of_folder.audio.mel_bins, size_of_folder.audio.frames
+        )
         size_of_folder = replace(
             size_of_folder, audio=replace(size_of_folder.audio, facts=tuple(facts.items()))
         )

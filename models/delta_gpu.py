@@ -119,36 +119,41 @@ def _call_kernel(
 
 
 def _forward_kernel(
-    wanted_ref: Ref, reads_ref: Ref, leaves_ref: Ref, keeps_ref: Ref, state_ref: Ref, out_ref: Ref
+    update_ref: Ref,
+    state_key_ref: Ref,
+    write_key_ref: Ref,
+    state_decay_ref: Ref,
+    state_ref: Ref,
+    out_ref: Ref,
 ) -> None:
     """Compute columns of a head's state, from the first chunk to the last."""
 
     def step(n: Array, state: Array) -> Array:
         state_ref[n] = state
-        written = wanted_ref[n] - _dot(reads_ref[n], state)
+        written = update_ref[n] - _dot(state_key_ref[n], state)
         out_ref[n] = written
-        return keeps_ref[n] * state + _dot(leaves_ref[n].T, written)
+        return state_decay_ref[n] * state + _dot(write_key_ref[n].T, written)
 
-    lax.fori_loop(0, keeps_ref.shape[0], step, jnp.zeros(state_ref.shape[1:], jnp.float32))
+    lax.fori_loop(0, state_decay_ref.shape[0], step, jnp.zeros(state_ref.shape[1:], jnp.float32))
 
 
 def _backward_kernel(
     dwritten_ref: Ref,
     dread_ref: Ref,
-    reads_ref: Ref,
-    leaves_ref: Ref,
-    keeps_ref: Ref,
+    state_key_ref: Ref,
+    write_key_ref: Ref,
+    state_decay_ref: Ref,
     dstate_ref: Ref,
     out_ref: Ref,
 ) -> None:
     """Compute columns of the gradient of a head's state, from the last chunk to the first."""
-    n_chunks = keeps_ref.shape[0]
+    n_chunks = state_decay_ref.shape[0]
 
     def states_before(steps_done: Array, dstate: Array) -> Array:
         n = n_chunks - 1 - steps_done
         dstate_ref[n] = dstate
-        dwritten = dwritten_ref[n] + _dot(leaves_ref[n], dstate)
+        dwritten = dwritten_ref[n] + _dot(write_key_ref[n], dstate)
         out_ref[n] = dwritten
-        return keeps_ref[n] * dstate + dread_ref[n] - _dot(reads_ref[n].T, dwritten)
+        return state_decay_ref[n] * dstate + dread_ref[n] - _dot(state_key_ref[n].T, dwritten)
 
     lax.fori_loop(0, n_chunks, states_before, jnp.zeros(dstate_ref.shape[1:], jnp.float32))

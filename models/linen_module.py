@@ -57,7 +57,7 @@ class LinenModule(ABC):
         return False
 
     @property
-    def any_order(self) -> bool:
+    def allows_nondeterminism(self) -> bool:
         return self.attention_kernel == "cudnn"
 
     @property

@@ -109,7 +109,7 @@ _SAME_PROCESSORS = {"qwen3_5": "qwen3_vl"}  # families with the processors of an
 _CLIP_FACTS = ("min_frames", "num_frames", "cap_pixels_per_frame", "max_video_tokens")
 
 
-def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
+def read_media_processing(folder: Path, kind: str, size: Any) -> Processing | None:
     """Return how a folder's processors prepare pictures and clips of a tower; None if it has no
     such file.
 
@@ -159,7 +159,7 @@ def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
     return Processing(processing.scale, processing.shift, tuple(sorted(facts.items())))
 
 
-def sound_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
+def read_audio_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
     """Return a folder's feature extractor as facts of `mel`; {} if it has no such file.
 
     Raises:

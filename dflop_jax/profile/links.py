@@ -26,7 +26,7 @@ from dflop_jax.hardware import hardware_of_kind
 from dflop_jax.profile.collectives import ring_passes
 from dflop_jax.records import Collective, Hardware, Link
 from dflop_jax.runtime.communicator import is_local, send, zeros
-from dflop_jax.runtime.layout import can_join
+from dflop_jax.runtime.layout import can_form_submesh
 
 Sync = Callable[[], None]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -121,7 +121,7 @@ def _collective_calls(
         meshes = [Mesh(np.array([block]), ("node", "rank")) for block in blocks]
     else:
         every = [d for block in blocks for d in block]
-        joined = blocks if can_join(every) else [block[:1] for block in blocks]
+        joined = blocks if can_form_submesh(every) else [block[:1] for block in blocks]
         meshes = [Mesh(np.array(joined).T, ("node", "rank"))]
     return [collective_call(collective, m, n_items) for m in meshes if is_local(m)]
 

@@ -25,7 +25,7 @@ def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
             f"{len(devices)} exist; lower plan.devices or start with more devices"
         )
     block = devices[m.first : m.devices.stop]
-    if not can_join(block):
+    if not can_form_submesh(block):
         raise ValueError(
             f"submesh {name!r} spans processes with several CPU devices each, whose collectives "
             "wait for each other; start one process per device (dflop launch -n N)"
@@ -38,7 +38,7 @@ def device_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices[: shape.n_devices]).reshape(shape.sizes), AXES)
 
 
-def can_join(devices: Sequence[jax.Device]) -> bool:
+def can_form_submesh(devices: Sequence[jax.Device]) -> bool:
     """Return whether devices can form a submesh: CPU devices of several processes, one of each."""
     processes = [d.process_index for d in devices]
     return devices[0].platform != "cpu" or len(set(processes)) in (1, len(processes))

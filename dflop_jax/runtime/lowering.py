@@ -20,7 +20,7 @@ Tree = Any
 # Each stage and data rank has its own entries; for outputs, the stage's microbatches.
 _PER_RANK = P("stage", "data")
 # Makes XLA's GPU compiler use deterministic operations only, also in libraries.
-_SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
+_DETERMINISTIC_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 class Lowering:
@@ -118,8 +118,8 @@ class Lowering:
         mapped: Any = jax.shard_map(
             body, mesh=s.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*MANUAL_AXES}
         )
-        exact = s.chip.startswith("sm_") and not getattr(s.module, "any_order", False)
-        options = _SAME_BITS if exact else None
+        exact = s.chip.startswith("sm_") and not getattr(s.module, "allows_nondeterminism", False)
+        options = _DETERMINISTIC_OPTIONS if exact else None
         return jax.jit(
             mapped, out_shardings=shardings, donate_argnums=donate, compiler_options=options
         )

@@ -13,7 +13,7 @@ from dflop_jax.train.run_context import import_object
 
 
 @dataclass(frozen=True)
-class HeldOutLoss:
+class HeldOutResult:
     """Loss and token accuracy of held-out samples."""
 
     loss: float  # nan if no token is supervised
@@ -31,10 +31,10 @@ class Evaluation:
     step: int
     loss: float
     accuracy: float | None
-    by_source: dict[str, HeldOutLoss] = field(default_factory=dict)
+    by_source: dict[str, HeldOutResult] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return str(HeldOutLoss(self.loss, self.accuracy))
+        return str(HeldOutResult(self.loss, self.accuracy))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def read_samples(rows: RowFile) -> Iterator[StepSample]:
     return read_rows(rows.path, StepSample, "a sampled step", remedy)
 
 
-def restore_learnt(
+def restore_correction(
     prices: Prices, stored: CorrectionState | None, samples: RowFile, first_step: int
 ) -> CorrectionState:
     """Return the correction of these prices before the first step, from the checkpoint's `stored`

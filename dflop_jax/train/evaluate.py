@@ -20,7 +20,7 @@ from dflop_jax.report.run_folder import read_evaluations
 from dflop_jax.report.wall_time import EVALUATION
 from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.schedule.buckets.sizes import oversize_samples
-from dflop_jax.train.callbacks import Evaluation, HeldOutLoss
+from dflop_jax.train.callbacks import Evaluation, HeldOutResult
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.feed import BatchLoss, PackedBatch, Packer
 from dflop_jax.train.step_figures import sum_by_name
@@ -183,11 +183,11 @@ def draw_held_out_samples(source: Source, n: int, seed: int) -> dict[str, list[i
 
 def _make_held_out_loss(
     model: MultimodalModel, sums: Mapping[str, float], denominators: Mapping[str, float]
-) -> HeldOutLoss:
+) -> HeldOutResult:
     losses = BatchLoss.for_model(model, denominators)
     if not losses.is_supervised:
-        return HeldOutLoss(math.nan, None)
+        return HeldOutResult(math.nan, None)
     accuracy = None
     if f"{list(denominators)[-1]}.correct" in sums:
         accuracy = list(losses.means(sums, "correct").values())[-1]
-    return HeldOutLoss(losses.total(sums), accuracy)
+    return HeldOutResult(losses.total(sums), accuracy)

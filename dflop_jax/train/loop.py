@@ -30,7 +30,7 @@ from dflop_jax.schedule.correction import price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
 from dflop_jax.train.choose_plan import PlannedRun
-from dflop_jax.train.correction import Corrector, restore_learnt
+from dflop_jax.train.correction import Corrector, restore_correction
 from dflop_jax.train.evaluate import HeldOutEvaluator
 from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
 from dflop_jax.train.plan_trials import load_count_program
@@ -170,7 +170,7 @@ class TrainLoop:
             return None
         learnt, samples = None, folder.rows[CORRECTIONS]
         if config.correct:
-            learnt = restore_learnt(prices, self._run.state.learnt, samples, first_step)
+            learnt = restore_correction(prices, self._run.state.learnt, samples, first_step)
         else:
             samples.drop_except(lambda sample: sample.step < first_step)
         program = load_count_program(self.ex.plan, self.config.cache_dir)

@@ -29,7 +29,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     layer_key,
 )
-from dflop_jax.runtime.layout import can_join
+from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.profiling import OnProgress, tensor_degrees, with_default_degrees
@@ -78,7 +78,7 @@ def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
 
 def _is_allowed_submesh(context: RunContext, m: SubmeshPlan) -> bool:
     devices = context.devices
-    return not devices or can_join(devices[m.first : m.devices.stop])
+    return not devices or can_form_submesh(devices[m.first : m.devices.stop])
 
 
 def check_layers(context: RunContext, profile: Profile, profile_name: str, remedy: str) -> None:

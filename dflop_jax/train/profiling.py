@@ -40,7 +40,7 @@ from dflop_jax.profile.timed_programs import measure_concurrent_rate
 from dflop_jax.profile.traced_parts import param_structs, parameter_dims, probe_bytes
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
 from dflop_jax.records.files import load, save
-from dflop_jax.runtime.layout import can_join
+from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.run_context import RunContext
 
@@ -87,7 +87,7 @@ def _select_timing_devices(
         by_process.setdefault(d.process_index, []).append(d)
     for groups in (list(by_process.values()), context.by_host):
         blocks = [tuple(group[:degree]) for group in groups if len(group) >= degree]
-        if blocks := [b for b in blocks if can_join(b)]:
+        if blocks := [b for b in blocks if can_form_submesh(b)]:
             return blocks if on_every_process else blocks[:1]
     return []
 

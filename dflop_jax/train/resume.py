@@ -34,7 +34,7 @@ _PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
 _MEMORY, _FROZEN = "memory of a device", "frozen parts"
 _RECORDED_FLAGS = ("model.", "data.", "train.", "plan.")
 # Flags of plan.* that do not affect the choice of a plan.
-_NO_CHOICE = {"plan.devices", "plan.hardware", "plan.redecide_every"}
+_FLAGS_WITHOUT_EFFECT = {"plan.devices", "plan.hardware", "plan.redecide_every"}
 # The profile is measured again if one of these changes.
 _PROFILE_SETTINGS = {
     "plan.max_model",
@@ -45,7 +45,7 @@ _PROFILE_SETTINGS = {
     *(f"data.{name}" for name in LIMITS),
     _KIND,
 }
-# The plan is searched again if one of these changes, or a flag of plan.* outside _NO_CHOICE.
+# The plan is searched again if one of these changes, or another flag of plan.*.
 _PLAN_SETTINGS = _PROFILE_SETTINGS | {
     "train.global_batch",
     "train.remat",
@@ -147,7 +147,8 @@ def reuse_state(
     changes = {
         name: text
         for name, text in find_changes(before, now).items()
-        if name in _PLAN_SETTINGS or (name.startswith("plan.") and name not in _NO_CHOICE)
+        if name in _PLAN_SETTINGS
+        or (name.startswith("plan.") and name not in _FLAGS_WITHOUT_EFFECT)
     }
     if _MEMORY in changes and isclose(before[_MEMORY], now[_MEMORY], rel_tol=_MEMORY_TOLERANCE):
         del changes[_MEMORY]
@@ -183,7 +184,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableCheckpoint:
     """A checkpoint to set aside: some process cannot read it, or an older one was requested."""
 
     step: int
@@ -192,7 +193,7 @@ class Unreadable:
 
 
 def find_checkpoint(
-    folder: Path, peers: ProcessGroup, unreadable: list[Unreadable], at: int | None = None
+    folder: Path, peers: ProcessGroup, unreadable: list[UnreadableCheckpoint], at: int | None = None
 ) -> tuple[RunState, CheckpointReader] | None:
     """Return the newest checkpoint that every process can open, older than those in `unreadable`;
     None if there is none. Newer ones that cannot be opened are logged and added to `unreadable`,
@@ -205,7 +206,7 @@ def find_checkpoint(
     if at is not None:
         if at not in steps:
             raise ValueError(store.describe_missing_step(at, steps))
-        unreadable += [Unreadable(s, PASSED_OVER, "") for s in steps if s > at]
+        unreadable += [UnreadableCheckpoint(s, PASSED_OVER, "") for s in steps if s > at]
         steps = [s for s in steps if s <= at]
     for step in steps:
         error, opened = None, None
@@ -214,7 +215,7 @@ def find_checkpoint(
             opened = read_state(reader.run_state), reader
         except (CorruptCheckpoint, OtherVersion) as e:
             why = DAMAGED if isinstance(e, CorruptCheckpoint) else OTHER_VERSION
-            error = Unreadable(step, why, str(e))
+            error = UnreadableCheckpoint(step, why, str(e))
         worst = gather_unreadable(peers, f"{key}/{step}", error)
         if worst is None:
             return opened
@@ -229,9 +230,11 @@ def find_checkpoint(
     raise ValueError(f"{folder}: no checkpoint is complete; start again with --overwrite")
 
 
-def gather_unreadable(peers: ProcessGroup, key: str, error: Unreadable | None) -> Unreadable | None:
+def gather_unreadable(
+    peers: ProcessGroup, key: str, error: UnreadableCheckpoint | None
+) -> UnreadableCheckpoint | None:
     """Return the error of the first process that has one, on every process; process 0 logs it."""
-    worst = next(filter(None, peers.all_gather(key, error, Unreadable | None)), None)
+    worst = next(filter(None, peers.all_gather(key, error, UnreadableCheckpoint | None)), None)
     if worst and peers.is_primary:
         is_damaged = worst.why == DAMAGED
         problem = "damaged" if is_damaged else "of another version of this program"
@@ -243,7 +246,7 @@ def gather_unreadable(peers: ProcessGroup, key: str, error: Unreadable | None) -
 def restore(
     saver: Checkpointer,
     checkpoint: tuple[RunState, CheckpointReader],
-    unreadable: list[Unreadable],
+    unreadable: list[UnreadableCheckpoint],
     peers: ProcessGroup,
     *,
     reset_optimizer: bool = False,
@@ -257,7 +260,7 @@ def restore(
             saver.restore(reader, reset_optimizer=reset_optimizer)
             break
         except CorruptCheckpoint as e:  # raised on every process
-            error = Unreadable(state.step, DAMAGED, str(e))
+            error = UnreadableCheckpoint(state.step, DAMAGED, str(e))
             worst = gather_unreadable(peers, f"damaged/{state.step}", error)
             unreadable.append(worst or error)
             older = find_checkpoint(saver.store.root, peers, unreadable)

@@ -50,7 +50,7 @@ from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.planning import check_trainable
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
-from dflop_jax.train.resume import Resume, RunState, Unreadable, find_checkpoint, restore
+from dflop_jax.train.resume import Resume, RunState, UnreadableCheckpoint, find_checkpoint, restore
 from dflop_jax.train.run_context import RunContext, make_run_context, with_step_count
 from dflop_jax.train.run_dir import is_restarted_run
 
@@ -161,7 +161,7 @@ class Trainer:
             self._existing = "resume"
         resume, self._resume = self._resume, Resume()
         given_executor, self._given_executor = self._given_executor, None
-        checkpoint, unreadable = None, list[Unreadable]()
+        checkpoint, unreadable = None, list[UnreadableCheckpoint]()
         if self._existing == "resume":
             checkpoint = find_checkpoint(self._checkpoints, peers, unreadable, at=resume.at)
         stored = checkpoint[0] if checkpoint else None

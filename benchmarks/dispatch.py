@@ -167,8 +167,8 @@ def shares_crossing(
     devices, total = np.arange(n_ranks), max(float(moved.sum()), 1.0)
     names = best_permutation(local_tokens(moved, devices, devices, NODE))
     node_V = devices // NODE
-    near, naive = (crossing_traffic(m, node_V).across_nodes / total for m in (moved[names], moved))
-    return near, naive
+    near, naive = (crossing_traffic(m, node_V).inter_node_amount for m in (moved[names], moved))
+    return near / total, naive / total
 
 
 def _up(tokens: float) -> int:

@@ -41,7 +41,7 @@ _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK, _HIDDEN = range(5)
 
 
 def predict_profile(
-    workplace: RunContext,
+    context: RunContext,
     source: Source,
     on_progress: OnProgress,
     on_message: Callable[[str], None],
@@ -49,19 +49,19 @@ def predict_profile(
     """Return the profile of the model on `plan.hardware` and of the data. Times come from compiled
     programs, or from data sheets if there is no compiler (`on_message` gets the reason). ValueError
     if a module does not compile for the chip at any tensor-parallel degree."""
-    hardware, model = workplace.hardware, workplace.model
+    hardware, model = context.hardware, context.model
     assert hardware is not None, "predict_profile needs plan.hardware"
     try:
         find_chip(hardware.name)
         compiler_environment()
     except ValueError as e:
         on_message(f"prices come from data sheets, not from compiled programs: {e}")
-        return make_profile(workplace, source)
-    data = profile_data(workplace, source)
-    shapes = {m: _probe_shapes(data, m, model, workplace.token_multiple) for m in model.modules}
-    degrees, n = tensor_degrees(workplace), workplace.n_devices
+        return make_profile(context, source)
+    data = profile_data(context, source)
+    shapes = {m: _probe_shapes(data, m, model, context.token_multiple) for m in model.modules}
+    degrees, n = tensor_degrees(context), context.n_devices
     return Profile(
-        compile_profile(workplace.config, model, hardware, shapes, degrees, n, on_progress), data
+        compile_profile(context.config, model, hardware, shapes, degrees, n, on_progress), data
     )
 
 

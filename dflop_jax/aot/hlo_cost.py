@@ -32,7 +32,7 @@ _COLLECTIVES = {
     **dict.fromkeys(_GATHERS, Kind.GATHER),
 }
 # Async collective starts whose result type also contains their operands.
-_HOLD_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
+_RESULT_HAS_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
 # Instructions that launch no kernel.
 _NO_KERNEL = frozenset({
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
@@ -104,7 +104,7 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
     """Return the kernel that an instruction launches, if any."""
     opcode = i.opcode.removesuffix("-start")
     if opcode in _COLLECTIVES:
-        group, stride = _group(i)
+        group, stride = _replica_group(i)
         if group == 1:
             return None
         return Kernel(_COLLECTIVES[opcode], 0.0, _transfer_bytes(i), group=group, stride=stride)
@@ -269,7 +269,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
-def _group(i: Instruction) -> tuple[int, int]:
+def _replica_group(i: Instruction) -> tuple[int, int]:
     """Return (number of devices in a collective's group, difference of neighbours' numbers)."""
     if i.opcode.startswith("collective-permute"):
         return 2, 1
@@ -297,5 +297,5 @@ def _numbers(text: str) -> list[int]:
 def _transfer_bytes(i: Instruction) -> float:
     """Return the bytes of the larger of a collective's input and output on one device."""
     read_bytes = sum(o.n_bytes for o in i.operands)
-    written = i.n_bytes - (read_bytes if i.opcode in _HOLD_OPERANDS else 0.0)
+    written = i.n_bytes - (read_bytes if i.opcode in _RESULT_HAS_OPERANDS else 0.0)
     return max(read_bytes, written)

@@ -63,14 +63,14 @@ class CompiledMemory:
 
     submesh: str
     state_bytes: float  # of all segments on these devices
-    kept_bytes: float  # inputs and residuals of the groups in flight
+    in_flight_bytes: float  # inputs and residuals of the groups in flight
     work_bytes: float  # of `program`
     program: str  # the program with the most work bytes
     planned_bytes: float = 0.0  # the planner's predicted peak; 0: none
 
     @property
     def peak_bytes(self) -> float:
-        return self.state_bytes + self.kept_bytes + self.work_bytes
+        return self.state_bytes + self.in_flight_bytes + self.work_bytes
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def device_memory(
             CompiledMemory(
                 submesh=", ".join(names),
                 state_bytes=sum(s.state_bytes for s in on_resource),
-                kept_bytes=sum(map(residual_bytes, on_resource)),
+                in_flight_bytes=sum(map(residual_bytes, on_resource)),
                 work_bytes=work_bytes(largest),
                 program=largest.name,
                 planned_bytes=max(planned_peaks.get(name, 0.0) for name in names),
@@ -152,8 +152,8 @@ def describe_fit(
     worst = max(memory, key=lambda m: m.peak_bytes)
     spare_bytes = budget_bytes - worst.peak_bytes
     breakdown = (
-        f"{worst.state_bytes / GIB:.1f} state, {worst.kept_bytes / GIB:.1f} of groups in flight, "
-        f"{worst.work_bytes / GIB:.1f} {worst.program}"
+        f"{worst.state_bytes / GIB:.1f} state, {worst.in_flight_bytes / GIB:.1f} of groups in "
+        f"flight, {worst.work_bytes / GIB:.1f} {worst.program}"
     )
     if worst.planned_bytes:
         breakdown += f"; planned {worst.planned_bytes / GIB:.1f}"
@@ -170,7 +170,7 @@ def describe_fit(
 def _suggest_remedy(worst: CompiledMemory, segments: Sequence[SegmentMemory]) -> str:
     """Describe how to reduce the largest part of the peak."""
     segments_there = [s for s in segments if s.submesh in worst.submesh.split(", ")]
-    if worst.state_bytes > worst.work_bytes + worst.kept_bytes:
+    if worst.state_bytes > worst.work_bytes + worst.in_flight_bytes:
         more_sharding = "plan.zero 3, " * any(s.zero < 3 for s in segments_there)
         return (
             f"{more_sharding}a larger tensor degree (plan.max_model), more devices, or training "

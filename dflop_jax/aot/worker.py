@@ -120,18 +120,18 @@ class Worker:
         """Return a plan's `PlanPrograms`, the report of one of its programs, or a probe result."""
         try:
             if self._config != request.config:
-                self._workplace = make_run_context(request.config)
+                self._context = make_run_context(request.config)
                 self._config, self._plan = request.config, None
-            hardware = self._workplace.hardware
+            hardware = self._context.hardware
             assert hardware is not None, "plan.hardware is checked before a process is started"
             if request.probe:
                 devices = self._devices(hardware, request.probe.tp)
-                return compile_probe(self._workplace.model, request.probe, devices)
+                return compile_probe(self._context.model, request.probe, devices)
             assert request.plan is not None, "a request has a plan or a probe"
             if self._plan != request.plan:
                 devices = self._devices(hardware, request.plan.layout.n_devices)
-                workplace = replace(self._workplace, devices=devices)
-                self._programs = make_executor(workplace, request.plan).programs
+                context = replace(self._context, devices=devices)
+                self._programs = make_executor(context, request.plan).programs
                 self._plan = request.plan
         except ValueError as e:
             message = error_line(e)

@@ -177,7 +177,7 @@ def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> 
 
     from dflop_jax.distributed.devices import available_host_bytes
     from dflop_jax.profile.measure import shapes_within
-    from dflop_jax.profile.traced_parts import probe_bytes
+    from dflop_jax.profile.traced_parts import timed_program_bytes
     from dflop_jax.records import Shape
 
     free = available_host_bytes()
@@ -187,7 +187,7 @@ def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> 
                for m in model.modules}  # fmt: skip
     shapes = {m: [Shape(1, n)] for m, n in longest.items() if n}
     try:
-        shapes_within(shapes, free, lambda m, shape: probe_bytes(model.modules[m], shape))
+        shapes_within(shapes, free, lambda m, shape: timed_program_bytes(model.modules[m], shape))
     except ValueError as e:
         return str(e)
     return ""

@@ -88,7 +88,7 @@ def search_json(result: SearchResult) -> dict[str, object]:
 
 def ranking_table(result: SearchResult, explain: bool) -> Table:
     """The best placements, simulated with one bucket each."""
-    from dflop_jax.plan.explain import explain_loss
+    from dflop_jax.plan.explain import explain_slowdown
 
     title = (
         f"{result.n_evaluated} of {result.n_candidates} candidates simulated "
@@ -101,7 +101,7 @@ def ranking_table(result: SearchResult, explain: bool) -> Table:
     for c in result.candidates:
         row = [f"{c.policy}: {c.name}", str(c.microbatches), str(c.group_size)]
         row += [f"{1e3 * c.makespan_s:.1f}", f"{c.peak_bytes / GIB:.2f}"]
-        rows.append([*row, *[c.saving, explain_loss(c, result.candidates[0])] * explain])
+        rows.append([*row, *[c.saving, explain_slowdown(c, result.candidates[0])] * explain])
     return make_table(title, columns, rows)
 
 
@@ -172,7 +172,7 @@ def kind_table(rows: Sequence[KindCost]) -> Table:
 def memory_table(rows: Sequence[Saving]) -> Table:
     texts = (
         (s.module, s.chosen, s.cheaper if s.fits else f"{s.cheaper} (does not fit)",
-         f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.paid_s:.1f}")
+         f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.extra_step_s:.1f}")
         for s in rows
     )  # fmt: skip
     columns = ("module", "saves memory by", "instead of", "GiB less", "ms a step")

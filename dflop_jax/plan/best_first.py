@@ -84,11 +84,11 @@ class BestFirstSearch:
         ranked: list[Candidate] = []
         for one in self._best_first(self._spaces, _MAX_STEPS):
             is_far = bool(ranked) and one.lower_bound_s > CLOSE_RATIO * ranked[0].lower_bound_s
-            n_placements = len(first_of_placements(ranked))
+            n_placements = len(first_per_placement(ranked))
             if (is_far or len(ranked) >= MAX_CLOSE) and n_placements >= n_wanted:
                 break
             ranked.append(one)
-            if on_progress and len(first_of_placements(ranked)) > n_placements:
+            if on_progress and len(first_per_placement(ranked)) > n_placements:
                 on_progress(n_placements + 1, n_wanted)
         return ranked
 
@@ -207,7 +207,7 @@ class BestFirstSearch:
                 yield candidate
 
 
-def first_of_placements(candidates: Iterable[Candidate]) -> list[Candidate]:
+def first_per_placement(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the first candidate of each placement."""
     firsts: dict[Key, Candidate] = {}
     for one in candidates:

@@ -279,7 +279,7 @@ class Space:
         raise AssertionError("the options fit at no granularity")
 
 
-def make_options(
+def make_module_options(
     table: ModuleTable, resources: Sequence[int], in_flight: Sequence[Array]
 ) -> ModuleOptions:
     """Return memory and time by option, given each segment's resource and groups in flight."""
@@ -311,7 +311,7 @@ def bound_families(
 
     @cache
     def build_options(key: Key) -> ModuleOptions:
-        return make_options(build_table(*key[:4]), *key[4:])
+        return make_module_options(build_table(*key[:4]), *key[4:])
 
     @cache
     def module_minimum(key: Key) -> BlockMinimum:

@@ -70,10 +70,10 @@ class OneBucketSimulator:
     def makespan_s(self, n: float) -> float:
         """Return the seconds of `n` groups, interpolated linearly between whole numbers."""
         below, above = math.floor(n), math.ceil(n)
-        below_s, above_s = self._whole_s(below), self._whole_s(above)
+        below_s, above_s = self._simulate_s(below), self._simulate_s(above)
         return below_s + (n - below) * (above_s - below_s)
 
-    def _whole_s(self, n: int) -> float:
+    def _simulate_s(self, n: int) -> float:
         """Simulate once per number of groups and store only the makespan, no trace."""
         if n not in self._makespans:
             groups, (prices, trainable) = self._groups(n), self._priced

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.plan.bounds import Space, make_options, segment_graph
+from dflop_jax.plan.bounds import Space, make_module_options, segment_graph
 from dflop_jax.plan.memory import block_minimum
 from dflop_jax.plan.module_tables import HEADROOM, SearchContext, module_table
 from dflop_jax.plan.placement import SpaceLimits, divisors, split_layers
@@ -189,7 +189,7 @@ def _bound_layout(context: SearchContext, layout: Layout) -> Space:
             sub_microbatches[m], max_subs,
         )  # fmt: skip
         in_flight = [np.array([[limits[n][s.name] for n in fan_in]]) for s in segments]
-        options[m] = make_options(tables[m], resources, in_flight)
+        options[m] = make_module_options(tables[m], resources, in_flight)
     (block,) = graph.blocks
     table_rows = dict.fromkeys(block, np.zeros(1, int))
     minima = {block: block_minimum([options[m] for m in block], limit)}

@@ -308,7 +308,7 @@ def simulate(
     return simulate_schedules(plan, schedules, prices, names, noise=noise)
 
 
-def loads_that_fit(plan: Plan, loads: Sequence[Load]) -> list[Load]:
+def filter_fitting_loads(plan: Plan, loads: Sequence[Load]) -> list[Load]:
     """Return the samples that fit into the plan's buckets; ValueError: none fits."""
     large = set(oversize_samples(loads, plan))
     if len(large) == len(loads):
@@ -320,7 +320,7 @@ def fullest_schedule(
     plan: Plan, loads: Sequence[Load], global_batch: int, prices: Prices, trainable: Collection[str]
 ) -> Schedule:
     """Return the schedule with the most tokens in flight at once, of a few sampled batches."""
-    fitting, n_batches = loads_that_fit(plan, loads), _MAX_EVALUATED_BATCHES // 2
+    fitting, n_batches = filter_fitting_loads(plan, loads), _MAX_EVALUATED_BATCHES // 2
     batches = sample_batches(fitting, global_batch, n_batches)
     schedules = (schedule_batch(b, plan, prices, trainable) for b in batches)
     return max(schedules, key=_max_live_tokens)

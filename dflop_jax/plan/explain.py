@@ -34,7 +34,7 @@ NO_SUBMESHES = "the devices cannot form the submeshes of any placement; use anot
 _LARGEST_MULTIPLE = 64
 
 
-def explain_loss(candidate: Candidate, fastest: Candidate) -> str:
+def explain_slowdown(candidate: Candidate, fastest: Candidate) -> str:
     """Describe in a few words why a placement is slower than the fastest."""
     if candidate == fastest:
         return ""
@@ -93,7 +93,7 @@ class Saving:
     chosen: str  # description of the option; "none" saves nothing
     cheaper: str
     saved_bytes: float  # maximum over the module's devices
-    paid_s: float  # per step
+    extra_step_s: float  # per step
     fits: bool  # whether the faster option would also fit into memory
 
 

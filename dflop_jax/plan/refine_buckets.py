@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dflop_jax.plan.best_first import MAX_CLOSE, BestFirstSearch, first_of_placements
+from dflop_jax.plan.best_first import MAX_CLOSE, BestFirstSearch, first_per_placement
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import with_sub_microbatches
@@ -45,12 +45,12 @@ def refine_candidates(
     """
     evaluator = search.evaluator
     if ranked[0].plan.scheduling.grouping == "arrival":
-        return [with_spare_bucket(r.plan, tail, evaluator) for r in first_of_placements(ranked)]
+        return [with_spare_bucket(r.plan, tail, evaluator) for r in first_per_placement(ranked)]
     close = [_with_smaller_buckets(evaluator, c) for c in _close_candidates(search, ranked)]
     screened = screen(evaluator, close)
     n_sized = _N_SIZED[evaluator.config.effort]
     firsts = {one.policy: one for one in reversed(close_to_best(screened))}
-    leading = [*screened[:n_sized], *first_of_placements(screened)[:n_sized], *firsts.values()]
+    leading = [*screened[:n_sized], *first_per_placement(screened)[:n_sized], *firsts.values()]
     for one in {id(one): one for one in leading}.values():
         if one.ranked_plan.layout != one.plan.layout:
             screened.append(one.with_plan(one.ranked_plan))

@@ -16,7 +16,7 @@ from typing import Any
 from dflop_jax.plan.best_first import (
     BestFirstSearch,
     OnProgress,
-    first_of_placements,
+    first_per_placement,
     search_spaces,
 )
 from dflop_jax.plan.candidate import Candidate
@@ -90,7 +90,7 @@ def search_plan(
             plan = evaluator.evaluate(plans[0], plans[0].predicted.makespan_s)
     return SearchResult(
         plan,
-        tuple(c.with_predictions(evaluator) for c in first_of_placements(ranked)),
+        tuple(c.with_predictions(evaluator) for c in first_per_placement(ranked)),
         search.n_placements,
         search.n_candidates,
         search.n_fit,

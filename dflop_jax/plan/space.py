@@ -31,7 +31,7 @@ BASELINES = ("blind", "megatron", "pytorch")
 Stages = list[list[tuple[str, int, int]]]
 # With more than two blocks, devices are divided in units of at most 1/16; half that unit gives four
 # times as many splits into three blocks.
-_MIN_GRAINS = 16
+_MIN_DEVICE_UNITS = 16
 # Rounds through the stages of a looped pipeline. With R rounds, fill and drain take S - 1 ticks of
 # 1/R of a stage's layers each.
 ROUNDS = (1, 2)
@@ -114,7 +114,7 @@ def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
 def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
     """Return numbers of devices by block, [n_splits, n_blocks]; see `_MIN_GRAINS`."""
     step = 1
-    while n_blocks > 2 and 2 * step * _MIN_GRAINS <= n_devices:
+    while n_blocks > 2 and 2 * step * _MIN_DEVICE_UNITS <= n_devices:
         step *= 2
     boundaries = combinations(range(step, n_devices, step), n_blocks - 1)
     ends = np.array([(0, *c, n_devices) for c in boundaries]).reshape(-1, n_blocks + 1)

@@ -117,7 +117,7 @@ class PlanTooLarge(ValueError):
         self.reason, self.short_bytes = reason, short_bytes
 
 
-def plans_to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
+def select_finalists(plans: Sequence[Plan], n: int) -> list[Plan]:
     """Return the first `n` plans, and the first `n` plans of the first plan's policy."""
     same_policy = [p for p in plans if p.policy == plans[0].policy][:n]
     return [p for i, p in enumerate(plans) if i < n or p in same_policy]
@@ -127,7 +127,7 @@ class TimingSession:
     """Timing of plans on the devices; each plan that runs out of memory lowers the limit."""
 
     def __init__(self, evaluator: PlanEvaluator, time_plan: TimePlan, try_step: TryStep):
-        self.evaluator = self._all_memory = evaluator
+        self.evaluator = self._full_memory_evaluator = evaluator
         self._time_plan, self._try_step = time_plan, try_step
         self._missing_bytes = 0.0  # missing in refused plans; later plans must leave them free
         self._refused: list[PlanTooLarge] = []
@@ -140,7 +140,7 @@ class TimingSession:
         none of these fits. A plan that runs out of memory is dropped, and later plans must leave
         its missing bytes free. ValueError: no plan fits.
         """
-        finalists = plans_to_time(plans, n)
+        finalists = select_finalists(plans, n)
         for plan_group in (finalists, *([p] for p in plans if p not in finalists)):
             alone, timed = len(plan_group) == 1, list[Candidate]()
             for plan in plan_group:
@@ -163,7 +163,7 @@ class TimingSession:
         """Lower the memory limit by the bytes that a plan was short of."""
         self._refused.append(error)
         self._missing_bytes += error.short_bytes
-        self.evaluator = self._all_memory.with_less_memory(self._missing_bytes)
+        self.evaluator = self._full_memory_evaluator.with_less_memory(self._missing_bytes)
 
     def _time_candidate(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
         """Return the plan evaluated by its own or the profile's times; [] if it does not fit on the

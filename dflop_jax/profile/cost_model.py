@@ -151,7 +151,7 @@ class SegmentCosts:
                 if layer_pass == BACKWARD:
                     layer_s = layer_s + predictions.layer(kind, f"{self._policy}.layer_s")
                 # Gathering a layer's parameters overlaps with the previous layer.
-                layers_s = layers_s + n / self._visits * np.maximum(layer_s * slowdown, transfer_s)
+                layers_s = layers_s + n / self._ticks * np.maximum(layer_s * slowdown, transfer_s)
             layers_s = layers_s + transfer_s  # the first layer's gather does not overlap
             seconds = seconds + ticks * (layers_s + stage_send_s) + n_ends * ends_s * slowdown
         seconds = records.add_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
@@ -168,7 +168,7 @@ class SegmentCosts:
         for kind, n in self.costs.profile.kinds_in(segment).items():
             fits = self.costs.fits(records.layer_key(segment.module, kind), tp)
             layer_s = sum(fits.content_s(name) for name in quantities)
-            unit_s = unit_s + layer_s * (n / self._visits)
+            unit_s = unit_s + layer_s * (n / self._ticks)
         return np.multiply.outer(unit_s, self.costs.slowdown(self.mesh) * (ticks / group_size))
 
     def n_bytes(
@@ -202,7 +202,7 @@ class SegmentCosts:
 
         def over_layers(name: str) -> Array:
             per_layer = (predictions.layer(k, f"{policy}.{name}") for k in kinds)
-            return sum(n / self._visits * a for n, a in zip(kinds.values(), per_layer, strict=True))
+            return sum(n / self._ticks * a for n, a in zip(kinds.values(), per_layer, strict=True))
 
         layer_bytes = over_layers("layer_bytes")
         share = self.costs.profile.entry_share[segment.module]
@@ -227,7 +227,7 @@ class SegmentCosts:
         return residuals, np.where(predictions.has_rows, temporaries + gathered, 0.0)
 
     @property
-    def _visits(self) -> int:
+    def _ticks(self) -> int:
         """Ticks that a microbatch takes through all layers."""
         return self.mesh.stage * self.segment.rounds
 

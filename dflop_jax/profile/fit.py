@@ -27,7 +27,7 @@ from dflop_jax.records import REMAT, ModelProfile, order_coefficients, shape_fea
 DEPTHS = (1, 3)
 
 
-def round_to_float32(values: Array) -> Array:
+def round_to_24_bits(values: Array) -> Array:
     """Round values to 24 bits, so that they are equal on every machine."""
     n_bits = np.finfo(np.float32).nmant + 1
     mantissa, exponent = np.frexp(np.asarray(values, float))
@@ -42,7 +42,7 @@ def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
     scale = features.max(axis=0)
     solution, _ = nnls(features / scale * weights[:, None], values * weights)
     solution[solution < solution.max() * 1e-9] = 0.0  # rounding residue of absent terms
-    return round_to_float32(solution / scale)
+    return round_to_24_bits(solution / scale)
 
 
 class LayerFits:
@@ -116,7 +116,7 @@ class LayerFits:
             fitted = DEPTHS[-1] * layer + ends
             values = self._program_seconds(direction, DEPTHS[-1])
         ratio = np.divide(values, fitted, out=np.ones(len(values)), where=fitted > 0)
-        return np.log(self._features[:, 1]), round_to_float32(ratio)
+        return np.log(self._features[:, 1]), round_to_24_bits(ratio)
 
     def _compute_content_s(self, quantity: str) -> np.ndarray:
         """Return a layer's seconds per unit of each content feature, for "forward", "backward" or
@@ -127,7 +127,7 @@ class LayerFits:
             unit_seconds = [getattr(t, f"content_{quantity}_s") for t in self._timings]
         seconds = np.array([order_coefficients(n, self._content_names) for n in unit_seconds])
         weights = self._features[:, 2:]
-        return round_to_float32((seconds * weights).sum(axis=0) / weights.sum(axis=0))
+        return round_to_24_bits((seconds * weights).sum(axis=0) / weights.sum(axis=0))
 
     def _program_seconds(self, direction: str, depth: int) -> np.ndarray:
         """Return the seconds of programs with `depth` layers and both ends, by timing."""

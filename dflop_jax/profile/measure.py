@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 LARGEST_OVER_SAMPLE = 4
 # Ratio of the bytes of XLA's CPU programs to those counted in traces. In a nano Qwen3-VL with 1,000
 # to 4,000 tokens it was 1.8 in the tower and 2.9 to 3.7 in the LLM (attention masks are square).
-_MIN_OVER_TRACE, _MAX_OVER_TRACE = 1.7, 4.0
+_MIN_BYTES_RATIO, _MAX_BYTES_RATIO = 1.7, 4.0
 
 # ---- shapes ----
 
@@ -79,10 +79,10 @@ def shapes_within(
     """Return the shapes whose CPU programs need at most `memory_bytes` (`bytes_of`: bytes counted
     in a trace). The smallest shape and a row of the longest piece are always included; ValueError
     if that row needs more."""
-    max_bytes, fitting = memory_bytes / _MAX_OVER_TRACE, {}
+    max_bytes, fitting = memory_bytes / _MAX_BYTES_RATIO, {}
     for module, module_shapes in shapes.items():
         longest = Shape(1, module_shapes[-1].tokens)
-        needed_bytes = _MIN_OVER_TRACE * bytes_of(module, longest)
+        needed_bytes = _MIN_BYTES_RATIO * bytes_of(module, longest)
         if needed_bytes > memory_bytes:
             flag = "--data.max_tokens or " * (module == TEXT_MODULE) + "--data.max_pixels"
             raise ValueError(

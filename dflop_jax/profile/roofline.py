@@ -24,7 +24,7 @@ import numpy as np
 from dflop_jax import contract, records
 from dflop_jax.hardware import TASK_HOST_S
 from dflop_jax.profile import traced_parts
-from dflop_jax.profile.fit import round_to_float32
+from dflop_jax.profile.fit import round_to_24_bits
 from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Efficiency, Kind, program_s
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.traced_parts import ENDS, Names, TraceSpec, divides, trace_kernels
@@ -314,5 +314,5 @@ def _weighted_sum(costs: Sequence[records.Recompute], weights: np.ndarray) -> re
     """Return the weighted sum of costs, at least 0."""
     names = [f.name for f in fields(records.Recompute) if f.name != "content_s"]
     rows = np.array([[getattr(c, name) for name in names] for c in costs])
-    mixed = np.maximum(0.0, round_to_float32(weights @ rows)).tolist()
+    mixed = np.maximum(0.0, round_to_24_bits(weights @ rows)).tolist()
     return records.Recompute(**dict(zip(names, mixed, strict=True)))

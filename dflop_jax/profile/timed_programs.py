@@ -188,7 +188,7 @@ def median_seconds(runs: Sequence[Run], max_runs: int = MAX_RUNS) -> list[float]
 
 
 def compile_timed_programs(
-    segments: Sequence[Segment], shape: Shape, below: int, piece_counts: Sequence[int]
+    segments: Sequence[Segment], shape: Shape, vocab: int, piece_counts: Sequence[int]
 ) -> list[TimedPrograms]:
     """Compile forward with its loss and backward of each segment; see `TimedPrograms`."""
     compiling = []
@@ -203,7 +203,7 @@ def compile_timed_programs(
     timed = []
     for lowering, job, backward_job in compiling:
         forward, backward, segment = job.result(), backward_job.result(), lowering.segment
-        params, x, batch_runs = _prepare_backward(lowering, backward, shape, below, piece_counts)
+        params, x, batch_runs = _prepare_backward(lowering, backward, shape, vocab, piece_counts)
         timed.append(
             TimedPrograms(
                 tuple((partial(forward, params, x, batch), run) for batch, run in batch_runs),
@@ -220,13 +220,13 @@ def _prepare_backward(
     lowering: Lowering,
     backward: jax.stages.Compiled,
     shape: Shape,
-    below: int,
+    vocab: int,
     piece_counts: Sequence[int],
 ) -> tuple[Any, Any, list[tuple[Any, Run]]]:
     """Return (parameters, inputs, [(fields, backward call) for each number of pieces per row])."""
     params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
     params, x, dy, residual_values = jax.tree.map(
-        lambda a: shard_array(calibration.random_values(a.shape, a.dtype, below), a.sharding),
+        lambda a: shard_array(calibration.random_values(a.shape, a.dtype, vocab), a.sharding),
         (params, x, dy, residuals),
     )
     grads_donated = [jax.tree.map(zeros, grads)]  # each call donates and returns them
@@ -239,7 +239,7 @@ def _prepare_backward(
 
     batches = [
         {
-            name: shard_array(packed_field(name, a.shape, a.dtype, n, below), a.sharding)
+            name: shard_array(packed_field(name, a.shape, a.dtype, n, vocab), a.sharding)
             for name, a in fields.items()
         }
         for n in piece_counts

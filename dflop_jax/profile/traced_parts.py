@@ -129,9 +129,8 @@ def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
 
 def _param_splits(spec: TraceSpec) -> Dims:
     """Return the dim of each parameter of a part that is split over tensor ranks."""
-    leaves = [
-        leaf for p in sorted(_argument_structs(spec)[0]) for leaf in param_structs(spec.module, p)
-    ]
+    parts = sorted(_argument_structs(spec)[0])
+    leaves = [leaf for p in parts for leaf in params_with_axes(spec.module, p)]
     return tuple(split_dim(leaf.shape, axes, spec.tp) for leaf, axes in leaves)
 
 
@@ -233,7 +232,7 @@ def program_bytes(
     return layer, sum(ends), max(live_bytes(s, half_bytes) for s in specs)
 
 
-def probe_bytes(module: Module, shape: Shape) -> float:
+def timed_program_bytes(module: Module, shape: Shape) -> float:
     """Return the activation bytes of the largest timed program of a shape on one CPU device."""
     all_bytes = []
     for kind_module in single_kind_modules(module).values():
@@ -252,7 +251,7 @@ def parameter_parts(module: Module) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def param_structs(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
+def params_with_axes(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
     """Return (struct, logical axes) of each parameter of a part ("layers": of one layer)."""
     axes = jax.tree.leaves(logical_axes(module, part), is_leaf=lambda a: isinstance(a, tuple))
     return list(zip(jax.tree.leaves(part_struct(module, part)), axes, strict=True))
@@ -260,7 +259,7 @@ def param_structs(module: Module, part: str) -> list[tuple[Any, tuple[str | None
 
 def divides(module: Module, tp: int) -> bool:
     """Return whether `tp` divides every dim that tensor parallelism splits."""
-    leaves = [leaf for part in parameter_parts(module) for leaf in param_structs(module, part)]
+    leaves = [leaf for part in parameter_parts(module) for leaf in params_with_axes(module, part)]
     split = [(leaf.shape, split_dim(leaf.shape, names, tp)) for leaf, names in leaves]
     return not any(dim is not None and shape[dim] % tp for shape, dim in split)
 
@@ -286,7 +285,7 @@ def _param_dims(
 ) -> tuple[ParamDims, ...]:
     all_dims: list[ParamDims] = []
     for part in parts:
-        structs = param_structs(module, part)
+        structs = params_with_axes(module, part)
         trains = module.freeze_groups[part] not in frozen
         element_bytes = [ParamDims.element_state_bytes * trains] * len(structs)
         if tx and trains:

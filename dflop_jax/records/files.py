@@ -15,7 +15,7 @@ import numpy as np
 
 VERSION = 3  # of records that are not in `_NEWER`
 # Increase a version when a field is renamed or changes its meaning; `load` rejects other versions.
-_NEWER = {"Plan": 7, "ModelProfile": 5, "Profile": 5, "PriceList": 8, "Schedule": 6}
+_VERSIONS = {"Plan": 7, "ModelProfile": 5, "Profile": 5, "PriceList": 8, "Schedule": 6}
 _STEP = "<i4"  # dtype of differences of neighbours: piece ids and positions stay below 2^31
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def _decode_columns(kind: type, encoded: Any) -> np.ndarray:
 def save(record: Any, path: str | Path) -> None:
     """Write a record atomically: if the process is killed during the write, the old file stays."""
     name = type(record).__name__
-    head = {"record": name, "version": _NEWER.get(name, VERSION), "value": record}
+    head = {"record": name, "version": _VERSIONS.get(name, VERSION), "value": record}
     new_path = Path(path).with_suffix(".tmp")
     new_path.write_bytes(msgspec.json.format(to_json(head), indent=1))
     new_path.replace(path)
@@ -80,7 +80,7 @@ def load(kind: type[T], path: str | Path) -> T:
         raise ValueError(
             f"{path}: contains {name or 'no record'}, expected {kind.__name__}; give another file"
         )
-    if (version := raw.get("version")) != (expected_version := _NEWER.get(name, VERSION)):
+    if (version := raw.get("version")) != (expected_version := _VERSIONS.get(name, VERSION)):
         raise ValueError(
             f"{path}: version {version}, this program reads {expected_version}; create it again"
         )

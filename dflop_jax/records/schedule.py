@@ -66,7 +66,7 @@ class PackedPieces:
         return hash(self.columns.tobytes())
 
     @cached_property
-    def _row_by_row(self) -> tuple[np.ndarray, np.ndarray]:
+    def _sorted_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """(entries sorted by row, for each of them the sorted index where its row begins), [n]."""
         order = np.lexsort((self.row, self.rank, self.microbatch))
         row = self.columns[1:, order]
@@ -80,7 +80,7 @@ class PackedPieces:
 
     def row_offsets(self, amount: np.ndarray) -> np.ndarray:
         """Return for each piece the sum of `amount` [n] over the pieces before it in its row."""
-        order, begins = self._row_by_row
+        order, begins = self._sorted_rows
         total = np.cumsum(amount[order]) - amount[order]
         result = np.empty_like(total)
         result[order] = total - total[begins]

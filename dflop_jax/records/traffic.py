@@ -60,11 +60,11 @@ class CrossingTraffic:
         return float(self.amount.max(initial=0))
 
     @property
-    def in_node(self) -> float:
+    def intra_node_amount(self) -> float:
         return float(self.amount[~self.is_across_nodes].sum())
 
     @property
-    def across_nodes(self) -> float:
+    def inter_node_amount(self) -> float:
         return float(self.amount[self.is_across_nodes].sum())
 
 

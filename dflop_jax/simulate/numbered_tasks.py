@@ -176,7 +176,7 @@ def list_schedule(problem: StepTasks, keys: Sequence[int], *, alternate: bool = 
     with a ready task is at its limit, one limit is exceeded. `alternate`: a resource with ready
     forward and backward tasks alternates between them (dual-queue rule)."""
     ticks, resource, successors = problem.ticks, problem.resource, problem.successors
-    queues = _Queues(problem, keys, alternate)
+    queues = _ReadyQueues(problem, keys, alternate)
     n_pending, ready_ticks = list(problem.n_inputs), [0] * problem.n_tasks
     link_free = [0] * problem.n_links
     idle = [True] * problem.n_resources
@@ -218,7 +218,7 @@ def list_schedule(problem: StepTasks, keys: Sequence[int], *, alternate: bool = 
     return order
 
 
-class _Queues:
+class _ReadyQueues:
     """Queues of ready tasks: per segment for tasks that open a group, per resource for others."""
 
     def __init__(self, problem: StepTasks, keys: Sequence[int], alternate: bool):

@@ -41,7 +41,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.simulate.numbered_tasks import Sends, add_sends, run_in_order
 from dflop_jax.simulate.task_graph import StepGraph, segment_links, segment_resources, step_graph
-from dflop_jax.simulate.task_order import both_orders, schedule_order
+from dflop_jax.simulate.task_order import list_schedules, schedule_order
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
 _ROUNDING = 1e-9  # makespans with a smaller relative difference count as equal
@@ -108,8 +108,8 @@ def simulate_order(
     n_devices = {m.name: m.n_devices for m in layout.submeshes}
     slowdown = noise.stragglers if noise else {}
     seconds, sends = task_seconds(schedule, prices), task_sends(layout, schedule, graph, prices)
-    factors = _factors(len(order), noise, schedule.step, 0)
-    send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
+    factors = _noise_factors(len(order), noise, schedule.step, 0)
+    send_factors = _noise_factors(sum(map(len, sends.values())), noise, schedule.step, 1)
     jobs: list[SimJob] = []
     trace_rows: list[tuple[str, str, int, str] | None] = []  # event of each job; None: no event
     last_job: dict[int, int] = {}  # by resource
@@ -190,7 +190,7 @@ def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Pri
     return sends
 
 
-def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:
+def _noise_factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:
     """Return noise factors of a step's tasks (kind 0) or sends (kind 1), drawn separately."""
     if noise is None or noise.sigma == 0:
         return iter([1.0] * n)
@@ -209,7 +209,7 @@ def with_list_order(
     graph = step_graph(plan.layout, schedule.groups, trainable)
     seconds = task_seconds(schedule, prices)
     makespan_s = makespan_function(plan, schedule, graph, prices)
-    order, priced = both_orders(plan, graph, schedule.groups, seconds)
+    order, priced = list_schedules(plan, graph, schedule.groups, seconds)
     best_s = makespan_s(order)
     if priced != order and (other_s := makespan_s(priced)) < best_s * (1 - _ROUNDING):
         order, best_s = priced, other_s
@@ -279,7 +279,7 @@ def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Tim
     for job in jobs:
         devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
     if sum(devices.values()) > concurrency:
-        return _run_shared(jobs, concurrency)
+        return _run_on_shared_cores(jobs, concurrency)
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
     free_s: dict[Hashable, float] = {}  # end of each resource's last job
     for i, job in enumerate(jobs):
@@ -293,7 +293,7 @@ def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Tim
     return start_s, end_s
 
 
-def _run_shared(jobs: Sequence[SimJob], concurrency: float) -> tuple[Times, Times]:
+def _run_on_shared_cores(jobs: Sequence[SimJob], concurrency: float) -> tuple[Times, Times]:
     """Return `run_jobs` for computing jobs that slow each other down."""
     n_pending = [0] * len(jobs)  # unfinished jobs that a job waits for, with its resource's last
     followers: list[list[int]] = [[] for _ in jobs]

@@ -134,11 +134,11 @@ def step_graph(
                 inputs += [Task(target, f, BACKWARD) for f in fed]
             waits_for[Task(s.name, i, BACKWARD)] = tuple(dict.fromkeys(inputs))
     if not evaluate:
-        waits_for |= _step_end(layout, waits_for, trainable)
+        waits_for |= _step_end_tasks(layout, waits_for, trainable)
     return StepGraph(tuple(waits_for), waits_for)
 
 
-def _step_end(
+def _step_end_tasks(
     layout: Layout, waits: dict[Task, tuple[Task, ...]], trainable: Collection[str]
 ) -> dict[Task, tuple[Task, ...]]:
     """Return the inputs of reductions and updates. The reader of a tied parameter reduces first, so

@@ -27,15 +27,15 @@ def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[
 def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
     """Return `order_tasks` as indices of tasks."""
     tasks = _number_tasks(plan, graph, groups, lambda _: 0.0)
-    return list_schedule(_with_textbook_ticks(tasks, graph), _urgency(plan, graph, groups))
+    return list_schedule(_with_textbook_ticks(tasks, graph), _priority_ranks(plan, graph, groups))
 
 
-def both_orders(
+def list_schedules(
     plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
 ) -> tuple[list[int], list[int]]:
     """Return `textbook_order`, and the same list schedule with the `seconds` of each task."""
     tasks = _number_tasks(plan, graph, groups, seconds)
-    ranks = _urgency(plan, graph, groups)
+    ranks = _priority_ranks(plan, graph, groups)
     textbook = list_schedule(_with_textbook_ticks(tasks, graph), ranks)
     return textbook, list_schedule(tasks, ranks)
 
@@ -54,7 +54,7 @@ def _with_textbook_ticks(tasks: StepTasks, graph: StepGraph) -> StepTasks:
     return replace(tasks, ticks=tuple(_TEXTBOOK_TICKS[t.direction] for t in graph.tasks))
 
 
-def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
+def _priority_ranks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
     """Return the priority rank of every task, 0 is the most urgent."""
     depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
     turn_of_group: dict[int, int] = {}

@@ -17,7 +17,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.plan.evaluate import loads_that_fit
+from dflop_jax.plan.evaluate import filter_fitting_loads
 from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, with_remat
 from dflop_jax.report.number_format import duration, number
 from dflop_jax.report.progress import Progress
@@ -235,14 +235,14 @@ def check_before_measuring(
     if plan is not None:
         check_named_remat(context)
         if profile is None and context.peers.is_primary:
-            loads_that_fit(plan, profiling.profile_data(context, source).loads)
+            filter_fitting_loads(plan, profiling.profile_data(context, source).loads)
 
 
 def predict_plan(context: RunContext, profile: Profile, prices: Prices, timed: TimedPlan) -> Plan:
     """Return the timed plan with predictions by its measured times; `prices` schedule batches."""
     ex, config = timed.executor, context.config
     plan, n = ex.plan, config.train.global_batch
-    loads = itertools.cycle(loads_that_fit(plan, profile.data.loads))
+    loads = itertools.cycle(filter_fitting_loads(plan, profile.data.loads))
     schedules = [
         schedule_batch([*itertools.islice(loads, n)], plan, prices, ex.trainable, step=k)
         for k in range(config.plan.sampled_batches)

@@ -239,8 +239,8 @@ class Packer:
                 )
                 n_bytes = sum(s.shape[-1] * s.dtype.itemsize for s in structs)
                 name = f"{feeder.module} > {target}"
-                in_node[name] += n_bytes * link_counts.in_node
-                across_nodes[name] += n_bytes * link_counts.across_nodes
+                in_node[name] += n_bytes * link_counts.intra_node_amount
+                across_nodes[name] += n_bytes * link_counts.inter_node_amount
         return max_crossing, in_node, across_nodes
 
 

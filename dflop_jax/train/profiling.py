@@ -37,7 +37,7 @@ from dflop_jax.profile.measure import (
 )
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.timed_programs import measure_concurrent_rate
-from dflop_jax.profile.traced_parts import param_structs, parameter_dims, probe_bytes
+from dflop_jax.profile.traced_parts import parameter_dims, params_with_axes, timed_program_bytes
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
 from dflop_jax.records.files import load, save
 from dflop_jax.runtime.layout import can_form_submesh
@@ -108,7 +108,7 @@ def with_default_degrees(context: RunContext) -> PlanConfig:
 def parameter_counts(module: Module) -> dict[str, int]:
     """Return the number of parameters of each part of a module."""
     return {
-        part_name: sum(leaf.size for leaf, _ in param_structs(module, part_name))
+        part_name: sum(leaf.size for leaf, _ in params_with_axes(module, part_name))
         * (n_stacked_layers(module, part_name) if part_name in stacked_parts(module) else 1)
         for part_name in module.freeze_groups
     }
@@ -144,7 +144,7 @@ def _probe_shapes(context: RunContext, data: DataProfile) -> dict[str, list[Shap
         return shapes
     bytes_per_device = free_host_bytes / max(map(len, context.by_host))
     return shapes_within(
-        shapes, bytes_per_device, lambda m, shape: probe_bytes(model.modules[m], shape)
+        shapes, bytes_per_device, lambda m, shape: timed_program_bytes(model.modules[m], shape)
     )
 
 

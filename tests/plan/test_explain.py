@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.hardware import HARDWARE, find_hardware
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.explain import explain_loss, savings
+from dflop_jax.plan.explain import explain_slowdown, savings
 from dflop_jax.plan.search import build_evaluator, search_plan
 from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.records import Predicted
@@ -30,10 +30,10 @@ def candidate(makespan_s, vision_s, llm_s):
     (1.6, 0.4, 0.8, "+60.0%: even llm, the busiest, waits 50%"),
     (1 - 1e-9, 1.1, 0.6, "+0.0%: vision alone computes 1100.0 ms"),
 ])  # fmt: skip
-def test_explain_loss(makespan_s, vision_s, llm_s, says):
+def test_explain_slowdown(makespan_s, vision_s, llm_s, says):
     best = candidate(1.0, 0.7, 0.9)
-    assert explain_loss(candidate(makespan_s, vision_s, llm_s), best) == says
-    assert explain_loss(best, best) == ""
+    assert explain_slowdown(candidate(makespan_s, vision_s, llm_s), best) == says
+    assert explain_slowdown(best, best) == ""
 
 
 def plan(n_devices, memory_bytes, hardware=None):
@@ -84,4 +84,4 @@ def test_savings_compare_with_the_next_cheaper_option():
         assert s.chosen != s.cheaper
         assert s.saved_bytes > 0
         assert not s.fits
-    assert sum(s.paid_s for s in bought.values()) > 0
+    assert sum(s.extra_step_s for s in bought.values()) > 0

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.plan import time_plans
 from dflop_jax.plan.candidate import MIN_SECOND_REMAT_GAIN, Candidate
-from dflop_jax.plan.time_plans import PlanTooLarge, TimingSession, plans_to_time
+from dflop_jax.plan.time_plans import PlanTooLarge, TimingSession, select_finalists
 from dflop_jax.records import Predicted, Prices
 
 from ..plans import chain
@@ -183,4 +183,4 @@ def test_error_names_a_remedy_where_no_plan_fits(short, remedy):
 ])  # fmt: skip
 def test_other_policies_take_no_place_of_the_first(policies, n, expected):
     plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
-    assert [p.at for p in plans_to_time(plans, n)] == expected
+    assert [p.at for p in select_finalists(plans, n)] == expected

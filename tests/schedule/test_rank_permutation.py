@@ -81,7 +81,9 @@ def traffic_of(plan, schedule, loads):
 def moved_by(plan, schedule, loads):
     """[nodes crossed, moved at all] in tokens."""
     moved = [m for _, m in traffic_of(plan, schedule, loads)]
-    return sum(np.array([m.across_nodes, m.in_node + m.across_nodes]) for m in moved)
+    return sum(
+        np.array([m.inter_node_amount, m.intra_node_amount + m.inter_node_amount]) for m in moved
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -95,9 +97,9 @@ def test_crossing_traffic_equals_plain_loops(seed):
         home = home_ranks(low, high)[d]
         moved[bool(node[v] != node[home])] += read[v, d] * (v != home)
     got = crossing_traffic(read, node)
-    assert (got.across_nodes, got.in_node) == (moved[True], moved[False])
+    assert (got.inter_node_amount, got.intra_node_amount) == (moved[True], moved[False])
     parts = [got.for_target_ranks([d]) for d in range(high)]
-    assert sum(p.across_nodes for p in parts) == moved[True]
+    assert sum(p.inter_node_amount for p in parts) == moved[True]
     assert got.max_amount == max(p.max_amount for p in parts)
 
 

@@ -17,7 +17,7 @@ from dflop_jax.simulate.steps import (
     with_list_order,
 )
 from dflop_jax.simulate.task_graph import step_graph
-from dflop_jax.simulate.task_order import both_orders, order_tasks
+from dflop_jax.simulate.task_order import list_schedules, order_tasks
 from tests.simulate.cases import alone_s, batch, chain, names, prices, random_case, same_prices
 
 
@@ -89,7 +89,7 @@ def test_list_order_is_the_better_of_two():
     for _ in range(60):
         plan, schedule, priced, trainable = random_case(rng, sends=True)
         graph = step_graph(plan.layout, schedule.groups, trainable)
-        numbers = both_orders(plan, graph, schedule.groups, partial(alone_s, priced, schedule))
+        numbers = list_schedules(plan, graph, schedule.groups, partial(alone_s, priced, schedule))
         orders = [tuple(graph.tasks[t] for t in order) for order in numbers]
         assert orders[0] == order_tasks(plan, graph, schedule.groups)
         textbook_s, priced_s = (

@@ -4,8 +4,8 @@ collectives.
 
 A fusion reads only the used part of each operand (a slice of a stack, looked-up rows) and writes
 its results; an in-place update writes only the changed part. Loop bodies count once per iteration.
-Collectives do not overlap with other kernels. Loops of unknown length count one iteration; the cost
-reports them and unknown kernels.
+Collectives are priced as if they did not overlap with other kernels. Loops of unknown length count
+one iteration; the cost reports them and unknown kernels.
 """
 
 from __future__ import annotations

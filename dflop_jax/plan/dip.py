@@ -95,8 +95,8 @@ def rank_submeshes(limits: SpaceLimits) -> list[tuple[SubmeshPlan, ...]]:
                 choices.append(tuple(mesh.block(f"rank{r}", r * size) for r in range(n)))
     if not choices and config.policy == POLICY:
         raise ValueError(
-            f"policy dip has no placement on {limits.n_devices} devices: 2 to plan.max_stage="
-            f"{config.max_stage} ranks of equal size each hold a layer of every module, and "
+            f"policy dip has no placement on {limits.n_devices} devices: it needs 2 to "
+            f"plan.max_stage={config.max_stage} equal ranks with a layer of every module each, and "
             f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
             "plan.policy auto"
         )

@@ -28,7 +28,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule.costs import TIE_TOLERANCE
 
-NO_SUBMESHES = "the devices cannot form the submeshes of any placement; use another number"
+NO_SUBMESHES = "no placement can be formed from these devices; use another number of devices"
 # Maximum multiple of the available devices that a message proposes; doubling it adds one search if
 # nothing fits.
 _LARGEST_MULTIPLE = 64

@@ -112,7 +112,7 @@ def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
-    """Return numbers of devices by block, [n_splits, n_blocks]; see `_MIN_GRAINS`."""
+    """Return numbers of devices by block, [n_splits, n_blocks]; see `_MIN_DEVICE_UNITS`."""
     step = 1
     while n_blocks > 2 and 2 * step * _MIN_DEVICE_UNITS <= n_devices:
         step *= 2

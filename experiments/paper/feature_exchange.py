@@ -42,8 +42,8 @@ def measure_exchange(
             size_VD = size_VD[rng.permutation(len(size_VD))]
         node_V = np.array(plan.layout.devices(source)) // case.hardware.devices_per_node
         traffic = crossing_traffic(size_VD, node_V)
-        in_node += traffic.in_node
-        across_nodes += traffic.across_nodes
+        in_node += traffic.intra_node_amount
+        across_nodes += traffic.inter_node_amount
         seconds += 2 * _slowest_rank_s(traffic, case.hardware)
     return ExchangeTraffic(in_node, across_nodes, seconds)
 

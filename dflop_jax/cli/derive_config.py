@@ -99,7 +99,7 @@ def _collect_settings(
     args: argparse.Namespace, requested: dict[str, str], has_experiment: bool
 ) -> list[Setting]:
     from dflop_jax.preflight.huggingface import model_folder
-    from dflop_jax.preflight.model_folder import folder_settings, model_defaults, run_dir
+    from dflop_jax.preflight.model_folder import folder_settings, model_defaults, run_dir_setting
     from dflop_jax.weights import read_config
 
     settings: list[Setting] = []
@@ -118,7 +118,7 @@ def _collect_settings(
     if args.data is not None:
         settings.append(Setting("data.path", args.data, "--data"))
     if not has_experiment:
-        settings.append(run_dir(name, args.data or requested.get("data.path", "")))
+        settings.append(run_dir_setting(name, args.data or requested.get("data.path", "")))
     return settings
 
 

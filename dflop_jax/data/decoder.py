@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from dflop_jax.data.sample import EMPTY, MAX_CANDIDATES, Sample, Source, fits_in
+from dflop_jax.data.sample import EMPTY_SAMPLE, MAX_CANDIDATES, Sample, Source, fits_in
 
 logger = logging.getLogger("dflop_jax.data")
 
@@ -112,7 +112,7 @@ class Replacements:
                 continue
             if (sample := self._count_bad(step, candidate, decode_again(candidate))) is not None:
                 return sample
-        return EMPTY
+        return EMPTY_SAMPLE
 
     def _count_bad(self, step: int, index: int, decoded: DecodeResult) -> Sample | None:
         """Return the sample, or None if it is bad. A bad sample is logged once."""

@@ -59,7 +59,7 @@ class Sample:
                 )
 
 
-EMPTY = Sample({}, {}, Load({}))  # replaces a bad sample if no other sample can
+EMPTY_SAMPLE = Sample({}, {}, Load({}))  # replaces a bad sample if no other sample can
 
 
 def fits_in(load: Load, limit: Load) -> bool:

@@ -15,7 +15,7 @@ from PIL import Image
 from dflop_jax.config import Config
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
 from dflop_jax.data.build import open_tokenizer
-from dflop_jax.data.datasets.clip_lists import SIDE_PX, block_of, frames_of
+from dflop_jax.data.datasets.clip_lists import SIDE_PX, block_side, latents_to_frames
 from dflop_jax.data.datasets.clips import (
     GENERATOR,
     MAX_TIME,
@@ -77,7 +77,7 @@ def make_clip(
     embedded = not config.data.path
     if size is None and not embedded:
         raise ValueError("the clip needs a size; give --latents TIME,ROWS,COLUMNS")
-    side = SIDE_PX // block_of(form.channels) if embedded else 0
+    side = SIDE_PX // block_side(form.channels) if embedded else 0
     if flow_steps < 1:
         raise ValueError(f"--flow-steps {flow_steps}: must be at least 1")
     shape = form.channels, *(size or (DEFAULT_FRAMES, side, side))
@@ -133,7 +133,7 @@ def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
     files = [folder / LATENTS_FILE]
     np.save(files[0], latents)
     if embedded:
-        frames = frames_of(latents, block_of(latents.shape[0]))
+        frames = latents_to_frames(latents, block_side(latents.shape[0]))
         large = frames.repeat(ENLARGEMENT, axis=1).repeat(ENLARGEMENT, axis=2)
         Image.fromarray(np.concatenate(large, axis=1)).save(folder / STRIP_FILE)
         first, *rest = (Image.fromarray(frame) for frame in large)

@@ -15,7 +15,7 @@ from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.datasets.index_build import read_header
 from dflop_jax.data.datasets.record_parser import Record
 from dflop_jax.data.datasets.record_table import RecordTable, build_table
-from dflop_jax.data.media.compose import DecodedMedia, compose, decode_media
+from dflop_jax.data.media.compose import DecodedMedia, compose_sample, decode_media
 from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.kind import BUILT_IN, Kind, Kinds, tag_of
 from dflop_jax.data.media.medium import Preparation, module_of
@@ -53,7 +53,7 @@ def prompt_sample(
         pieces = tokenizer.encode_question(text)
     else:  # without the end of the empty answer
         pieces = encode_chatml([("human", text), ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
-    sample = compose(pieces, decoded, preparation, placeholder=tokenizer.placeholder_id)
+    sample = compose_sample(pieces, decoded, preparation, placeholder=tokenizer.placeholder_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
         of_media = int((sample.fields[LLM]["is_visual"] | sample.fields[LLM]["is_newline"]).sum())

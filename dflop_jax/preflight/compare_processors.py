@@ -36,10 +36,10 @@ def compare_preparations(
         return ""
     counts, clips = dict.fromkeys(("texts", *COMPARED_KINDS.values()), 0), 0
     folder = tokenizer.folder.resolve()
-    published = _load(folder, "AutoTokenizer")
+    published = _load_pretrained(folder, "AutoTokenizer")
     for record, row in samples:
         messages, variables = tokenizer.messages(record.turns, record.fields)
-        if tokenizer.rendered(messages, variables) != published.apply_chat_template(
+        if tokenizer.render_text(messages, variables) != published.apply_chat_template(
             messages, chat_template=tokenizer.template, tokenize=False, **variables
         ):
             return f"{record.name}: its text differs from that of transformers"
@@ -68,7 +68,7 @@ def compare_preparations(
 
 
 @cache
-def _load(folder: Path, name: str, **options: Any) -> Any:
+def _load_pretrained(folder: Path, name: str, **options: Any) -> Any:
     """Return the object that an `Auto` class of transformers loads from a folder, without torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -80,7 +80,7 @@ def _load(folder: Path, name: str, **options: Any) -> Any:
 
 def _compare_sound(folder: Path, source: Any, decoded: DecodedMedium) -> str:
     """Return how the features of an audio file differ, "" if they are equal."""
-    extractor = _load(folder, "AutoFeatureExtractor")
+    extractor = _load_pretrained(folder, "AutoFeatureExtractor")
     rate_hz = extractor.sampling_rate
     sound = read_sound(source, extractor.n_samples, rate_hz)
     features = extractor(sound, sampling_rate=rate_hz, return_tensors="np")["input_features"]
@@ -91,7 +91,7 @@ def _compare_sound(folder: Path, source: Any, decoded: DecodedMedium) -> str:
 def _compare_picture(folder: Path, source: Any, decoded: DecodedMedium) -> str:
     """Return how the pixels of a picture differ, "" if they are equal. Pixel values are sorted
     first, since their order depends on the vision tower."""
-    processor = _load(folder, "AutoImageProcessor", backend="pil")
+    processor = _load_pretrained(folder, "AutoImageProcessor", backend="pil")
     crops = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}
     prepared = processor(
         [read_picture(source)], do_rescale=False, do_normalize=False, return_tensors="np", **crops

@@ -116,7 +116,7 @@ def inspect_dataset(
         unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
         compared=compare_preparations(dataset, samples, of_model=model == config.tokenizer),
         template=getattr(dataset.tokenizer, "template", "ChatML, text as bytes"),
-        **_usable_figures(dataset, good),
+        **_summarize_usable(dataset, good),
     )
 
 
@@ -165,7 +165,7 @@ def _read_rows(
     return {key: rows_by_key[key] for key in keys if key in rows_by_key}
 
 
-def _usable_figures(dataset: RecordDataset, good: dict[RecordKey, IndexRow]) -> dict[str, Any]:
+def _summarize_usable(dataset: RecordDataset, good: dict[RecordKey, IndexRow]) -> dict[str, Any]:
     """Return the fields of `DataReport` for usable records."""
     keys, preparation = [*good], dataset.preparation
     records, media = [row.record for row in good.values()], [row.media for row in good.values()]

@@ -60,7 +60,7 @@ def folder_settings(folder: Path, given_fields: Collection[str] = ()) -> list[Se
                 f"tokenizer and chat template, or --data.tokenizer {BYTE_TOKENIZER}"
             )
         settings.append(Setting("data.tokenizer", name, f"{TOKENIZER} and template of --model"))
-    return settings + _limits(folder, config)
+    return settings + _media_limits(folder, config)
 
 
 def factory_of(config: Mapping[str, Any], folder: Path) -> str:
@@ -97,7 +97,7 @@ def _token_limit(config: Mapping[str, Any]) -> Setting:
     return Setting("data.max_tokens", MAX_TOKENS, f"{origin}; longer samples are cut")
 
 
-def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
+def _media_limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
     """Return the limits of pictures and clips from the folder's processor files."""
     settings = []
     pictures, source = _processor(folder, PICTURE_PROCESSOR, "image_processor")
@@ -157,7 +157,7 @@ def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list
     ]
 
 
-def run_dir(model: str, data: str) -> Setting:
+def run_dir_setting(model: str, data: str) -> Setting:
     """Return the setting of a run folder, named by model, data and time."""
     return Setting("run_dir", f"runs/{file_name(model, data, '{time}')}", "by model, data and time")
 

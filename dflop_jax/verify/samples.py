@@ -12,7 +12,7 @@ from PIL import Image
 from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
-from dflop_jax.data.media.compose import compose, decode_opened
+from dflop_jax.data.media.compose import compose_sample, decode_opened
 from dflop_jax.data.media.kind import Header
 from dflop_jax.data.media.medium import DecodedMedium, Preparation, module_of
 from dflop_jax.data.media.video import Frames
@@ -99,7 +99,7 @@ def random_sample(
         pieces += [TokenRun(medium=i), text(3, supervised=True)]
         token_kinds += [drawn.kind if id_ < 0 else "" for id_ in drawn.medium.ids] + [""] * 3
     pieces.append(text(n_text, supervised=True))
-    sample = compose(pieces, decoded, preparation, placeholder=0)
+    sample = compose_sample(pieces, decoded, preparation, placeholder=0)
     return MixedSample(sample, media, (*token_kinds, *[""] * n_text))
 
 

@@ -13,7 +13,7 @@ from dflop_jax import records
 from dflop_jax.data import pack_groups
 from dflop_jax.data.gathers import count_features as counted
 from dflop_jax.data.packing import LocalRanks, derive_seeds, local_samples
-from dflop_jax.data.sample import EMPTY, FeatureGather, Sample
+from dflop_jax.data.sample import EMPTY_SAMPLE, FeatureGather, Sample
 from dflop_jax.records import Edge, Group, Load, Schedule, Shape
 from tests.rows import group_of_rows, rows_of
 
@@ -339,7 +339,7 @@ def pack_row(row, tokens, samples, loads, module="c"):
 
 @pytest.mark.parametrize("row, loads", [((), []), ((0,), [Load({"c": (3,)})])])
 def test_an_empty_row_and_a_sample_that_nothing_replaces(row, loads):
-    packed = pack_row(row, 5, [EMPTY] * len(loads), loads)
+    packed = pack_row(row, 5, [EMPTY_SAMPLE] * len(loads), loads)
     assert packed.fields["token"].shape == (1, 1, 5)
     assert (packed.gathers, packed.used_tokens, packed.loss_weights.any()) == ({}, 0, False)
     assert not any(a.any() for a in packed.fields.values())

@@ -14,7 +14,7 @@ from dflop_jax.cli import main
 from dflop_jax.config import CheckpointConfig
 from dflop_jax.contract import edges_of
 from dflop_jax.data.datasets import clips
-from dflop_jax.data.datasets.clip_lists import draw_clips, frames_of
+from dflop_jax.data.datasets.clip_lists import draw_clips, latents_to_frames
 from dflop_jax.generate.clip import write_clip
 from dflop_jax.records import DataProfile, LayerTiming, Profile, Recompute, Shape
 from models import wan
@@ -59,7 +59,7 @@ def samples_of(path):
 
 def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
     latents = draw_clips("", 4, 0, "train", 48)[1].read()
-    frames = frames_of(latents, 4)
+    frames = latents_to_frames(latents, 4)
     strip, moving = write_clip(tmp_path, latents, embedded=True)[1:]
     side = frames.shape[1]
     with Image.open(strip) as image:

@@ -105,7 +105,7 @@ def _read_latents(label: str, file: Path, tensor: str, shape: tuple[int, ...]) -
 
 def draw_clips(name: str, n: int, seed: int, split: str, channels: int) -> list[Clip]:
     """Return `n` moving scenes of (seed, split); `name` is the list's name in labels."""
-    block = block_of(channels)
+    block = block_side(channels)
     n_kinds = len(SHAPES) * len(COLOURS) * len(DIRECTIONS)
     clips = []
     for i in range(n):
@@ -140,10 +140,10 @@ def _render(shapes: Sequence[tuple[str, str, str]], n_frames: int, block: int) -
         drawn.append(DrawnShape(kind, colour, x, y, SHAPE_PX, (sign * path, 0.0)))
     picture = Picture(SIDE_PX, SIDE_PX, GREY, tuple(drawn))
     frames = [np.asarray(picture.render(t)) for t in np.linspace(0.0, 1.0, n_frames)]
-    return latents_of(np.stack(frames), block)
+    return frames_to_latents(np.stack(frames), block)
 
 
-def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
+def frames_to_latents(frames: np.ndarray, block: int) -> np.ndarray:
     """Return float32 latents [channels, time, rows, columns] of pixels uint8 [time, y, x, 3]."""
     n, height, width, _ = frames.shape
     values = SCALE * (frames.astype(np.float32) / np.float32(127.5) - 1.0)
@@ -152,15 +152,15 @@ def latents_of(frames: np.ndarray, block: int) -> np.ndarray:
     return rows.reshape(3 * block**2, n, height // block, width // block)
 
 
-def frames_of(latents: np.ndarray, block: int) -> np.ndarray:
-    """Return the frames of latents (the inverse of `latents_of`), rounded to pixel values."""
+def latents_to_frames(latents: np.ndarray, block: int) -> np.ndarray:
+    """Return the frames of latents (the inverse of `frames_to_latents`), rounded to integers."""
     _, n, rows, columns = latents.shape
     split = latents.reshape(block, block, 3, n, rows, columns).transpose(3, 4, 0, 5, 1, 2)
     values = split.reshape(n, rows * block, columns * block, 3)
     return np.clip(np.rint((values / SCALE + 1.0) * 127.5), 0, 255).astype(np.uint8)
 
 
-def block_of(channels: int) -> int:
+def block_side(channels: int) -> int:
     """Return the side of a pixel block with `channels` values. ValueError: no block has as many."""
     side = round((channels / 3) ** 0.5)
     if 3 * side**2 != channels or SIDE_PX % max(side, 1):

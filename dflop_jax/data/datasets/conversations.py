@@ -95,7 +95,7 @@ def parse_conversation(
         turns, raw = (("system", plain), *turns), [{}, *raw]
     _check_roles([role for role, _ in turns])
     own_fields = [MESSAGE_FIELDS if "role" in turn else TURN_FIELDS for turn in raw]
-    messages = tuple(drop_keys(turn, *excluded) for turn, excluded in zip(raw, own_fields))
+    messages = tuple(drop_keys_and_none(turn, *excluded) for turn, excluded in zip(raw, own_fields))
     for (role, text), message in zip(turns, messages, strict=True):
         is_empty = not tag_of(kinds).sub("", text).strip()
         if role == "gpt" and is_empty and not message.get("tool_calls"):
@@ -150,7 +150,7 @@ def _parse_part(
         return content_part, None, {}
     kind = content_part.get("type") if isinstance(content_part, dict) else None
     if kind == "text" and isinstance(content_part.get("text"), str):
-        return content_part["text"], None, drop_keys(content_part, "type", "text")
+        return content_part["text"], None, drop_keys_and_none(content_part, "type", "text")
     kind = kind.removesuffix("_url") if isinstance(kind, str) else kind
     if kind not in kinds:
         raise ValueError(
@@ -158,10 +158,10 @@ def _parse_part(
         )
     keys = (kind, f"{kind}_url", "path", "url")
     medium = next(filter(None, (_medium_source(content_part.get(key)) for key in keys)), None)
-    return f"<{kind}>", medium, drop_keys(content_part, "type", "text", *keys)
+    return f"<{kind}>", medium, drop_keys_and_none(content_part, "type", "text", *keys)
 
 
-def drop_keys(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def drop_keys_and_none(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     """Return a copy without `keys` and without None values (missing ones, in tables)."""
     return {key: v for key, v in values.items() if key not in keys and v is not None}
 
@@ -208,12 +208,12 @@ def _check_roles(roles: Sequence[str]) -> None:
 def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables that a record passes to its chat template."""
     variables = {name: _parse_json_column(fields.get(name)) for name in VARIABLE_FIELDS}
-    variables = drop_keys(variables)
+    variables = drop_keys_and_none(variables)
     options = _parse_json_column(fields.get(OPTIONS_FIELD))
     options = {} if options is None else options
     if not isinstance(options, dict) or options.keys() & {*variables, "messages"}:
         raise ValueError(f"its {OPTIONS_FIELD} is not an object, or repeats a field of the record")
-    return variables | drop_keys(options)
+    return variables | drop_keys_and_none(options)
 
 
 def _parse_json_column(value: Any) -> Any:

@@ -194,14 +194,14 @@ def select_held_out(
     sizes = [len(hashes) for hashes in split_hashes]
     if isinstance(n, float):
         bound = np.uint64(int(n * 2**64))
-        masks = [_scramble(hashes, seed) < bound for hashes in split_hashes]
+        masks = [_mix_hashes(hashes, seed) < bound for hashes in split_hashes]
     else:
         held_out_hashes = np.zeros(0, np.uint64)
         n_wanted = split_proportionally(sizes, min(n, sum(sizes)), min_records=2)
         for k in np.argsort(sizes, kind="stable"):  # ids of small parts also count in larger ones
             n_missing = n_wanted[k] - np.isin(split_hashes[k], held_out_hashes).sum()
             hashes, counts = np.unique(split_hashes[k], return_counts=True)
-            order = np.argsort(_scramble(hashes, seed), kind="stable")
+            order = np.argsort(_mix_hashes(hashes, seed), kind="stable")
             order = order[~np.isin(hashes[order], held_out_hashes)]
             n_before = np.cumsum(counts[order]) - counts[order]
             held_out_hashes = np.append(held_out_hashes, hashes[order[n_before < n_missing]])
@@ -221,7 +221,7 @@ def select_held_out(
     return masks
 
 
-def _scramble(hashes: np.ndarray, seed: int) -> np.ndarray:
+def _mix_hashes(hashes: np.ndarray, seed: int) -> np.ndarray:
     """Return the hashes mixed one to one by the seed."""
     return mix_bits(hashes ^ np.random.SeedSequence([seed, 2]).generate_state(1, np.uint64))
 

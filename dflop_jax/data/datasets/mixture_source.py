@@ -16,7 +16,7 @@ from dflop_jax.data.datasets.record_parser import Record, short_digest
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 from dflop_jax.data.datasets.record_table import concatenate_tables, format_key_counts
 from dflop_jax.data.media import counts as media_counts
-from dflop_jax.data.media.compose import blank_media, compose, decode_media
+from dflop_jax.data.media.compose import blank_media, compose_sample, decode_media
 from dflop_jax.data.media.kind import BUILT_IN, Kinds
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.sample import Sample, SourceFactory
@@ -193,7 +193,7 @@ class MixtureSource:
             media = decode_media(record, self._table, row, self._preparation, numbers)
         except Exception as e:  # untrusted files may fail in any way
             raise ValueError(f"{record.name}: {one_line(e)}") from e
-        sample = compose(runs, media, self._preparation, placeholder=self._placeholder)
+        sample = compose_sample(runs, media, self._preparation, placeholder=self._placeholder)
         return blank_media(sample, self._preparation) if self._blank else sample
 
     def record(self, index: int) -> Record:

@@ -219,9 +219,8 @@ def _match_media(
     matched = []
     for tag in (tag for tag, escaped in zip(tags, is_text[::-1]) if not escaped):
         value = next(queues[tag.kind]) if tag.medium is None else tag.medium
-        own_keys = (
-            conversations.drop_keys(value, "path", "bytes") if isinstance(value, dict) else {}
-        )
+        own = value if isinstance(value, dict) else {}
+        own_keys = conversations.drop_keys_and_none(own, "path", "bytes")
         matched.append((tag.kind, value, {**own_keys, **tag.keys}))
     return turns, matched
 

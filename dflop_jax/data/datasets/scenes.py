@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.record_table import build_table
-from dflop_jax.data.media.compose import blank_media, compose, decode_opened
+from dflop_jax.data.media.compose import blank_media, compose_sample, decode_opened
 from dflop_jax.data.media.counts import fit_samples, sample_load
 from dflop_jax.data.media.kind import BUILT_IN, IMAGE, VIDEO, Kind
 from dflop_jax.data.media.medium import module_of
@@ -111,20 +111,20 @@ class _Pen:
     def kind(self, *excluded: str) -> str:
         return _draw(self.rng, [k for k in SHAPES if k not in excluded])
 
-    def canvas(self, size: tuple[int, int], *shapes: DrawnShape, frames: int = 0) -> Picture:
+    def draw_picture(self, size: tuple[int, int], *shapes: DrawnShape, frames: int = 0) -> Picture:
         dark = self.rng.integers(10, 60) if self.rng.random() < 0.5 else self.rng.integers(200, 250)
         return Picture(*size, int(dark), shapes, frames)
 
-    def single_shape(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
+    def draw_shape(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
         """Return a picture of one large shape, in the middle if the picture is tiny."""
         d = float(self.rng.uniform(0.6, 0.9)) * min(size)
         x, y = (
             float(self.rng.uniform(min(d / 2 + 1, side / 2), max(side - d / 2 - 1, side / 2)))
             for side in size
         )
-        return self.canvas(size, DrawnShape(kind, colour, x, y, d))
+        return self.draw_picture(size, DrawnShape(kind, colour, x, y, d))
 
-    def repeated_shape(self, size: tuple[int, int], n: int) -> Picture:
+    def draw_shapes(self, size: tuple[int, int], n: int) -> Picture:
         """Return a picture of n <= 4 equal shapes that do not touch."""
         cell = min(size) / 2
         cols, rows = int(size[0] / cell), int(size[1] / cell)
@@ -135,31 +135,31 @@ class _Pen:
             DrawnShape(kind, colour, (c % cols + 0.5) * cell, (c // cols + 0.5) * cell, d)
             for c in map(int, cells)
         ]
-        return self.canvas(size, *shapes)
+        return self.draw_picture(size, *shapes)
 
-    def heavy_tailed(self, shortest: int, longest: int) -> int:
+    def draw_heavy_tailed(self, shortest: int, longest: int) -> int:
         """Return a random integer n >= `shortest` of density n^-2, clipped to `longest`."""
         return int(min(longest, shortest / (1.0 - self.rng.random())))
 
     def frame_count(self) -> int:
-        return min(self.heavy_tailed(4, 32), self.limits.max_frames)
+        return min(self.draw_heavy_tailed(4, 32), self.limits.max_frames)
 
 
 def _colour_scene(pen: _Pen) -> Scene:
     colour = pen.colour()
-    picture = pen.single_shape(pen.size(), colour, pen.kind())
+    picture = pen.draw_shape(pen.size(), colour, pen.kind())
     return Scene("colour", (picture,), "What colour is it?", colour)
 
 
 def _shape_scene(pen: _Pen) -> Scene:
     kind = pen.kind()
-    picture = pen.single_shape(pen.size(), pen.colour(), kind)
+    picture = pen.draw_shape(pen.size(), pen.colour(), kind)
     return Scene("kind", (picture,), "Which shape is it?", kind)
 
 
 def _count_scene(pen: _Pen) -> Scene:
     n = int(pen.rng.integers(1, 5))
-    return Scene("count", (pen.repeated_shape(pen.size(), n),), "How many shapes?", str(n))
+    return Scene("count", (pen.draw_shapes(pen.size(), n),), "How many shapes?", str(n))
 
 
 def _position_scene(pen: _Pen) -> Scene:
@@ -168,14 +168,14 @@ def _position_scene(pen: _Pen) -> Scene:
     d = float(pen.rng.uniform(0.35, 0.48)) * min(size)
     x, y = (f * side for f, side in zip(POSITIONS[position], size, strict=True))
     shape = DrawnShape(pen.kind(), pen.colour(), x, y, d)
-    return Scene("place", (pen.canvas(size, shape),), "Where is the shape?", position)
+    return Scene("place", (pen.draw_picture(size, shape),), "Where is the shape?", position)
 
 
 def _more_shapes_scene(pen: _Pen) -> Scene:
     n_fewer, n_more = sorted(int(n) for n in pen.rng.choice(4, 2, replace=False) + 1)
     first = pen.rng.random() < 0.5
     counts = (n_more, n_fewer) if first else (n_fewer, n_more)
-    pictures = tuple(pen.repeated_shape(pen.size(4), n) for n in counts)
+    pictures = tuple(pen.draw_shapes(pen.size(4), n) for n in counts)
     return Scene("more", pictures, "Which picture has more shapes?", "first" if first else "second")
 
 
@@ -183,15 +183,15 @@ def _same_colour_scene(pen: _Pen) -> Scene:
     colour = pen.colour()
     is_same = pen.rng.random() < 0.5
     second_colour = colour if is_same else pen.colour(colour)
-    pictures = tuple(pen.single_shape(pen.size(4), c, pen.kind()) for c in (colour, second_colour))
+    pictures = tuple(pen.draw_shape(pen.size(4), c, pen.kind()) for c in (colour, second_colour))
     return Scene("same", pictures, "Is the colour the same?", "yes" if is_same else "no")
 
 
 def _which_picture_scene(pen: _Pen) -> Scene:
-    n = pen.heavy_tailed(2, 8)
+    n = pen.draw_heavy_tailed(2, 8)
     target, i_target = pen.colour(), int(pen.rng.integers(n))
     pictures = tuple(
-        pen.single_shape(pen.size(4), target if k == i_target else pen.colour(target), pen.kind())
+        pen.draw_shape(pen.size(4), target if k == i_target else pen.colour(target), pen.kind())
         for k in range(n)
     )
     return Scene("which", pictures, f"Which picture is {target}?", str(i_target + 1))
@@ -205,7 +205,7 @@ def _direction_scene(pen: _Pen) -> Scene:
     x = px / 2 - dx * path / 2 + (across if dx == 0 else 0.0)
     y = px / 2 - dy * path / 2 + (across if dy == 0 else 0.0)
     shape = DrawnShape(pen.kind(), pen.colour(), x, y, d, (dx * path, dy * path))
-    clip = pen.canvas((px, px), shape, frames=pen.frame_count())
+    clip = pen.draw_picture((px, px), shape, frames=pen.frame_count())
     return Scene("direction", (clip,), "Which way does it move?", direction)
 
 
@@ -219,7 +219,7 @@ def _moving_shape_scene(pen: _Pen) -> Scene:
     mover = DrawnShape(kind, pen.colour(), px / 2 - path / 2, y, d, (path, 0.0))
     still_colour, x_still = pen.colour(), float(pen.rng.uniform(0.25, 0.75)) * px
     still = DrawnShape(still_kind, still_colour, x_still, y_still, d)
-    clip = pen.canvas((px, px), mover, still, frames=pen.frame_count())
+    clip = pen.draw_picture((px, px), mover, still, frames=pen.frame_count())
     return Scene("mover", (clip,), "Which shape moves?", kind)
 
 
@@ -229,7 +229,7 @@ def _sum_scene(pen: _Pen) -> Scene:
 
 
 def _first_word_scene(pen: _Pen) -> Scene:
-    drawn = [_draw(pen.rng, VOCABULARY) for _ in range(pen.heavy_tailed(4, 60))]
+    drawn = [_draw(pen.rng, VOCABULARY) for _ in range(pen.draw_heavy_tailed(4, 60))]
     return Scene("first word", (), f"First word: {' '.join(drawn)}", drawn[0])
 
 
@@ -322,7 +322,7 @@ class SceneSource:
         opened = [(kind.name, _open_picture(p), header) for p, (kind, header) in picture_headers]
         media = decode_opened(opened, self._preparation, {p.medium for p in drawn.runs})
         placeholder = self._tokenizer.placeholder_id
-        sample = compose(drawn.runs, media, self._preparation, placeholder=placeholder)
+        sample = compose_sample(drawn.runs, media, self._preparation, placeholder=placeholder)
         return blank_media(sample, self._preparation) if self._blank else sample
 
     def _draw(self, indices: Sequence[int]) -> list[DrawnScene]:

@@ -56,7 +56,7 @@ def decode_opened(
     return decoded
 
 
-def compose(
+def compose_sample(
     token_runs: Sequence[TokenRun],
     media: DecodedMedia,
     preparation: Preparation,

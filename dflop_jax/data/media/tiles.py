@@ -21,7 +21,7 @@ from dflop_jax.data.media import medium
 from dflop_jax.data.media.kind import IMAGE, VIDEO, Columns, Header, Kinds
 from dflop_jax.data.media.medium import DecodedMedium, Grid, MediaCounts
 from dflop_jax.data.media.pictures import BICUBIC, Size, frame_tile, padded_tiles
-from dflop_jax.data.media.token_sources import TokenSources, copied_sources, insert_text
+from dflop_jax.data.media.token_sources import TokenSources, copied_sources, insert_text_slots
 from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
 NEXT_FRAME_TEXT = "\nFrame{}: "  # InternVL's text between a clip's frames
@@ -241,7 +241,7 @@ class TileMedium(medium.Medium):
             positions = [k * step for k, ids in enumerate(text_between, 1) for _ in ids]
             text_ids = [i for ids in text_between for i in ids]
             ids = np.insert(np.full(len(tokens), -1), positions, text_ids)
-            tokens = insert_text(tokens, positions)
+            tokens = insert_text_slots(tokens, positions)
         lengths = (self.piece_tokens,) * len(tiles)
         features = len(tiles) * layout.tokens_per_tile
         return DecodedMedium({"pixels": tiles}, lengths, features, tokens, ids)

@@ -42,8 +42,8 @@ def newlines(n: int) -> TokenSources:
 def resampled_sources(grid: np.ndarray, height: int, width: int) -> TokenSources:
     """Return height x width tokens, by row: a grid of patch indices int [h, w] resized as by
     `interpolate(mode="bilinear")`, without antialiasing and with half-pixel centres."""
-    y0, y1, fy = _taps(grid.shape[0], height)
-    x0, x1, fx = _taps(grid.shape[1], width)
+    y0, y1, fy = _interpolation_taps(grid.shape[0], height)
+    x0, x1, fx = _interpolation_taps(grid.shape[1], width)
     sources = np.zeros((height, width), SOURCES)
     corners = [grid[np.ix_(y, x)] for y in (y0, y1) for x in (x0, x1)]
     weights = [np.outer(wy, wx) for wy in (1 - fy, fy) for wx in (1 - fx, fx)]
@@ -51,7 +51,7 @@ def resampled_sources(grid: np.ndarray, height: int, width: int) -> TokenSources
     return sources.reshape(-1)
 
 
-def insert_text(tokens: TokenSources, positions: list[int]) -> TokenSources:
+def insert_text_slots(tokens: TokenSources, positions: list[int]) -> TokenSources:
     """Return the tokens with a token without source, for text, before each of the positions."""
     return np.insert(tokens, positions, np.zeros(1, SOURCES))
 
@@ -62,7 +62,7 @@ def add_line_ends(tokens: TokenSources, rows: int) -> TokenSources:
     return np.concatenate([lines, newlines(rows)[:, None]], 1).reshape(-1)
 
 
-def _taps(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _interpolation_taps(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (lower, upper, weight of upper) of each output, in float32 like the reference."""
     half, scale = np.float32(0.5), np.float32(n_in) / np.float32(max(n_out, 1))
     centre = np.maximum(scale * (np.arange(n_out, dtype=np.float32) + half) - half, 0)

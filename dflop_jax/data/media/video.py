@@ -199,7 +199,7 @@ def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
     if not is_listed:
         if first is not None and first.pts is not None:  # earlier ones cannot be decoded
             packets = [p for p in packets if p[0] is None or p[0] >= first.pts]
-        total, (start, ticks) = len(packets), _span(packets, int(1 / (DEFAULT_RATE * tick_s)))
+        total, (start, ticks) = len(packets), _time_span(packets, int(1 / (DEFAULT_RATE * tick_s)))
     if total <= 0:
         raise ValueError("it holds no frames")
     if ticks and abs(total - ticks * tick_s * rate) > 1:  # the rate varies or is wrong
@@ -216,7 +216,7 @@ def _plausible_rate(rate: Fraction) -> Fraction:
     return rate if 0.001 <= rate <= 100_000 else DEFAULT_RATE
 
 
-def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[int, int]:
+def _time_span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[int, int]:
     """Return (begin of the first packet, duration of all) in ticks. A last packet without a
     duration gets the average of the others, at most `usual_ticks`."""
     timed = [(ticks, duration) for ticks, duration in packets if ticks is not None]

@@ -131,7 +131,7 @@ class ChatTokenizer(FileEncoding):
         ids, _ = self._encode_rendered(text)
         return self._split(self._tag.findall(question), ids, np.zeros(len(ids), int))
 
-    def rendered(self, messages: Sequence[Message], variables: Message) -> str:
+    def render_text(self, messages: Sequence[Message], variables: Message) -> str:
         """Return the template's text, without the tokens that processors put around pictures."""
         return self._template.render(messages, variables, frames_pictures=False)[0]
 

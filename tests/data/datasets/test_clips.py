@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from dflop_jax.config import DataConfig
 from dflop_jax.data import Loader
 from dflop_jax.data.datasets import clips
-from dflop_jax.data.datasets.clip_lists import draw_clips, frames_of, latents_of
+from dflop_jax.data.datasets.clip_lists import draw_clips, frames_to_latents, latents_to_frames
 from dflop_jax.data.datasets.clips import ClipFormat, clip_format_of
 from dflop_jax.data.decoder import decode
 from models import llava, wan
@@ -29,9 +29,9 @@ def test_patches_and_pixels_go_there_and_back():
     np.testing.assert_array_equal(patches[(t * 2 + r) * 2 + c], np.moveaxis(block, 0, -1).ravel())
     np.testing.assert_array_equal(form.fields(2, (2, 2, 2))["positions"][9 + 6], [t, r, c])
     frames = rng.integers(0, 256, (3, 8, 12, 3)).astype(np.uint8)
-    latents = latents_of(frames, 4)
+    latents = frames_to_latents(frames, 4)
     assert latents.shape == (48, 3, 2, 3)
-    np.testing.assert_array_equal(frames_of(latents, 4), frames)
+    np.testing.assert_array_equal(latents_to_frames(latents, 4), frames)
 
 
 def scenes(split="train", **changed):

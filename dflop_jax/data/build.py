@@ -126,7 +126,7 @@ class RecordDataset:
         )
 
     def process_row_reader(self, *, decoded: bool = False) -> ProcessRowReader:
-        """Return a reader of index rows in other processes, see `local_row_reader`."""
+        """Return a reader of index rows in child processes, see `local_row_reader`."""
         arguments = {"dataset": self._to_builtins(), "decoded": decoded}
         factory = SourceFactory(f"{__name__}:open_row_reader", arguments)
         memory_bytes = int(self.config.sample_memory_bytes)
@@ -196,7 +196,7 @@ def open_tokenizer(
 
 
 def check_paths(config: DataConfig) -> None:
-    """Raise ValueError for data, media folders or a tokenizer that do not exist."""
+    """Raise ValueError if the data, media folders or tokenizer do not exist."""
     if config.factory or not config.path:
         return
     for entry in _load_mixture(config):

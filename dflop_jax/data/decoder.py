@@ -18,7 +18,7 @@ class BadSample:
     """A sample that cannot be decoded."""
 
     reason: str  # one line that names the sample
-    files: Mapping[str, str] = field(default_factory=dict)  # as in an `IndexRow`
+    files: Mapping[str, str] = field(default_factory=dict)  # see `IndexRow`
 
 
 DecodeResult = Sample | BadSample

@@ -30,7 +30,7 @@ Samples = Mapping[int, Sample] | Sequence[Sample]
 class PieceNumbers:
     """Numbering of a module's P pieces in a global batch of N samples."""
 
-    first: np.ndarray  # number of every sample's first piece, and one past the last, int64 [N + 1]
+    first: np.ndarray  # number of each sample's first piece, then P, int64 [N + 1]
     length: np.ndarray  # tokens of every piece by its number, int64 [P]
 
     @classmethod
@@ -47,11 +47,11 @@ class PieceNumbers:
 
 class DecodedPiece(NamedTuple):
     sample: Sample
-    batch_index: int  # of its sample
-    piece_index: int  # in its sample
-    tokens: slice  # of the sample's tokens
+    batch_index: int  # index of its sample in the batch
+    piece_index: int  # index of the piece in its sample
+    tokens: slice  # its tokens among the sample's
     row: tuple[int, int]  # microbatch, row over all ranks
-    columns: slice  # of that row, where its tokens go
+    columns: slice  # its columns in that row
     segment: int
     rank: int  # data rank of its module
 
@@ -110,7 +110,7 @@ def build_gathers(
     numbers: Mapping[str, PieceNumbers],
     model: MultimodalModel,
 ) -> tuple[dict[int, tuple[np.ndarray, ...]], dict[int, np.ndarray]]:
-    """Return `PackedGroup.gathers` and `PackedGroup.read_counts` of a group with these pieces."""
+    """Return `PackedGroup.gathers` and `PackedGroup.read_counts` for a group's pieces."""
     target = schedule.groups[group]
     n_ranks = layout.data_ranks(target.module)
     rows = (target.microbatches, n_ranks * target.shape.rows)
@@ -153,8 +153,8 @@ class _FeatureLocations(NamedTuple):
     [features + 1] over all samples in order, with -1 at the end."""
 
     group: np.ndarray  # feeding group of each feature
-    position: np.ndarray  # in its microbatch there, flattened
-    first: np.ndarray  # the first feature of each piece's sample, [pieces]
+    position: np.ndarray  # index of each feature in the group's flattened microbatch
+    first: np.ndarray  # index of the first feature of each piece's sample, [pieces]
 
 
 def _locate_features(
@@ -215,7 +215,7 @@ def _write_gathers(
     n_tokens = np.array([len(rows) for rows in index])
     feature = np.concatenate(index)
     feature = np.where(feature >= 0, feature + np.repeat(features.first, n_tokens)[:, None], -1)
-    # Each piece's tokens stand side by side in the flattened rows.
+    # The tokens of a piece are adjacent in the flattened rows.
     _, rows, length, _ = gathers[feeders[0]][0].shape
     first_token = [(p.row[0] * rows + p.row[1]) * length + p.columns.start for p in pieces]
     token = np.repeat(first_token - np.cumsum(n_tokens) + n_tokens, n_tokens)

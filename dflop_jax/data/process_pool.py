@@ -48,7 +48,7 @@ ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THR
                "TOKENIZERS_PARALLELISM": "false",
                "ARROW_DEFAULT_MEMORY_POOL": "system"}  # fmt: skip
 MAX_TRIES = 2  # for a sample whose process dies
-PDEATHSIG = 1  # of prctl(2)
+PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
 RETIRE_DIVISOR = 4  # a decoder retires if it keeps more than its memory limit divided by this
 logger = logging.getLogger("dflop_jax.data")
 

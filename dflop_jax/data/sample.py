@@ -112,6 +112,6 @@ class Source(Protocol):
 
 
 def get_loads(source: Source, indices: Sequence[int]) -> list[Load]:
-    """Return the loads of some samples."""
+    """Return the loads of several samples."""
     load_many: Callable[[Sequence[int]], list[Load]] | None = getattr(source, "loads", None)
     return [source.load(i) for i in indices] if load_many is None else load_many(indices)

@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-ROUNDS = 4  # of the Feistel cipher; with fewer the order does not look random
-MIN_BITS = 16  # of the numbers that are permuted; numbers without a sample are skipped
+ROUNDS = 4  # rounds of the Feistel cipher; with fewer the order does not look random
+MIN_BITS = 16  # bits of a permuted number at least; numbers without a sample are skipped
 MASK_32_BITS = 0xFFFFFFFF
 
 Cipher = Callable[[np.ndarray], np.ndarray]

@@ -21,7 +21,7 @@ from dflop_jax.data.media.medium import DecodedMedium
 from dflop_jax.data.media.pictures import read_picture
 from dflop_jax.data.text.chat import ChatTokenizer
 
-COMPARED_KINDS = {IMAGE.name: "pictures", AUDIO.name: "sounds"}  # kinds of media
+COMPARED_KINDS = {IMAGE.name: "pictures", AUDIO.name: "audio files"}
 SOUND_TOLERANCE = 1e-3  # of log-mel features, which differ in summation order
 
 
@@ -85,7 +85,7 @@ def _compare_sound(folder: Path, source: Any, decoded: DecodedMedium) -> str:
     sound = read_sound(source, extractor.n_samples, rate_hz)
     features = extractor(sound, sampling_rate=rate_hz, return_tensors="np")["input_features"]
     is_close = np.allclose(features, decoded.fields["mel"], atol=SOUND_TOLERANCE)
-    return "" if is_close else "its sound has other features than in transformers"
+    return "" if is_close else "its audio features differ from those of transformers"
 
 
 def _compare_picture(folder: Path, source: Any, decoded: DecodedMedium) -> str:
@@ -101,6 +101,6 @@ def _compare_picture(folder: Path, source: Any, decoded: DecodedMedium) -> str:
         colours = colours[np.asarray(prepared["image_position_ids"])[..., 0] >= 0]
     pixels = next(decoded.fields[name] for name in ("pixels", "patches") if name in decoded.fields)
     if colours.size != pixels.size:
-        return f"its picture has {pixels.size} colours here, {colours.size} in transformers"
+        return f"its picture has {pixels.size} pixel values here, {colours.size} in transformers"
     is_equal = np.array_equal(np.sort(colours, axis=None), np.sort(pixels, axis=None))
-    return "" if is_equal else "its picture has other pixels than in transformers"
+    return "" if is_equal else "the pixels of its picture differ from those of transformers"

@@ -29,7 +29,7 @@ from dflop_jax.data.media.medium import module_of
 from dflop_jax.preflight.compare_processors import compare_preparations
 from dflop_jax.records import Load
 
-MAX_EXAMPLES = 10  # samples, longest samples, samples compared, and examples of a reason
+MAX_EXAMPLES = 10  # limit of samples shown, longest samples, compared samples, and bad records
 # fractions of the time limit after which listing and reading headers stop
 LISTING_FRACTION, HEADERS_FRACTION = 0.25, 0.6
 

@@ -15,7 +15,7 @@ from dflop_jax.weights import read_config
 TOKENIZER, CONFIG = "tokenizer.json", "config.json"
 PICTURE_PROCESSOR, CLIP_PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"
 ALL_PROCESSORS = "processor_config.json"
-# The factory that builds the model of a folder, by its model_type: a line for each family.
+# model_type of a folder's config.json -> factory of the model, a line per family.
 FAMILIES: Mapping[str, str] = {
     "llava_onevision": "models.llava:build",
     "internvl": "models.internvl:build",
@@ -36,7 +36,7 @@ MAX_TOKENS = 8192
 # Usual learning rates for fine-tuning: adapters start at zero and use ten times the rate of full
 # weights.
 FULL_RATE, LORA_RATE = 1e-5, 1e-4
-WARMUP_RATIO = 0.03  # of the steps
+WARMUP_RATIO = 0.03  # share of the steps
 MAX_NAME_CHARS = 40  # characters of a model's or dataset's name in a folder's name
 SNAPSHOTS = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/REVISION
 NOT_IN_NAMES = re.compile(r"[^\w.-]+")
@@ -70,7 +70,7 @@ def factory_of(config: Mapping[str, Any], folder: Path) -> str:
         return FAMILIES[kind]
     if "run_dir" in config:
         raise ValueError(
-            f"{folder}: is a run's folder, no published model; dflop export {folder} --out NEW "
+            f"{folder}: is a run's folder, not a published model; dflop export {folder} --out NEW "
             f"writes one, or name the run's model and start from --model.weights {folder}"
         )
     known_types = ", ".join(FAMILIES)

@@ -100,7 +100,7 @@ def test_init_writes_what_the_command_line_amounts_to(named, capsys):
         ("plan photos", "is a folder, no experiment file; give --model for a model's, --data for"),
         ("plan other", "a model's folder, no experiment file; give it as --model other"),
         ("plan begun", "a run's folder, no experiment file; dflop report begun shows the run, and"),
-        ("train --model begun --data photos", "begun: is a run's folder, no published model; dfl"),
+        ("train --model begun --data photos", "begun: is a run's folder, not a published model; "),
         ("train --model qwen --data photos --train.epochs 0", "0 shows no sample; give --train.st"),
         ("profile nano.py --data.path m.yaml --data.columns a=b", "give `columns` to the parts"),
         ("train --model bare --data photos", "bare: no tokenizer.json in it; give --data.tok"),

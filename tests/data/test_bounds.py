@@ -54,7 +54,7 @@ def write_wav(path, rate_hz, channels=1, n=4000):
 def test_no_filter_of_the_file_s_choice(tmp_path, rate_hz):
     path = write_wav(tmp_path / "a.wav", rate_hz)
     for read in (lambda: count_samples(path, 16000), lambda: read_sound(path, 10, 16000)):
-        with pytest.raises(ValueError, match=r"a\.wav: not a readable sound"):
+        with pytest.raises(ValueError, match=r"a\.wav: not a readable audio file"):
             read()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflop_jax.data import EMPTY, Loader, Sample
+from dflop_jax.data import EMPTY_SAMPLE, Loader, Sample
 from dflop_jax.data.decoder import decode
 from dflop_jax.data.loader import OversizeFilter
 from dflop_jax.data.shuffle import shuffled_indices
@@ -153,7 +153,7 @@ def test_a_bad_sample_is_counted_named_once_and_replaced_by_the_next_no_larger(c
     assert named == ["number 0 is broken", "number 3 is broken"]
     source = Numbers(3, broken=[0], tiles=[0, 1, 1])  # where nothing else fits
     loader = Loader(source, global_batch=3, max_bad_fraction=0.5)
-    assert samples(loader, loader.indices(0))[loader.indices(0).index(0)] is EMPTY
+    assert samples(loader, loader.indices(0))[loader.indices(0).index(0)] is EMPTY_SAMPLE
 
 
 def test_a_sample_unlike_its_load_counts_as_bad():

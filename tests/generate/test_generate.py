@@ -119,7 +119,7 @@ MISTAKES = [
     (["nano.py", "--prompt", "<image><video>?", "--image", "red.png"],
      "the prompt says <image> <video>; it may have one <image> for each of 1 pictures"),
     (["nano.py", "--prompt", "x" * 200], "exceed data.max_tokens=128; shorten it, lower"),
-    (["nano.py", *ASK, "--audio", "a.wav"], "the model hears no sounds; leave out a.wav"),
+    (["nano.py", *ASK, "--audio", "a.wav"], "the model hears no audio files; leave out a.wav"),
     (["nano.py", *ASK, "--temperature", "-1"], "temperature=-1.0 must be 0"),
     (["nano.py", *ASK, "--top-p", "0"], "top-p=0.0 must be above 0 and at most 1"),
     (["nano.py", *ASK, "--top-k", "-1"], "top-k=-1 must be at least 0"),

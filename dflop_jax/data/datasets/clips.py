@@ -142,7 +142,7 @@ class ClipSource:
     epoch k; its load is the same in all epochs. ValueError: a clip has no caption, or latents that
     the model cannot take."""
 
-    varies = True  # see `dflop_jax.data.loader`
+    varies = True  # see `sample.Source`
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from dflop_jax.data.text import tokenize
 from dflop_jax.data.text.tokenize import ROLES, TemplateFields
 
 CONVERSATION_FIELDS = ("conversations", "messages")
-SYSTEM_FIELD = "system"  # of a record whose conversation has no system turn
+SYSTEM_FIELD = "system"  # system prompt of a record without a system turn
 OPTIONS_FIELD = "chat_template_kwargs"  # other variables of the template
 VARIABLE_FIELDS = ("tools", "documents", "enable_thinking")
 TEMPLATE_FIELDS = (SYSTEM_FIELD, OPTIONS_FIELD, *VARIABLE_FIELDS)

@@ -2,10 +2,10 @@
 
     parts:
       - path: notes/train.json   # or a folder, shards-{000..127}.tar, data-*.parquet, OWNER/NAME
-        root: photos             # folder of the media, or several; the file's own unless given
+        root: photos             # folder or folders of the media; default: that of the file
         subset: first:30%        # all, first:N, end:N, random:N; N a number or a percentage
-        weight: 2                # how often an epoch shows each of them
-        columns: {messages: chat, image: pictures}   # where fields have other names
+        weight: 2                # how often an epoch contains each record
+        columns: {messages: chat, image: pictures}   # columns of fields that have other names
 
 LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are also read.
 

@@ -191,7 +191,7 @@ def _members(shard: Path, start: int = 0, end: int | None = None) -> Iterator[ta
         file.seek(start)
         with tarfile.open(fileobj=_TarHeaders(file), mode="r:") as tar:  # type: ignore[call-overload]
             for _ in range(bounds.MAX_MEMBERS):
-                member, tar.members = tar.next(), []  # tarfile keeps them all
+                member, tar.members = tar.next(), []  # else tarfile would keep all members
                 if member is None or (end is not None and member.offset >= end):
                     return
                 if member.size < 0 or member.issparse():

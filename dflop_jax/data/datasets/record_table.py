@@ -100,7 +100,7 @@ def build_table(
 
 
 def concatenate_tables(tables: Sequence[RecordTable], kinds: Kinds = BUILT_IN) -> RecordTable:
-    """Return one table of all records, in order; `number` and `file` stay those of each table."""
+    """Return one table of all records, in order; `number` and `file` are not changed."""
     all_tables = [build_table([], [], kinds), *tables]
     records, media = (np.concatenate(p) for p in zip(*((t.records, t.media) for t in all_tables)))
     return RecordTable(records, media, kinds)
@@ -125,7 +125,7 @@ def format_key_counts(unread: Mapping[str, int]) -> str:
 
 
 def file_state(file: str | Path) -> str:
-    """Return the size of a file in bytes and its modification time in ns, "" for no file."""
+    """Return the size of a file in bytes and its modification time in ns, "" if it is missing."""
     with suppress(OSError):
         file_stat = os.stat(file)
         if stat.S_ISREG(file_stat.st_mode):

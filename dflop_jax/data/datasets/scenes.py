@@ -31,7 +31,7 @@ from dflop_jax.records import Load
 T = TypeVar("T")
 Convert = Callable[[Image.Image], np.ndarray]
 MAX_CACHED_SCENES = 4096  # the last drawn; loads are read several times before pixels
-FRAMES_PER_S = 2  # of a drawn clip
+FRAMES_PER_S = 2  # frame rate of a drawn clip
 COLOURS = {"red": (220, 30, 30), "green": (20, 170, 50), "blue": (40, 70, 230),
            "yellow": (240, 210, 30), "pink": (245, 90, 200), "cyan": (40, 200, 220)}  # fmt: skip
 SHAPES = ("circle", "square", "triangle")
@@ -76,7 +76,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sample before rendering."""
+    """A sample before rendering."""
 
     kind: str  # kind of the question
     pictures: tuple[Picture, ...]

@@ -18,7 +18,7 @@ from dflop_jax.data.datasets.conversations import TEXT_FIELDS
 from dflop_jax.data.datasets.record_parser import DEFAULT_FORMAT, Record, RecordFormat, parse_record
 from dflop_jax.data.datasets.record_reader import RecordLocation, RecordReader
 
-MAX_OPEN_FILES = 16  # at once, in a process
+MAX_OPEN_FILES = 16  # open files per process
 # Upper limits of a batch decoded from Parquet, and of the cached batches of a file.
 MAX_BATCH_BYTES, MAX_BATCH_ROWS = 4 * MiB, 1024
 MAX_CACHED_BYTES, MAX_CACHED_BATCHES = 64 * MiB, 256
@@ -94,7 +94,7 @@ class TableFile:
         self._first_rows = [0, *accumulate(sizes)]
         self._cached = deque[tuple[int, Any]](maxlen=MAX_CACHED_BATCHES)  # (first row, batch)
         self._pending: tuple[int, int, Iterator[Any]] = -1, 0, iter(())  # (group, next row, rest)
-        self._lock = Lock()  # threads read rows, too
+        self._lock = Lock()  # several threads may read rows
 
     def __len__(self) -> int:
         return self._first_rows[-1]
@@ -156,7 +156,7 @@ def _open_arrow(file: Path) -> DecodeGroups:
         source.seek(0)
     first, *batches = ipc.MessageReader.open_stream(source)
     is_plain = first.type == "schema" and all(b.type == "record batch" for b in batches)
-    if not is_plain or first.metadata.size > MAX_FOOTER_BYTES:  # reading no schema would crash
+    if not is_plain or first.metadata.size > MAX_FOOTER_BYTES:  # else pyarrow would crash
         raise ValueError("it has more than plain columns; save it as Parquet")
     schema, no_columns = ipc.read_schema(first), import_pyarrow().schema([])
 

@@ -28,7 +28,7 @@ logger = logging.getLogger("dflop_jax.data")
 def count_samples(path: MediaFile, rate_hz: int) -> int:
     """Return the number of samples of an audio file at `rate_hz`, from its header or packets.
     ValueError: the file is not audio, or is empty."""
-    with open_container(path, "sound") as container:
+    with open_container(path, "audio file") as container:
         stream = _stream(container, rate_hz)
         n_samples = ceil(_length_s(container, stream) * rate_hz)
         if n_samples < 1:
@@ -41,7 +41,7 @@ def read_sound(path: MediaFile, n_samples: int, rate_hz: int) -> np.ndarray:
     """Return the first `n_samples` of an audio file at `rate_hz`, averaged over channels, float32
     [n_samples] in -1..1. If it breaks off, the rest is silence and a warning is logged; ValueError
     if that is more than half."""
-    with open_container(path, "sound") as container:
+    with open_container(path, "audio file") as container:
         stream = _stream(container, rate_hz)
         native_hz = stream.rate
         # the resampling filter also reads samples after the last one
@@ -88,7 +88,7 @@ def _stream(container: InputContainer, rate_hz: int) -> AudioStream:
 
 
 def _length_s(container: InputContainer, stream: AudioStream) -> Fraction:
-    if container.format.name not in ESTIMATED_FORMATS or stream.start_time:  # a Xing header's delay
+    if container.format.name not in ESTIMATED_FORMATS or stream.start_time:  # a delay (Xing)
         if stream.duration and stream.time_base:
             return stream.duration * stream.time_base
         if container.duration:

@@ -86,13 +86,13 @@ VIDEO = Kind(
 )
 AUDIO = Kind(
     name="audio",
-    noun="sound",
+    noun="audio file",
     verb="hears",
     columns={"samples": np.int64},
     header=lambda source: {"samples": count_samples(source, INDEX_HZ)},
     opened=lambda source: partial(read_sound, source),
-    described=lambda h: f"a sound of {h['samples']:,} samples",
-    too_small="too short a sound; take a longer one",
+    described=lambda h: f"audio of {h['samples']:,} samples",
+    too_small="too short an audio file; take a longer one",
     extensions=("wav", "flac", "mp3", "ogg", "opus", "m4a"),
     question="What is heard?",
     placeholders=("<|AUDIO|>", "<audio>", "<|audio_pad|>"),

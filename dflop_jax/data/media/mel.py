@@ -105,8 +105,8 @@ def _mel_filters(spec: MelSpec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MelMedium(Medium):
-    """Sound in windows; `window_tokens` are those of a window inside the encoder, 0: as many as
-    the features that come out."""
+    """Preparation of audio in windows. `window_tokens`: tokens of a window inside the encoder; 0:
+    as many as its output features."""
 
     spec: MelSpec
     window_tokens: int = 0

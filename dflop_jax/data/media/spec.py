@@ -23,7 +23,7 @@ FORMS = {
     "fitted": fitted.FORM,  # Gemma 4
     "mel": mel.FORM,  # Qwen2-Audio
 }
-DEFAULT_FORMS = {"vision": "tiles", "audio": "mel"}  # of modules that name none
+DEFAULT_FORMS = {"vision": "tiles", "audio": "mel"}  # for modules without "form"
 
 
 @dataclass(frozen=True)

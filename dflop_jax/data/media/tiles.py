@@ -109,7 +109,7 @@ def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> Grid:
     best_grid, best_key = (0, 0), (-1, 0)
     for rows in range(1, max_tiles + 1):
         for cols in range(1, max_tiles // rows + 1):
-            if rows * cols == 1:  # would only repeat the base tile
+            if rows * cols == 1:  # it would repeat the base tile
                 continue
             w, h = fit_in_box(width, height, cols * tile_px, rows * tile_px)
             kept_pixels = min(w * h, width * height)
@@ -214,7 +214,7 @@ class TileMedium(medium.Medium):
         if kind == IMAGE.name:
             return MediaCounts(*self.layout.count(headers["width"], headers["height"], alone))
         frames = np.minimum(headers["frames"], self.max_frames).astype(np.int64)
-        text_before = np.cumsum([0, *map(len, self.between_frames)])  # each frame
+        text_before = np.cumsum([0, *map(len, self.between_frames)])  # before each frame
         text_between = text_before[frames - 1] if self.between_frames else 0
         return MediaCounts(frames > 0, frames, self.layout.count_clips(frames), text_between)
 

@@ -26,15 +26,15 @@ ANSWER_TOKENS = 32  # tokens of its first answer that a cut conversation must ke
 TAG = tag_of(BUILT_IN)
 BREAK = "\ufdd2"  # escapes tags and special tokens in text; encoding drops it
 BYTE_TOKENIZER = "bytes"  # the tokenizer that needs no file
-WEIGHT_FIELD = "weight"  # the field of a turn, and of a record
-LOSS_SWITCHES = ("loss", "train")  # fields of a turn: off means weight 0
+WEIGHT_FIELD = "weight"  # field of a turn or of a record
+LOSS_SWITCHES = ("loss", "train")  # fields of a turn; a false value means weight 0
 _ON_VALUES, _OFF_VALUES = (None, True, "true"), (False, "false")  # 1 equals True, 0 False
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 # special tokens that ChatML needs, and their possible names in a tokenizer.json
 SPECIAL_TOKENS = {
     "im_start_id": ("<|im_start|>",),
     "im_end_id": ("<|im_end|>",),
-    "placeholder_id": ("<|image_pad|>", "<image>", "<|visual|>"),  # of a medium of any kind
+    "placeholder_id": ("<|image_pad|>", "<image>", "<|visual|>"),  # for media of all kinds
     "pad_id": ("<|endoftext|>", "<pad>", "<|pad|>", "[PAD]"),
 }
 
@@ -192,7 +192,7 @@ class TemplateFields:
 
     # other fields of each turn's message (reasoning_content, tool_calls); () if there are none
     messages: tuple[Mapping[str, Any], ...] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)  # tools, enable_thinking
+    variables: Mapping[str, Any] = field(default_factory=dict)  # such as tools, enable_thinking
 
     @property
     def names(self) -> set[str]:

@@ -197,7 +197,7 @@ def test_every_packing_satisfies_the_volume_conditions(seed):
 
 def test_oversize_sample_is_named_with_remedies(small_plan):
     loads = [Load({"a": (TILE,), "b": (9,)}), Load({"a": (TILE,) * 2, "b": (308,)})]
-    with pytest.raises(ValueError, match=r"sample 1 .*308.*a:16x16.*drop or truncate.*bigger"):
+    with pytest.raises(ValueError, match=r"sample 1 .*308.*a:16x16.*drop or truncate.*larger"):
         solve(loads, small_plan)
     buckets, both = small_plan.layout.buckets, Capacity({"a": 2, "b": 2})
     many = [Load({"a": (TILE,) * 33, "b": (9,)})]

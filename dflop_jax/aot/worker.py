@@ -98,7 +98,7 @@ class Request:
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
+    """Answer requests from stdin until it is closed."""
     requests, responses = open_child_pipes()
     worker = Worker()
     for request_line in requests:

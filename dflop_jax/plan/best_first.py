@@ -38,7 +38,7 @@ _MAX_STEPS, _MAX_SCREEN_STEPS = 1_500, 400
 # Maximum number of candidates whose buckets are refined, or that are made exact when a search ends
 # early; each takes a few tenths of a second.
 MAX_CLOSE = 8
-_MAX_SCREENED = MAX_CLOSE // 2  # candidates that the screen of a policy returns
+_MAX_SCREENED = MAX_CLOSE // 2  # maximum number of candidates from a screen of one policy
 
 
 def search_spaces(context: SearchContext) -> Iterator[Space]:
@@ -63,7 +63,7 @@ def sorted_candidates(
 
 
 class BestFirstSearch:
-    """Best-first search over the spaces of policies and a baseline's layouts."""
+    """Best-first search over the policies' spaces and a baseline's layouts."""
 
     def __init__(
         self, evaluator: PlanEvaluator, spaces: Sequence[Space], baselines: Sequence[Layout]

@@ -52,7 +52,7 @@ _MIN_EVALUATED_SAMPLES, _MAX_EVALUATED_BATCHES = 512, 8
 # Maximum scheduler work units per batch of an evaluation or trial. With 300, some plans' schedules
 # of 256 samples are up to 7% longer than with 4,000, others less, and the wrong plan seems fastest.
 TRIAL_WORK = 1_000
-_RANKING_WORK = TRIAL_WORK // 10  # while plans are ranked
+_RANKING_WORK = TRIAL_WORK // 10  # the same while plans are ranked
 # Share of the step time that the scheduler may use to prepare a later step: on its own core, and on
 # a core that also serves as a device.
 _SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
@@ -81,7 +81,7 @@ class PlanEvaluator:
         max_batches = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
         n = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), max_batches)
         self.evaluation_batches = sample_batches(loads, global_batch, n, seed=1)
-        one_rank = Capacity(dict.fromkeys(context.n_layers, 1))  # `min_groups` sets a layout's
+        one_rank = Capacity(dict.fromkeys(context.n_layers, 1))  # `min_groups` replaces it
         self._packed = [Batch(b, one_rank) for b in batches]
         self._groups: dict[tuple[object, ...], float] = {}
         self._trials: dict[int, list[list[Load]]] = {}

@@ -93,7 +93,7 @@ def group_bytes(layout: Layout, costs: CostModel, s: SegmentPlan, shape: Shape) 
 
 @dataclass(frozen=True)
 class ByteTable:
-    """Bytes per device."""
+    """Bytes per device of a layout, from which memory over time is computed."""
 
     # Parameters, gradients, optimizer state and the largest program's temporaries, by submesh.
     constant_bytes: Mapping[str, float]

@@ -131,7 +131,7 @@ class TimingSession:
         self._time_plan, self._try_step = time_plan, try_step
         self._missing_bytes = 0.0  # missing in refused plans; later plans must leave them free
         self._refused: list[PlanTooLarge] = []
-        self.n_timed = 0  # plans
+        self.n_timed = 0  # number of plans timed
 
     def choose(self, plans: Sequence[Plan], n: int) -> Plan:
         """Return the plan that is fastest by its own programs' times, with predictions from them.

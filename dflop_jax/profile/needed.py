@@ -75,7 +75,7 @@ def needed_flops(
             module, kinds, shape, trains, edge_fields, edges.values(), taps.items()
         )
         content_flops: Counter[str] = Counter()
-        for kind_module, n, n_gradient in needed.attention:  # once forward and twice backward
+        for kind_module, n, n_gradient in needed.attention:  # backward has twice forward's FLOPs
             attention = kind_module.attention_flops.items()
             content_flops.update({key: (n + 2 * n_gradient) * f for key, f in attention})
         with_parameters, of_activations = needed.products.sum(axis=1).tolist()

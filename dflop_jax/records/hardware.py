@@ -16,7 +16,7 @@ _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": 
 
 @dataclass(frozen=True)
 class Link:
-    """The measured speed of a collective between devices."""
+    """Measured speed of a collective between devices."""
 
     collective: Collective
     across: bool  # between nodes; False: within a node

@@ -146,7 +146,7 @@ class ResidualBytes:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The planner's predictions for a mean step of a plan."""
+    """Predictions of the planner for a mean step of a plan."""
 
     makespan_s: float = 0.0  # from the plan's own programs if they were timed, else `chosen_by_s`
     busy_fraction: dict[str, float] = field(default_factory=dict)  # computing share, by submesh

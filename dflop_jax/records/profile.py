@@ -59,7 +59,7 @@ class LayerTiming:
 
     @property
     def layers(self) -> str:
-        """See `layer_key`."""
+        """The profile's key for these layers; see `layer_key`."""
         return layer_key(self.module, self.kind)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ BACKWARD: Direction = "backward"
 REDUCE: Direction = "reduce"
 UPDATE: Direction = "update"
 Status = Literal["optimal", "feasible", "greedy"]
-ScheduleMaker = Literal["arrival", "greedy", "local", "integer"]  # of a schedule's groups
+ScheduleMaker = Literal["arrival", "greedy", "local", "integer"]  # method that chose the groups
 NO_GROUP = -1  # the group of a task that runs once per step
 
 
@@ -132,7 +132,7 @@ class Group:
 
 
 class Task(NamedTuple):
-    """One program call."""
+    """A task of a step: one program call of a segment."""
 
     segment: str
     group: int  # index in the schedule; `NO_GROUP`: once per step

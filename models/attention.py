@@ -23,7 +23,7 @@ from models.attention_split import RESIDUAL_NAME, AttentionKernel, run_split
 Array = jax.Array
 AttentionFunction = Callable[..., Array]  # has the signature of `attention`
 
-_MAX_QUERY_BLOCKS = 4  # the limit of blocks, each of which is compiled separately
+_MAX_QUERY_BLOCKS = 4  # upper limit of blocks; each one is compiled separately
 
 
 def attention(

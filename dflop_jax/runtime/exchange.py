@@ -7,9 +7,9 @@ carries only these features; the home rank puts them at the positions that read 
 the inverse path. Output rows are the target's, with zeros at positions that read nothing.
 
 The two sides may have any data parallelism, V and D ranks: with g = gcd(V, D), the source's side
-holds the rows as c = D / g blocks, and each home rank has one row range of every block. So every
-device receives its own rows by plain buffer copies, which are asynchronous; resharding between
-meshes of different size would go through the host and block the dispatch.
+holds the rows as c = D / g blocks, and every block has one target rank's rows on each home rank. So
+every device receives its own rows by plain buffer copies, which are asynchronous; resharding
+between meshes of different size would go through the host and block the dispatch.
 """
 
 from __future__ import annotations

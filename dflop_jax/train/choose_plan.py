@@ -117,7 +117,7 @@ def describe_data(source: Source, train: TrainConfig, requested_batch: int) -> s
 
 def describe_remaining_time(plan: Plan, steps: int) -> str:
     if steps <= 0:
-        return "no step is left; a greater --train.steps, or --train.epochs, goes on"
+        return "no step is left; raise --train.steps or --train.epochs to train on"
     step_s = plan.predicted.makespan_s
     left_s = step_s * steps
     end = datetime.now() + timedelta(seconds=left_s)

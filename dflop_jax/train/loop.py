@@ -132,7 +132,7 @@ class TrainLoop:
             context.sections.tasks = TaskProgress
             context.time_log.switch_to(END)
             if self.next_plan is not None:  # a signal may have come during the search
-                preempted |= any(self.peers.all_gather("asked", signal_received.is_set(), bool))
+                preempted |= any(self.peers.all_gather("signal", signal_received.is_set(), bool))
             steps_done = self._steps_done
             with context.time_log.track(SAVE):
                 if config.checkpoint.saves:

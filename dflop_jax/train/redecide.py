@@ -25,7 +25,7 @@ from dflop_jax.train.planning import make_plan
 # Standard errors by which means must differ to count as a change; twice as many would find a change
 # of the data after four times as many steps.
 _MIN_STANDARD_ERRORS = 3.0
-_MIN_SAVING = 0.03  # share of a step that a plan must save; predictions err by less
+_MIN_SAVING = 0.03  # share of a step that a plan must save; predictions may err by this
 
 
 @dataclass(frozen=True)

@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     from dflop_jax.preflight.derived_fields import Setting
     from dflop_jax.preflight.environment_check import Fact
 
-MAX_SECONDS = 14.0  # of a whole check; the data get what the rest leaves
-SAMPLE_TIMEOUT_S = 4.0  # for a sample that hurts its decoder; the data get this at least
-MAX_EXAMPLES = 3  # of what is wrong with records
+MAX_SECONDS = 14.0  # of a whole check; the data check gets the remaining time
+SAMPLE_TIMEOUT_S = 4.0  # of decoding one sample; also the minimum time for the data check
+MAX_EXAMPLES = 3  # examples shown per reason for bad records
 # Fields of a `DataReport` that `--json` prints unchanged.
 _JSON_FIELDS = (
     "listed", "decoded", "bad_by_reason", "unread", "compared", "left_out", "cut_text",
     "cut_media", "too_long",
 )  # fmt: skip
-# Factory and size of the model that is checked where none is named; it takes every kind of media.
+# Factory and size of the model for a check without a model; it takes all kinds of media.
 DEFAULT_MODEL = ("models.omni:build", "omni-tiny")
 OTHER_PAGE = "choose another --page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Exit code 0, or 2 where training would refuse the data or the model. Without a model, "
-        "pieces are those of a small one that takes all media, and text is counted in bytes unless "
+        "Exit code 0, or 2 if training would refuse the data or the model. Without a model, pieces "
+        "are counted for a small model that takes all media, and text in bytes unless "
         "--data.tokenizer is given."
     )
-    records_help = "records read at most (2000)"
+    records_help = "maximum records to read (default: 2000)"
     parser.add_argument(
         "--records", type=positive_int, default=2000, metavar="N", help=records_help
     )
-    page_help = "write it there (default: runs/MODEL-DATA-check.txt)"
+    page_help = "file for the results (default: runs/MODEL-DATA-check.txt)"
     parser.add_argument("--page", metavar="TXT", help=page_help)
 
 
 @dataclass
 class _Check:
-    """What a check found: facts, and of the data either a report or why nothing was read."""
+    """Results of a check: facts, and either a report on the data or why none were read."""
 
     config: Config
     file: Path
@@ -65,10 +65,10 @@ class _Check:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Print what there is and what is wrong with it, and write it with samples to a file.
+    """Print facts and problems of machine, model and data, and write them with samples to a file.
 
-    Returns what `--json` prints: facts and, of these, what a run would fail by; of the data what
-    `DataReport` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
+    Returns the result for `--json`: the facts, those that would make a run fail, and fields of the
+    `DataReport`, with tokens and pieces per sample as [minimum, median, maximum] by module.
     """
     from dflop_jax.preflight.data_check import DataReport
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _why_refused(check: _Check, report: DataReport) -> str:
-    """Why training would refuse the data that were read; "" where it would not."""
+    """Return why training would refuse the data, or ""."""
     n_bad, max_fraction = sum(report.bad_by_reason.values()), check.config.data.max_bad_fraction
     if check.data is not None and report.read == n_bad:
         return f"no record of {report.source} can be used; {check.file} says why"
@@ -112,7 +112,7 @@ def _why_refused(check: _Check, report: DataReport) -> str:
 
 
 def _run_checks(args: argparse.Namespace, started_s: float) -> _Check:
-    """Look at the machine, the model and the data, within `MAX_SECONDS` of `started_s`."""
+    """Check the machine, the model and the data, within `MAX_SECONDS` of `started_s`."""
     from dflop_jax.preflight.environment_check import Fact, environment_facts, model_facts
     from dflop_jax.preflight.huggingface import fetch_datasets
     from dflop_jax.preflight.model_folder import file_name
@@ -150,10 +150,10 @@ def _show(check: _Check, data_lines: Sequence[str]) -> None:
         for f in check.facts
     ]
     rows += [(s.name, escape(f"{s.text} ({s.origin})")) for s in check.settings]
-    show(make_table("", ("here", ""), rows, show_header=False))
+    show(make_table("", ("fact", ""), rows, show_header=False))
     for line in data_lines if check.data else ():
         show(escape(line))
-    samples = ", with samples as the model is given them" if check.data else ""
+    samples = ", with samples as the model gets them" if check.data else ""
     show(f"wrote {check.file}{samples}")
 
 
@@ -166,13 +166,13 @@ def _no_model_fact(config: Config) -> Fact:
     counts = f"media are counted as by {' '.join(DEFAULT_MODEL)}, text in {text}, and " * bool(
         config.data.path
     )
-    return Fact("model", f"none named: {counts}weights and memory are not looked at; give yours by "
+    return Fact("model", f"none given: {counts}weights and memory are not checked; give a model by "
                 "--model FOLDER_OR_NAME, or by --model.size NAME")  # fmt: skip
 
 
 def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> str:
-    """Why the largest samples do not fit into this host's memory, "" where they do; of GPUs memory
-    is looked at when a plan is made."""
+    """Return why the largest samples do not fit into this host's memory, or "". GPU memory is
+    checked when a plan is made."""
     import jax
 
     from dflop_jax.distributed.devices import available_host_bytes
@@ -196,7 +196,7 @@ def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> 
 def _check_data(
     config: Config, model: MultimodalModel, max_records: int, seconds: float
 ) -> tuple[DataReport | None, str]:
-    """What a look at the data saw, or why nothing of them can be read."""
+    """Return a report on the data and "", or None and why no record can be read."""
     from dflop_jax.data import MediaSpec
     from dflop_jax.preflight.data_check import inspect_dataset
 
@@ -223,7 +223,7 @@ def _data_lines(data: DataReport) -> list[str]:
     for name, (minimum, median, maximum) in _count_ranges(data.tokens).items():
         details.append(f"{name}: {minimum:,} to {maximum:,} tokens, median {median:,}")
     return [
-        f"{data.source}: {data.summary}; text cut of {data.cut_text:,}, media gone from "
+        f"{data.source}: {data.summary}; text cut in {data.cut_text:,}, media cut from "
         f"{data.cut_media:,}, {data.too_long:,} too long",
         *(f"  {line}" for line in details),
     ]
@@ -234,12 +234,12 @@ def _sample_lines(data: DataReport) -> list[str]:
     texts = (f"\n== {name}, {n:,} tokens\n{text}" for name, n, text in data.samples)
     return [
         "longest samples:", *longest,
-        "\nsamples, [[what is trained on]] and [media] marked:", *texts,
+        "\nsamples, with [[supervised text]] and [media] marked:", *texts,
         f"\n== chat template\n{data.template}",
     ]  # fmt: skip
 
 
 def _count_ranges(values: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
-    """[Least, median, greatest] of each."""
+    """Return [minimum, median, maximum] of each array."""
     present = {name: v for name, v in values.items() if len(v)}
     return {n: [int(v.min()), int(np.median(v)), int(v.max())] for n, v in present.items()}

@@ -1,8 +1,8 @@
-"""`dflop compile`: compile a plan's programs for a GPU that is not here.
+"""`dflop compile`: compile a plan's programs for an absent GPU.
 
-It prints what each program takes and computes, and whether the plan fits into the chip's memory.
-The table has seconds to compile, arguments, temporaries, FLOPs executed over those needed, the
-share of products in float32 and bytes of collectives.
+It prints whether the plan fits into the chip's memory, and for each program: seconds to compile,
+bytes of arguments and temporaries, executed over needed FLOPs, the fraction of matrix products'
+FLOPs in float32, and bytes of collectives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import check_answer_file
 
-    jax.config.update("jax_platforms", "cpu")  # the plugin asks for a driver else
+    jax.config.update("jax_platforms", "cpu")  # otherwise the GPU plugin needs a driver
     derived = derive_config(args)
     config = derived.config
     if not config.plan.hardware:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Any:
         check_answer_file(args.out)
         if not Path(args.out).resolve().parent.is_dir():
             raise ValueError(f"--out {args.out}: no such folder; make it first")
-    with closing(Compiler()) as compiler:  # a missing one is named before anything is planned
+    with closing(Compiler()) as compiler:  # fails before planning if it is not installed
         plan = _choose_plan(args, derived)
         report = compile_plan(config, plan, compiler, make_ticker("compiling", "programs"))
     if args.out:
@@ -76,9 +76,9 @@ def _choose_plan(args: argparse.Namespace, derived: DerivedConfig) -> Plan:
 
 
 def _report_table(report: CompileReport) -> Table:
-    nodes_text = f" on {report.n_nodes} nodes, each program for all of its submesh"
+    nodes_text = f" on {report.n_nodes} nodes, each program for its whole submesh"
     title = f"{len(report.programs)} programs for {report.n_devices} x {report.chip}"
-    title += nodes_text * (report.n_nodes > 1) + "; GiB of a device"
+    title += nodes_text * (report.n_nodes > 1) + "; GiB per device"
     columns = ("program", "mesh", "s", "args", "temp", "done/\nneeded", "in\nfloat32", "sent")
     rows = ((p.name, "x".join(map(str, p.mesh)), *_program_figures(p)) for p in report.programs)
     return make_table(title, columns, rows)

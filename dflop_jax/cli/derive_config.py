@@ -1,4 +1,4 @@
-"""The configuration of a command line: of an experiment file, or of a model and data by name."""
+"""The configuration of a command line: an experiment file's, or derived from --model and --data."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from dflop_jax.records import Plan, Profile
 if TYPE_CHECKING:
     from dflop_jax.train.run_context import RunContext
 
-MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
+MODEL_FIELDS = ("model.factory", "model.size")  # flags that can name a model instead of --model
 
 
 @dataclass(frozen=True)
 class DerivedConfig:
     config: Config
-    settings: tuple[Setting, ...]  # fields derived from the model and data by name
+    settings: tuple[Setting, ...]  # fields derived from --model and --data
 
 
 def model_data_arguments() -> Parser:
-    """A parent parser with EXPERIMENT, a model and data by name, and the overrides."""
+    """Return a parent parser with EXPERIMENT, --model, --data and the overrides."""
     parser = experiment_arguments(is_optional=True)
     names = parser.add_argument_group(
-        "model and data by name", "In the place of an experiment file, or in that of its own."
+        "model and data by name", "Instead of an experiment file, or of its model and data."
     )
     names.add_argument(
         "--model",
         metavar="FOLDER_OR_NAME",
-        help="folder of a published model, or OWNER/NAME[@REVISION] on the hub: its factory, size, "
-        "weights, tokenizer, template and limits of pictures",
+        help="folder of a published model, or OWNER/NAME[@REVISION] on the hub; sets the factory, "
+        "size, weights, tokenizer, chat template and picture limits",
     )
     names.add_argument(
-        "--data", metavar="PATH_OR_NAME", help="the data, as --data.path: file, folder or name"
+        "--data", metavar="PATH_OR_NAME", help="training data, as --data.path: file, folder or name"
     )
     return parser
 
 
 def derive_config(args: argparse.Namespace, *, needs_data: bool = True) -> DerivedConfig:
-    """Return the configuration of a command line, and the settings derived for it; ValueError where
-    a model or data are not found, or with `needs_data` not named."""
+    """Return the configuration of a command line, and the settings derived for it; ValueError if a
+    model or data are not found or, with `needs_data`, not given."""
     requested = overrides(args)
     if init := getattr(args, "init_from", None):
         if "model.weights" in requested:
-            raise ValueError("--init-from and --model.weights say the same; give one of them")
+            raise ValueError("--init-from and --model.weights set the same; give one of them")
         requested["model.weights"] = init
     if args.data is not None and "data.path" in requested:
-        raise ValueError("--data and --data.path say the same; give one of them")
+        raise ValueError("--data and --data.path set the same; give one of them")
     experiment_config = load_experiment(args.experiment) if args.experiment else None
     if needs_data and experiment_config is None:
         _check_model_and_data(args, requested)
@@ -66,9 +66,7 @@ def derive_config(args: argparse.Namespace, *, needs_data: bool = True) -> Deriv
     config = override(with_settings(experiment_config or Config(), settings), requested)
     trains_by_epochs = any(s.name == "train.epochs" for s in settings)
     if trains_by_epochs and "train.epochs" in requested and not config.train.epochs:
-        raise ValueError(
-            "--train.epochs 0 shows no sample; give --train.steps N, or epochs above 0"
-        )
+        raise ValueError("--train.epochs 0 trains no step; give --train.steps N, or epochs above 0")
     if needs_data:
         from dflop_jax.data.build import check_paths
         from dflop_jax.preflight.huggingface import fetch_datasets
@@ -76,7 +74,7 @@ def derive_config(args: argparse.Namespace, *, needs_data: bool = True) -> Deriv
         check_paths(config.data)  # before jax starts, which takes seconds
         fetch_datasets(config.data, print_note)
     derived_settings = {s.name: s for s in settings if s.name not in requested}
-    # What the user gives in another way is out of force.
+    # Drop derived settings whose alternative the user gave.
     with_derived = with_settings(config, derived_settings.values())
     effective_names = {f.name for f in fields() if f.value(with_derived) == f.value(config)}
     return DerivedConfig(
@@ -123,7 +121,7 @@ def _collect_settings(
 
 
 def settings_notes(derived: DerivedConfig) -> DelayedNotes:
-    """Return notes that begin, on the first process of a run, with the derived settings."""
+    """Return notes which, on the first process of a run, begin with the derived settings."""
     from dflop_jax.distributed.processes import find_processes
 
     is_first_process = find_processes(derived.config.distributed).index == 0
@@ -136,16 +134,16 @@ def settings_notes(derived: DerivedConfig) -> DelayedNotes:
 def open_run_context(
     args: argparse.Namespace, check: Callable[[RunContext], object] = lambda context: None
 ) -> tuple[RunContext, Profile]:
-    """Return the run context of a command line, and the profile: that of --profile-file, or a new
-    one of the data. `check` raises ValueError for mistakes that no measurement would change. Notes
-    describe devices and data, unless the command answers at once."""
+    """Return the run context of a command line, and the profile of --profile-file or, without it, a
+    new one. `check` runs before the profile is measured, to find mistakes early. Prints notes about
+    devices and data unless a profile is given."""
     from dflop_jax.aot import chip_profile
     from dflop_jax.train import profiling
     from dflop_jax.train.choose_plan import describe_context, describe_data
     from dflop_jax.train.run_context import make_run_context, with_step_count
 
     derived = derive_config(args)
-    profile = load_record(args, Profile)  # refused now rather than when it is used
+    profile = load_record(args, Profile)  # now, so that a wrong file fails early
     notes = settings_notes(derived)
     context = make_run_context(derived.config)
     shows_notes = context.peers.is_primary and (profile is None or derived.settings)
@@ -163,15 +161,15 @@ def open_run_context(
     if profile is not None:
         return context, profile
     if context.hardware:
-        tick = make_ticker("predicting prices", "programs", starts_shown=True)
+        tick = make_ticker("predicting times", "programs", starts_shown=True)
         return context, chip_profile.predict_profile(context, source, tick, print_note)
     tick = make_ticker("profiling model and data", "shapes", starts_shown=True)
     return context, profiling.make_profile(context, source, tick)
 
 
 def check_early(args: argparse.Namespace, plan: Plan | None, context: RunContext) -> None:
-    """Check what needs no measurement: that the output folder can be written, and that the plan
-    fits the model or, without plan and profile, that there is one."""
+    """Check before measuring that the output folder can be written, that the plan fits the model
+    and, without plan and profile, that some plan is possible."""
     from dflop_jax.runtime.layout import check_model
     from dflop_jax.train import planning
 

@@ -1,5 +1,5 @@
-"""The arguments of commands that run an experiment: its file, and a flag for every field; and the
-configuration that a run folder keeps."""
+"""Arguments of commands that take an experiment: its file and a flag for every field; and reading
+the configuration of an experiment file or a run folder."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_NAME_LENGTH = 120  # characters of a folder's name
-# Arguments of commands that their answers do not depend on.
+# Arguments that do not change a command's result.
 UNNAMED_ARGUMENTS = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
          "cache_dir")  # fmt: skip
 
 
 def experiment_arguments(*, is_optional: bool = False) -> Parser:
-    """A parent parser with EXPERIMENT and the overrides."""
+    """Return a parent parser with EXPERIMENT and the overrides."""
     parser = Parser(add_help=False)
     parser.add_argument(
         "experiment",
         nargs="?" if is_optional else None,
-        help="Python file whose config() returns a dflop_jax.Config"
-        + ", where there is one" * is_optional,
+        help="Python file whose config() returns a dflop_jax.Config" + "; optional" * is_optional,
     )
     groups: dict[str, Any] = {}
     for leaf in fields():
         section = leaf.name.split(".")[0] if "." in leaf.name else "run"
         if section not in groups:
             groups[section] = parser.add_argument_group(
-                section, "Each replaces the experiment's value; defaults are for files without one."
+                section, "Each flag overrides the experiment file; defaults apply without a file."
             )
         default = leaf.value(Config())
         default_text = f" (default: {default})" if default not in ("", ()) else ""
@@ -60,7 +59,7 @@ def experiment_arguments(*, is_optional: bool = False) -> Parser:
     return parser
 
 
-# What the help calls a value of a field of texts, of one entry of a field of several.
+# Metavars of text fields in the help; for fields with several entries, that of one entry.
 _METAVARS = {
     "model.weights": "[MODULE=]FOLDER",
     "data.root": "FOLDER",
@@ -89,7 +88,7 @@ def _metavar(leaf: Field) -> str:
 
 
 def overrides(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fields of the configuration that a command line gives, as text."""
+    """Return the configuration fields given on a command line, as text by name."""
     return {f.name: v for f in fields() if (v := getattr(args, f.name)) is not None}
 
 
@@ -98,8 +97,8 @@ def add_cwd_to_path() -> None:
 
 
 def load_experiment(path: str) -> Config:
-    """Return the configuration that the `config()` of an experiment file returns; ValueError for
-    none."""
+    """Return the configuration from the `config()` of an experiment file; ValueError if the file
+    has none."""
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{path}: {_describe_folder(path)}")
@@ -112,7 +111,7 @@ def load_experiment(path: str) -> Config:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[f"experiment {file}"] = module  # where code is looked for that is not ours
+    sys.modules[f"experiment {file}"] = module  # so that imports of user code are traced to it
     with _experiment_errors(file, path):
         spec.loader.exec_module(module)
         config = module.config() if hasattr(module, "config") else None
@@ -127,34 +126,34 @@ def _describe_folder(path: str) -> str:
     from dflop_jax.generate.generate import is_published
 
     if is_published(path):
-        return f"is a model's folder, no experiment file; give it as --model {path}"
+        return f"is a model's folder, not an experiment file; give it as --model {path}"
     if holds_run(path):
         return (
-            f"is a run's folder, no experiment file; dflop report {path} shows the run, and the "
-            "command that began it goes on with --resume auto"
+            f"is a run's folder, not an experiment file; dflop report {path} shows the run; to "
+            "continue it, repeat its command with --resume auto"
         )
-    return "is a folder, no experiment file; give --model for a model's, --data for one of data"
+    return "is a folder, not an experiment file; give a model by --model, data by --data"
 
 
 @contextmanager
 def _experiment_errors(file: Path, path: str) -> Iterator[None]:
     try:
         yield
-    except Exception as e:  # whatever its own code raises
+    except Exception as e:  # the user's code may raise anything
         frames = traceback.extract_tb(e.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).absolute() == file.absolute()]
         if isinstance(e, SyntaxError):
             lines = [e.lineno]
         location = f"{path}, line {lines[-1]}" if lines and lines[-1] else path
         kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
-        raise ValueError(f"{location}: {kind}{e}; mend it there") from None
+        raise ValueError(f"{location}: {kind}{e}; correct the file") from None
 
 
 PROFILE_FILE: Options = {"--profile-file": ("JSON", "use this profile")}
 PLAN_FILE: Options = {"--plan-file": ("JSON", "use this plan")}
 OUT_FOLDER: Options = {
-    "--out": ("FOLDER", "write there (default: run_dir, or once a run has begun there, a folder in "
-              "it that is named after the question)"),
+    "--out": ("FOLDER", "output folder (default: run_dir, or if it has a run, a folder in it that "
+              "is named after the command and its options)"),
 }  # fmt: skip
 
 
@@ -163,15 +162,15 @@ def output_folder(args: argparse.Namespace, config: Config, *, is_kept: bool = T
 
 
 def answer_name(args: argparse.Namespace) -> str:
-    """Return a file name for a command's answer: the command, the experiment, and every option that
-    the answer depends on."""
+    """Return a file name for a command's result: the command, the experiment, and every option that
+    changes the result."""
     options = {k: v for k, v in vars(args).items() if k not in UNNAMED_ARGUMENTS and v is not None}
     experiment_stem = [Path(args.experiment).stem] if args.experiment else []
     name_parts = [args.command, *experiment_stem, *(f"{k}-{v}" for k, v in options.items())]
     name = re.sub(r"[^\w.]+", "-", "-".join(name_parts))[:MAX_NAME_LENGTH]
     named_values = [*experiment_stem, *map(str, options.values())]
     if len(name) == MAX_NAME_LENGTH or any(re.search(r"[^\w.]", text) for text in named_values):
-        # Shortened, or without a sign, so it might be another question's, too.
+        # Other options could give the same name, since it is shortened or has signs replaced.
         name += f"-{hashlib.sha256(','.join(name_parts).encode()).hexdigest()[:8]}"
     return name
 
@@ -189,20 +188,20 @@ def finish_run(peers: ProcessGroup, exit_code: int = 0) -> None:
 
     peers.close()
     if not shutdown():
-        reason = "the run is over, and not all of its processes came to its end in"
+        reason = "the run is over, but not all of its processes ended within"
         exit_with_message(f"{reason} {SHUTDOWN_TIMEOUT_S:g} s", exit_code or TRANSIENT_FAILURE)
 
 
 FACTORY = "model.factory"
 MODELS_FOLDER = Path(__file__).parents[2] / "models"
-# Of a module below `models`, in ASCII, so that no letter stands for one that looks like it.
+# A function of a module below `models`; ASCII only, so that no look-alike letters pass.
 _MODELS_FUNCTION = re.compile(r"(models(?:\.[A-Za-z]\w*)+):([A-Za-z]\w*)", re.ASCII)
 
 
 def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
-    """The configuration of a run folder, without its cache_dir: compiled programs are code, too.
-    ValueError without a readable config.json, or where its factory is neither a function of this
-    program's `models` nor named by the flag `--model.factory`."""
+    """Return the configuration of a run folder, except its cache_dir, since compiled programs are
+    code. ValueError without a readable config.json, or if its factory is neither a function of this
+    program's `models` nor given by the flag `--model.factory`."""
     config = replace(read_run_config(folder), cache_dir=Config().cache_dir)
     if requested_factory := getattr(args, FACTORY):
         add_cwd_to_path()
@@ -210,7 +209,7 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
     reason = _why_untrusted(config.model.factory)
     if reason is not None:
         raise ValueError(
-            f"{Path(folder, CONFIG)}: {FACTORY}={config.model.factory!r} is no function of this "
+            f"{Path(folder, CONFIG)}: {FACTORY}={config.model.factory!r} is not a function of this "
             f"program's package models{reason}, and the folder may be anybody's; if you trust that "
             f"code, name it: --{FACTORY} MODULE:FUNCTION"
         )
@@ -218,12 +217,12 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
 
 
 def _why_untrusted(factory: str) -> str | None:
-    """Return why a factory is not trusted ("": no special reason); None for a function that a
-    module of this program's `models` defines."""
+    """Return why a factory is not trusted ("": no further reason); None for a trusted one, which is
+    a function defined in a module of this program's `models`."""
     match = _MODELS_FUNCTION.fullmatch(factory)
     if match is None:
         return ""
-    package = importlib.util.find_spec("models")  # which imports nothing of it
+    package = importlib.util.find_spec("models")  # imports no module of it
     locations = [Path(p) for p in (package.submodule_search_locations or ())] if package else []
     if [p.resolve() for p in locations] != [MODELS_FOLDER.resolve()]:
         return f" (Python finds models in {', '.join(map(str, locations)) or 'no folder'})"

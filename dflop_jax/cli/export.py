@@ -1,4 +1,4 @@
-"""`dflop export`: a checkpoint of a run as a folder that transformers or diffusers loads."""
+"""`dflop export`: write a run's checkpoint as a folder that transformers or diffusers loads."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 _OPTIONS: Options = {
-    "--module": ("NAME", "one module alone, such as llm or generator"),
-    "--ema": "the average of the parameters that train.ema keeps",
-    "--adapter": "the adapters alone, as peft reads them beside the model that they adapt",
-    f"--{FACTORY}": ("MODULE:FUNCTION", "build the model by this function; of a run folder only "
-                     "those below models. are called unless they are named here"),
+    "--module": ("NAME", "export one module only, such as llm or generator"),
+    "--ema": "export the moving average of the parameters (train.ema)",
+    "--adapter": "export only the adapters, as peft reads them beside the base model",
+    f"--{FACTORY}": ("MODULE:FUNCTION", "function that builds the model; required if the run's own "
+                     "factory is not below models."),
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Adapters (LoRA) are folded into the weights, or with --adapter written alone. With "
-        "model.weights of the whole model, names, types and tokenizer files are those of that "
-        "folder."
+        "Adapters (LoRA) are folded into the weights; with --adapter only they are written. If the "
+        "run began with weights of the whole model (model.weights), the export has that folder's "
+        "names, types and tokenizer files."
     )
     parser.usage = "dflop export RUN --out FOLDER [--dtype NAME] [options]"
-    parser.add_argument("run_folder", metavar="RUN", help="run folder, for its newest checkpoint")
+    parser.add_argument("run_folder", metavar="RUN", help="run folder (its newest checkpoint)")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
-    dtype_help = "float32, bfloat16 or float16 (default: as it began)"
+    dtype_help = "float32, bfloat16 or float16 (default: that of the initial weights)"
     parser.add_argument("--dtype", type=dtype_name, help=dtype_help)
     add_options(parser, _OPTIONS)
-    weights_help = "where the weights that the run began with (model.weights) are now, if elsewhere"
+    weights_help = "new folder of the run's initial weights (model.weights), if they were moved"
     parser.add_argument("--weights", metavar="FOLDER", nargs="+", help=weights_help)
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dflop_jax.weights import Folder, write_adapter, write_folder
 
     if Path(args.out).exists():
-        raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
+        raise ValueError(f"{args.out}: already exists; choose another --out or remove it")
     make_folder(Path(args.out).parent, "choose another --out")
     if not Path(args.run_folder).is_dir():
         raise ValueError(

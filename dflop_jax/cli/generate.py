@@ -1,5 +1,5 @@
-"""`dflop generate`: a trained model's answer to a prompt, shown as it comes, its answers to a file
-of prompts, or its clip."""
+"""`dflop generate`: stream a trained model's answer to a prompt, answer a file of prompts, or make
+a clip."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ if TYPE_CHECKING:
     from dflop_jax.generate.sampling import Sampling
 
 
-# Numbers: (default, help); those of `generate.sampling.Sampling`, which is imported with jax.
+# (default, help) of the fields of `generate.sampling.Sampling`, whose import would load jax.
 _SAMPLING = {
-    "max_tokens": (64, "longest answer"),
-    "temperature": (0.0, "0 takes the likeliest token"),
-    "top_p": (1.0, "draw among this share of the likeliest tokens"),
-    "top_k": (0, "draw among so many likeliest tokens; 0: all"),
-    "repetition_penalty": (1.0, "above 1: tokens that prompt and answer have are less likely"),
-    "seed": (0, "of what is drawn"),
+    "max_tokens": (64, "maximum tokens of an answer"),
+    "temperature": (0.0, "sampling temperature; 0: take the most likely token"),
+    "top_p": (1.0, "sample from the most likely tokens with this total probability"),
+    "top_k": (0, "sample from this number of most likely tokens; 0: from all"),
+    "repetition_penalty": (1.0, "above 1: tokens of the prompt and answer become less likely"),
+    "seed": (0, "seed of sampling"),
 }
 _NUMBERS = _SAMPLING | {
-    "batch": (16, "prompts of a file answered at once"),
-    "tp": (0, "devices that share one copy of the parameters; 0: as few as hold them"),
-    "flow_steps": (30, "Euler steps from noise to a clip"),
+    "batch": (16, "number of prompts of a file answered at once"),
+    "tp": (0, "tensor-parallel degree; 0: the smallest that fits into memory"),
+    "flow_steps": (30, "number of Euler steps from noise to a clip"),
 }
 _OPTIONS: Options = {
-    "--checkpoint": ("RUN", "run folder, for its newest checkpoint, or one of its checkpoints "
+    "--checkpoint": ("RUN", "run folder (its newest checkpoint) or a checkpoint's folder "
                      "(default: the experiment's run_dir)"),
-    "--prompt": ("TEXT", "what to ask"),
+    "--prompt": ("TEXT", "prompt to answer"),
     "--prompts": ("FILE", "file of prompts, in JSON lines"),
-    "--out": ("FOLDER", "write the clip there (default: RUN/generated)"),
+    "--out": ("FOLDER", "folder for the clip (default: RUN/generated)"),
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: dflop generate runs/demo/dflop --image photo.jpg --prompt 'What colour is it?'. "
-        'A file of prompts (--prompts) has a line {"prompt": TEXT, "image": [FILE]} for each, and '
-        "is answered by a line of JSON for each, in their order. "
-        "EXPERIMENT may be a run folder, which knows what it was trained with, or a folder of "
-        "published weights; a model of text to video writes its clip as a strip of frames (PNG) "
+        'A file of prompts (--prompts) has a line {"prompt": TEXT, "image": [FILE]} for each '
+        "prompt; the answers are lines of JSON in the same order. "
+        "EXPERIMENT may also be a run folder, which has its configuration, or a folder of "
+        "published weights. A text-to-video model writes its clip as a strip of frames (PNG) "
         "and as a GIF."
     )
     add_options(parser, _OPTIONS)
     repeated: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     for kind, noun in (("image", "pictures"), ("video", "clips"), ("audio", "sounds")):
-        help_text = f"{noun} that the prompt is about, in the order of its <{kind}> tags"
+        help_text = f"{noun} of the prompt, in the order of its <{kind}> tags"
         parser.add_argument(f"--{kind}", metavar="FILE", **repeated, help=help_text)
-    parser.add_argument("--stop", metavar="TEXT", **repeated, help="the answer ends before this")
+    parser.add_argument("--stop", metavar="TEXT", **repeated, help="end an answer before this text")
     for name, (default, text) in _NUMBERS.items():
         flag, help_text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
         number_type: Any = positive_int if name == "batch" else type(default)
         parser.add_argument(flag, type=number_type, default=default, metavar="N", help=help_text)
-    help_text = "how large the latents of a clip are (default: as the embedded clips)"
+    help_text = "size of a clip's latents (default: that of the built-in clips)"
     latents = "TIME,ROWS,COLUMNS"
     parser.add_argument("--latents", type=_parse_latents, metavar=latents, help=help_text)
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Answer; the text goes to stdout as it comes, unless JSON is asked for."""
+    """Answer the prompt or prompts. Text is streamed to stdout unless --json is given."""
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import add_tags, check_media
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> Any:
     sampling = Sampling(**{name: vars(args)[name] for name in _SAMPLING}, stop=tuple(args.stop))
     media = {"image": args.image, "video": args.video, "audio": args.audio}
     prompts = None
-    # Mistakes show before a model is loaded.
+    # Report mistakes before loading the model.
     if args.prompts is not None:
         if args.prompt is not None or any(media.values()):
-            raise ValueError("--prompts: its lines name prompts and media; leave out other ones")
+            raise ValueError("--prompts: its lines have prompts and media; leave out other flags")
         prompts = read_prompts(args.prompts)
     elif args.prompt is None:
         raise ValueError("give --prompt TEXT, or --prompts FILE")
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> Any:
     if not args.json:
         _write("\n")
         if not answer.answer.strip():
-            reason = f"its {len(answer.tokens)} tokens are no text"
+            reason = f"its {len(answer.tokens)} tokens have no text"
             reason = reason if answer.tokens else "the model ended its turn at once"
             print_note(f"the answer is empty: {reason}")
     return answer
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> Any:
 def _answer_file(
     generator: Generator, prompts: Sequence[FilePrompt], sampling: Sampling, as_json: bool
 ) -> list[FileAnswer]:
-    """The answers to a file of prompts; a line for each goes to stdout unless JSON is asked for."""
+    """Return the answers to a file of prompts; prints a line for each unless --json is given."""
     from dflop_jax.generate.prompt_file import answer_prompts
 
     answers = []
@@ -123,14 +123,14 @@ def _answer_file(
             _write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
     if failed := [a.error for a in answers if a.error]:
         print_note(
-            f"{len(failed)} of {len(answers)} prompts were not asked; the first: {failed[0]}"
+            f"{len(failed)} of {len(answers)} prompts were not answered; the first: {failed[0]}"
         )
     return answers
 
 
 def _resolve_config(args: argparse.Namespace) -> tuple[Config, str]:
-    """The configuration of a command line, and the folder of the parameters: EXPERIMENT is a file,
-    a run folder or a folder of published weights; ValueError for none of these."""
+    """Return the configuration of a command line and the folder of the parameters. ValueError if
+    EXPERIMENT is not a file, a run folder or a folder of published weights."""
     from dflop_jax.distributed.devices import uses_cpu
     from dflop_jax.generate.generate import is_published
     from dflop_jax.preflight.derived_fields import with_settings

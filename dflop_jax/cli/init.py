@@ -1,4 +1,4 @@
-"""`dflop init`: write the experiment file that a command line amounts to."""
+"""`dflop init`: write an experiment file that is equivalent to a command line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write FILE, which is not there yet; returns it, and how many of its fields are others than a
-    Config's."""
+    """Write a new experiment FILE, and return it and the number of its fields that differ from the
+    defaults of `Config`."""
     if args.experiment is None:
         raise ValueError("no file to write: give one first, as in dflop init my_run.py ...")
     file = Path(args.experiment)
     if file.suffix != ".py":
         raise ValueError(f"{file}: an experiment is a Python file; give a name that ends in .py")
     if file.exists():
-        raise ValueError(f"{file}: is there already; give another name or remove it")
+        raise ValueError(f"{file}: already exists; give another name or remove it")
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file.parent}: no such folder; make it first")
-    args.experiment = None  # the file is no experiment yet
+    args.experiment = None  # do not read the file, which does not exist yet
     derived = derive_config(args)
     text, n_changed = experiment_source(derived.config, derived.settings, str(file))
     file.write_text(text, encoding="utf-8")

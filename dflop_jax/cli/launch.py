@@ -1,4 +1,4 @@
-"""`dflop launch`: start processes of this host that train together, and again if they fail."""
+"""`dflop launch`: start processes that train together on this host; restart them if they fail."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Example: dflop launch -n 2 -- dflop train experiments/demo.py. In COMMAND, dflop and "
-        "python mean those of this interpreter. The first failure ends all processes and is the "
-        "exit code; a signal is passed on, a second one kills. The exit code is "
-        f"{PREEMPTED} when the processes saved and ended so, {TRANSIENT_FAILURE} when another "
-        "start may succeed, as where a process was killed."
+        "python mean those of this interpreter. The first failure ends all processes and sets the "
+        "exit code. The first signal is passed on, a second one kills. The exit code is "
+        f"{PREEMPTED} if the processes saved after a signal, {TRANSIENT_FAILURE} if another start "
+        "may succeed, such as after a process was killed."
     )
     help_text = "processes to start on this host"
     parser.add_argument("-n", type=positive_int, required=True, metavar="N", help=help_text)
-    help_text = "default: plan.devices shared evenly"
+    help_text = "devices of each process (default: plan.devices shared evenly)"
     parser.add_argument("--devices-per-process", type=positive_int, metavar="D", help=help_text)
-    parser.add_argument("--pin", action="store_true", help="give each process cores of its own")
+    parser.add_argument("--pin", action="store_true", help="pin each process to cores of its own")
     help_text = (
         "start all processes again after a failure, R times at most; the run resumes from its "
         f"newest checkpoint (default: 0); bad input (exit code {BAD_INPUT}) is not retried"
@@ -65,11 +65,11 @@ def launch(
     pin: bool = False,
     max_restarts: int = 0,
 ) -> LaunchResult:
-    """Run a command in `n` processes of this host that find each other, until all have ended.
+    """Run a command in `n` connected processes on this host, until all have ended.
 
-    If one process fails, the supervisor ends the others, and starts all again while restarts are
-    left. SIGINT, SIGTERM and SIGHUP are passed on once; a second signal kills. If this process
-    dies, so do the others (on Linux). Call it from the main thread.
+    If one process fails, the supervisor ends the others, and restarts all while restarts are left.
+    SIGINT, SIGTERM and SIGHUP are passed on once; a second signal kills. If this process dies, so
+    do the others (on Linux). Call this function from the main thread.
 
     Args:
       command: program and arguments; `dflop` and `python` mean those of this interpreter.
@@ -77,24 +77,24 @@ def launch(
       pin: give each process its own share of this process's cores.
 
     Raises:
-      ValueError: too few cores, no such command, or something else has started several processes.
+      ValueError: too few cores, no such command, or a cluster has started several processes.
     """
     if max_restarts < 0:
         raise ValueError(f"--max-restarts {max_restarts} must be at least 0")
     program, cores = resolve(command), core_shares(n) if pin else [None] * n
-    if LOCAL_PROCESSES_ENV not in os.environ:  # inside another launch the variables are its own
+    if LOCAL_PROCESSES_ENV not in os.environ:  # the variables are not those of another launch
         found = find_processes(DistributedConfig())
         if found.n_processes > 1:
             raise ValueError(
-                f"{found.source} has started {found.n_processes} processes, and dflop launch "
-                "starts those of one host; put the command itself in its place, one process a task"
+                f"{found.source} has already started {found.n_processes} processes; dflop launch "
+                "starts those of one host: run the command without it, one process per task"
             )
     environment = {**_MALLOC_TUNABLES, **os.environ, DEVICES_ENV: str(devices_per_process or "")}
     return supervise(program, environment, cores, max_restarts)
 
 
 def resolve(command: Sequence[str]) -> list[str]:
-    """Return the program of a command line with its arguments; ValueError where there is none."""
+    """Return the program of a command line with its arguments; ValueError if it is not found."""
     if not command:
         raise ValueError(
             "no command; give it after --, such as: dflop launch -n 2 -- dflop train EXPERIMENT"
@@ -112,14 +112,14 @@ def resolve(command: Sequence[str]) -> list[str]:
 
 
 def core_shares(n: int) -> list[set[int] | None]:
-    """Return this process's cores in `n` parts whose sizes differ by at most one; ValueError where
-    there are too few, or where the platform does not pin processes."""
+    """Return this process's cores in `n` parts whose sizes differ by at most one; ValueError if
+    there are too few, or if the platform cannot pin processes."""
     if not hasattr(os, "sched_setaffinity"):
-        raise ValueError("--pin: this platform does not tie processes to cores; leave it out")
+        raise ValueError("--pin: this platform cannot pin processes to cores; leave it out")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < n:
         raise ValueError(
-            f"--pin: {n} processes need {n} cores, {len(cores)} are there; leave it out, or "
+            f"--pin: {n} processes need {n} cores, but there are {len(cores)}; leave it out, or "
             "start fewer"
         )
     return [set(cores[i * len(cores) // n : (i + 1) * len(cores) // n]) for i in range(n)]

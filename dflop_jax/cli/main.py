@@ -1,6 +1,5 @@
-"""The `dflop` command: every stage of a run alone, or all of it.
-
-`EXIT_CODES` says what its exit codes mean.
+"""The `dflop` command, with a subcommand for each stage of a run; `EXIT_CODES` describes its exit
+codes.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from dflop_jax.folders import DISK_FULL_ERRNOS
 
 
 class Command(NamedTuple):
-    name: str  # also of the module of this folder that has its `add_arguments` and `run`
+    name: str  # also of the module in this folder with its `add_arguments` and `run`
     help: str
-    # "": none; "experiment": one of an experiment; "model": also of a model and data by name
+    # "": none; "experiment": from an experiment; "model": also from --model and --data
     configuration: Literal["", "experiment", "model"] = "model"
 
 
 COMMANDS = (
     Command("launch", "start local processes that train together", ""),
-    Command("check", "look at machine, model and data without training, in 20 s"),
+    Command("check", "check machine, model and data without training, in 20 s"),
     Command("profile", "measure the data's shapes and the model's times"),
     Command("plan", "choose devices, parallelism and buckets for a policy"),
-    Command("compile", "compile a plan's programs for a GPU that is not here: do they fit?"),
-    Command("simulate", "run a plan on measured times, without training"),
-    Command("train", "profile and plan where needed, then train"),
-    Command("init", "write the experiment file that a command line amounts to"),
+    Command("compile", "compile a plan's programs for an absent GPU, and check that they fit"),
+    Command("simulate", "simulate a plan with measured times, without training"),
+    Command("train", "profile and plan if needed, then train"),
+    Command("init", "write an experiment file that is equivalent to a command line"),
     Command("generate", "show a trained model's answer to a prompt", "experiment"),
     Command("export", "write a run's weights for transformers", ""),
-    Command("verify", "prove published weights: read, written again, beside transformers", ""),
-    Command("report", "show one run, or compare several in a table and a page", ""),
+    Command("verify", "check published weights: round trip, and results beside transformers", ""),
+    Command("report", "show one run, or compare several runs, in a table and a page", ""),
 )
 
 
-# What other trainers call it, and what it is here.
+# Flags of other trainers -> flags here.
 OTHER_TRAINERS_FLAGS = {
     "lr": "--train.learning_rate",
     "batch_size": "--train.global_batch",
@@ -67,15 +66,15 @@ OTHER_TRAINERS_FLAGS = {
     "hang_least_s": "--distributed.hang_min_s",  # our own former name
 }
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "
+    "Exit codes: 0 done, 1 failed, 2 bad input (one line has the mistake and the remedy), "
     f"{process_exit.PREEMPTED} preempted: a signal ended the run, and its progress is saved, "
-    f"{process_exit.TRANSIENT_FAILURE} try again: a process is gone or did not come, a port is in "
-    "use, a lock is held, a disk is full."
+    f"{process_exit.TRANSIENT_FAILURE} try again: a process is lost or did not connect, a port is "
+    "in use, a lock is held, a disk is full."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns its exit code."""
+    """Run a command line, and return its exit code."""
     try:
         return process_exit.exit_if_joined(_run(argv))
     except Exception:
@@ -86,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    # Tracing makes millions of objects that stay: to look for garbage among them takes a tenth of
-    # the time until the first step, and stops one process of a run while the others wait.
+    # Tracing makes millions of long-lived objects. Garbage collection of them would take a tenth of
+    # the time until the first step, and would pause one process while the others wait.
     gc.freeze()
     gc.set_threshold(200_000, 50, 100)
     parser = _parser()
@@ -122,8 +121,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _reject_arguments(unknown: list[str], parser: Parser, command: str) -> None:
-    """Raise ValueError for what the parser does not know, with the nearest known flag; flags first,
-    as the value of a misspelt one may have been taken for the experiment."""
+    """Raise ValueError for unknown arguments, with the nearest known flag. Flags come first, since
+    the value of a misspelt flag may have been parsed as the experiment."""
     flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         raise ValueError(f"unexpected argument {unknown[0]!r}; see dflop {command} --help")
@@ -140,7 +139,7 @@ def _reject_arguments(unknown: list[str], parser: Parser, command: str) -> None:
 
 
 class _ShowVersion(argparse.Action):
-    """Looks up versions only where they are asked for: sources may not be installed."""
+    """Prints versions; looked up only on demand, since the package may not be installed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"dflop_jax {metadata.version('dflop_jax')}, jax {metadata.version('jax')}")
@@ -152,14 +151,14 @@ def _parser() -> Parser:
         prog="dflop",
         description="Data-aware training of multimodal LLMs on JAX device meshes.",
         epilog="To begin: dflop train experiments/demo.py; then dflop report runs/demo/dflop. With "
-        "a model and data of yours: dflop train --model FOLDER_OR_NAME --data PATH. "
+        "your own model and data: dflop train --model FOLDER_OR_NAME --data PATH. "
         f"{EXIT_CODES}",
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as JSON")
-    common.add_argument("--verbose", action="store_true", help="log what happens underneath")
+    common.add_argument("--verbose", action="store_true", help="show log messages of level INFO")
     experiment, front_door = experiment_arguments(), model_data_arguments()
     named = "--model FOLDER_OR_NAME --data PATH_OR_NAME"
     fields = "[--section.field VALUE ...]"

@@ -1,6 +1,6 @@
 """`dflop plan`: choose devices, parallelism and buckets for a policy.
 
-It prints the ranking, and with --explain why the others lost and what would help.
+It prints the ranking and, with --explain, why other candidates lost and what would help.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    explain: Options = {"--explain": "also show why others lost and what would help"}
+    explain: Options = {"--explain": "also show why other plans lost and what would help"}
     add_options(parser, PROFILE_FILE | OUT_FOLDER | explain)
 
 
 def run(args: argparse.Namespace) -> Any:
-    """Write profile.json and plan.json; shows the ranking."""
+    """Write profile.json and plan.json, and show the ranking."""
     from dflop_jax.plan.explain import kind_costs
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> Any:
 
 
 def search_json(result: SearchResult) -> dict[str, object]:
-    """What `--json` prints of a search: of a candidate its figures alone."""
+    """Return a search's fields for `--json`, with only the figures of its candidates."""
     figures = ("policy", "name", "microbatches", "group_size", "saving", "makespan_s", "busy_s",
                "peak_bytes")  # fmt: skip
     values: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
@@ -87,7 +87,7 @@ def search_json(result: SearchResult) -> dict[str, object]:
 
 
 def ranking_table(result: SearchResult, explain: bool) -> Table:
-    """The best placements, simulated with one bucket each."""
+    """Return a table of the best placements, simulated with one bucket each."""
     from dflop_jax.plan.explain import explain_slowdown
 
     title = (
@@ -106,7 +106,7 @@ def ranking_table(result: SearchResult, explain: bool) -> Table:
 
 
 def describe_choice(result: SearchResult) -> str:
-    """The plan in a line, with its buckets, and its step with one bucket, as the ranking has it."""
+    """Return a line with the plan, its buckets and its step time, also that with one bucket."""
     from dflop_jax.plan.memory import describe_savings
     from dflop_jax.plan.placement import layout_name
     from dflop_jax.report.summary import submesh_rows
@@ -122,7 +122,7 @@ def describe_choice(result: SearchResult) -> str:
     for s in layout.segments:
         buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
     if plan.scheduling.residuals:
-        buckets += f"; groups keep more where memory is left ({describe_savings(layout)})"
+        buckets += f"; groups store more residuals in free memory ({describe_savings(layout)})"
     ranked_key = plan.policy, layout_name(layout)
     one_s = [c.makespan_s for c in result.candidates if (c.policy, c.name) == ranked_key]
     return (
@@ -145,17 +145,17 @@ def link_table(links: Sequence[Link]) -> Table:
              for k in links}  # fmt: skip
     names = dict.fromkeys(k.collective for k in links)
     rows = ((n, texts.get((n, False), "-"), texts.get((n, True), "-")) for n in names)
-    title = "Measured links: GB/s of a device, ms of a step of a ring"
+    title = "Measured links: GB/s per device, ms per ring step"
     return make_table(title, ("links", "in a node", "across nodes"), rows)
 
 
 def describe_limits(searched: Mapping[str, int], config: PlanConfig) -> str:
-    """How far the search went, and which of it was the job's own choice."""
-    sources = {name: "given" if getattr(config, name) else "by the job" for name in searched}
+    """Return a line with the limits of the search, and whether the user or the job set each."""
+    sources = {name: "given" if getattr(config, name) else "derived" for name in searched}
     limits = ", ".join(f"plan.{name} {n} ({sources[name]})" for name, n in searched.items())
     return (
-        f"looked up to {limits}; {config.drift:.0%} of the steps that plans are judged by hold "
-        "other shares of media than the data's (plan.drift)"
+        f"search limits: {limits}; {config.drift:.0%} of the simulated steps have another mix of "
+        "media than the data (plan.drift)"
     )
 
 
@@ -166,7 +166,7 @@ def kind_table(rows: Sequence[KindCost]) -> Table:
         for c in rows
     )  # fmt: skip
     columns = ("layers", "number", "rows x tokens", "forward ms", "backward ms", "share")
-    return make_table("What layers take, by kind", columns, texts)
+    return make_table("Times of layers, by kind", columns, texts)
 
 
 def memory_table(rows: Sequence[Saving]) -> Table:
@@ -176,7 +176,7 @@ def memory_table(rows: Sequence[Saving]) -> Table:
         for s in rows
     )  # fmt: skip
     columns = ("module", "saves memory by", "instead of", "GiB less", "ms a step")
-    return make_table("What memory costs", columns, texts)
+    return make_table("Time paid for saved memory", columns, texts)
 
 
 def what_if_table(changes: Sequence[WhatIf]) -> Table:
@@ -186,5 +186,5 @@ def what_if_table(changes: Sequence[WhatIf]) -> Table:
             rows.append((w.change, "-", "nothing fits"))
         else:
             rows.append((w.change, f"{1e3 * w.makespan_s:.1f}", f"{current_s / w.makespan_s:.2f}"))
-    columns = ("what if", "step ms", "times as fast")
+    columns = ("change", "step ms", "times as fast")
     return make_table("What would help (one bucket each)", columns, rows)

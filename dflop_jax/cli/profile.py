@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> Any:
         for m in profile.model.n_layers:
             tokens = [load.tokens(m) for load in profile.data.loads]
             mean = sum(tokens) / len(tokens)
-            texts.append(f"{mean:.1f} tokens of {m} on average (most {max(tokens)})")
+            texts.append(f"{mean:.1f} tokens of {m} on average (maximum {max(tokens)})")
         samples = f"{profile.data.n_total} samples of {profile.data.source}"
         show(f"{samples}: {', '.join(texts)}; wrote {output_file}")
     finish_run(context.peers)

@@ -1,4 +1,4 @@
-"""`dflop report`: a page, a table and a picture of runs."""
+"""`dflop report`: write a page, a table and a picture of one or several runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dflop_jax.cli.terminal import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the base")
     help_text = (
-        "the page, FILE.html, and the picture, FILE.png (default: report.html in the first run's "
-        "folder, and beside it report.png, of several runs compare.png here)"
+        "write the page FILE.html and the picture FILE.png (default: report.html and report.png in "
+        "the first run's folder; for several runs the picture is compare.png here)"
     )
     parser.add_argument("--out", metavar="FILE", help=help_text)
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Any:
         check_answer_file(file)
     runs = read_runs(folders)
     wrote = [write_page(runs, page, trace_memory)]
-    stepped = [r for r in runs if r.rows.n_steps]  # the others have a simulated trace alone
+    stepped = [r for r in runs if r.rows.n_steps]  # other runs have only a simulated trace
     if stepped:
         table = compare(stepped, picture)
         wrote.append(picture)

@@ -1,4 +1,4 @@
-"""`dflop simulate`: run a plan on measured times, without training."""
+"""`dflop simulate`: simulate a plan with measured times, without training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflop_jax.records import Plan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, PROFILE_FILE | PLAN_FILE | OUT_FOLDER)
-    help_text = "global batches (default: 4)"
+    help_text = "number of global batches (default: 4)"
     parser.add_argument("--batches", type=positive_int, default=4, metavar="N", help=help_text)
 
 

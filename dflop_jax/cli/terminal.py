@@ -1,4 +1,4 @@
-"""What commands share: an argument parser, printing, progress."""
+"""Helpers of the commands: an argument parser, printing, progress."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-PROGRESS_INTERVAL_S = 10.0  # between lines of progress where they stay, as in a log
+PROGRESS_INTERVAL_S = 10.0  # between progress lines in a log (not a terminal)
 
 
 class _StoreOnce(argparse.Action):
-    """Stores a flag's value; an error where the command line gives the flag twice."""
+    """Stores a flag's value, and reports an error if the flag is given twice."""
 
     _namespace: argparse.Namespace | None = None
 
@@ -32,7 +32,7 @@ class _StoreOnce(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line, also for a flag that is given twice."""
+    """An argument parser that reports errors in one line, and repeated flags as errors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-# Options, flag -> (name of its value, help), and switches, flag -> help.
+# flag -> (metavar, help) for an option, or help for a switch
 Options = dict[str, tuple[str, str] | str]
 
 
@@ -62,8 +62,7 @@ def positive_int(text: str) -> int:
 
 
 def show(content: Any) -> None:
-    """Print a line or a table to stdout. In a narrow terminal its widest columns wrap first, and no
-    text is cut."""
+    """Print a line or table to stdout. In a narrow terminal, wide columns wrap; no text is cut."""
     for column in content.columns if isinstance(content, Table) else ():
         column.overflow = "fold"
     Console().print(content)
@@ -83,8 +82,8 @@ def print_note(line: str) -> None:
 
 
 class DelayedNotes:
-    """Lines for stderr that wait until they are shown, so that a mistake that is found meanwhile
-    stands alone; later ones are shown at once."""
+    """Lines for stderr that are held back until `show`, so that an error found before is printed
+    alone; lines added after `show` are printed at once."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -104,8 +103,8 @@ class DelayedNotes:
 def make_ticker(
     name: str, unit: str = "", *, starts_shown: bool = False
 ) -> Callable[[int, int], None]:
-    """A function that shows progress (done, total): as one rewritten line of a terminal, elsewhere
-    as a line now and then; with `starts_shown` the name before anything is done."""
+    """Return a function (done, total) that shows progress: it rewrites one line of a terminal, or
+    prints a line every `PROGRESS_INTERVAL_S`. With `starts_shown` the name is printed at once."""
     console = Console(stderr=True, soft_wrap=True)
     if starts_shown:
         console.print(name, end="\r" if console.is_terminal else "\n")

@@ -1,4 +1,4 @@
-"""`dflop train`: profile and plan where needed, then train."""
+"""`dflop train`: profile and plan if needed, then train."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from dflop_jax.folders import tolerate_lost_log_lines
 from dflop_jax.records import Plan, Profile
 
 _OPTIONS: Options = PROFILE_FILE | PLAN_FILE | {
-    "--dry-run": "profile, plan and say what the steps would take, and end before the first one, "
+    "--dry-run": "profile, plan and predict the run's time, then end before the first step, "
                  "without a run folder (dflop plan writes the plan)",
-    "--reset-optimizer": "with --resume: take the parameters only; the optimizer's state begins "
-                         "anew",
-    "--init-from": ("RUN[@STEP]", "begin with the parameters of another run's newest checkpoint, "
-                    "or of that step's: the same as --model.weights RUN[@STEP]"),
+    "--reset-optimizer": "with --resume: restore only the parameters, and start with a new "
+                         "optimizer state",
+    "--init-from": ("RUN[@STEP]", "start from the parameters of another run's newest checkpoint, "
+                    "or of its checkpoint STEP: the same as --model.weights RUN[@STEP]"),
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "SIGINT, SIGTERM or SIGHUP: the run saves what it has reached and ends with exit code "
-        f"{PREEMPTED} (1 without checkpoints); --resume auto goes on. A second one ends it at "
-        "once. A dry run saves nothing and ends with 1."
+        "On SIGINT, SIGTERM or SIGHUP the run saves a checkpoint and ends with exit code "
+        f"{PREEMPTED} (1 without checkpoints); continue it with --resume auto. A second signal "
+        "ends it at once. A dry run saves nothing and ends with 1."
     )
     add_options(parser, _OPTIONS)
     callbacks_help = (
-        "your own code that is told of steps, evaluations and saves (a dflop_jax.Callback, or what "
-        "makes one); may be given again"
+        "your own code that is called at steps, evaluations and saves (a dflop_jax.Callback, or a "
+        "function that returns one); may be repeated"
     )
     repeated: dict[str, Any] = {"action": "append", "default": [], "metavar": "MODULE:NAME"}
     parser.add_argument("--callbacks", **repeated, help=callbacks_help)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
     resume_help = (
-        "continue the run in the folder from its newest whole checkpoint, if there is one, or from "
-        "that of a step, setting newer ones aside"
+        "continue the run in the folder: from its newest intact checkpoint, if there is one, "
+        "or from that of STEP, setting newer ones aside"
     )
     existing.add_argument("--resume", type=_parse_resume, metavar="auto|STEP", help=resume_help)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Train; process 0 shows the summary, every process returns a `train.callbacks.FitResult` with
-    its first and last loss, and the exit code."""
-    trainers: list[Any] = []  # the one of this run, once it is there
+    """Train, and return the fields of `train.callbacks.FitResult` with the first and last loss and
+    the exit code; process 0 shows the summary."""
+    trainers: list[Any] = []  # the trainer of this run, once it exists
 
     def stop(signum: int) -> None:
-        """End outside of the steps, where nothing is to be saved: all that was done is, already."""
+        """End the run between steps; there is nothing to save that is not saved already."""
         reason = f"{process_exit.signal_name(signum)} came while no step ran"
         exit_code = process_exit.FAILED if args.dry_run else PREEMPTED
         for trainer in trainers:
@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
     if args.reset_optimizer and not args.resume:
         raise ValueError(
-            "--reset-optimizer goes with --resume: leave it out, a new run begins with a fresh one"
+            "--reset-optimizer needs --resume; leave it out: a new run has a new optimizer state"
         )
-    derived = derive_config(args)  # what it alone shows to be wrong, before jax is imported
+    derived = derive_config(args)  # reports wrong arguments before jax is imported
     from dflop_jax.report.run_folder import check_run_dir
 
     check_run_dir(derived.config.run_dir)
@@ -129,5 +129,5 @@ def _parse_resume(text: str) -> str:
 
 
 def _preempted_code(config: Config) -> int:
-    """The exit code of a run that a signal ended: without checkpoints nothing is saved."""
+    """Return the exit code of a run that a signal ended: 1 if it saves no checkpoints."""
     return PREEMPTED if config.checkpoint.saves else 1

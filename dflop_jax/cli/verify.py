@@ -1,4 +1,4 @@
-"""`dflop verify`: published weights read into shards, written again, and beside transformers."""
+"""`dflop verify`: check a round trip of published weights, and compare with transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dflop verify FOLDER [--plan-file FILE] [--json]"
     parser.epilog = (
-        "Every tensor must come back bit by bit; with torch and transformers installed, logits and "
-        "gradients on pictures, clips, sounds and text must be theirs. Exit code 1 if not."
+        "Every tensor must survive the round trip bit by bit. If torch and transformers are "
+        "installed, logits and gradients of samples must equal theirs. Exit code 1 if not."
     )
     parser.add_argument("folder", metavar="FOLDER", help="published weights and their config.json")
-    help_text = "read into its shards (default: a plan that cuts every module and splits tensors)"
+    help_text = "plan whose shards are used (default: one that cuts modules and splits tensors)"
     parser.add_argument("--plan-file", metavar="FILE", help=help_text)
 
 
@@ -61,6 +61,6 @@ def _describe_result(result: VerifyResult) -> str:
         return sentence
     (logit, gradient), (max_logit, max_gradient) = result.rounding, result.limits
     return (
-        f"{sentence}; its own float32 by {logit:.1e} and {gradient:.1e}, so that up to "
-        f"{max_logit:.1e} and {max_gradient:.1e} counts as equal"
+        f"{sentence}; its own float32 by {logit:.1e} and {gradient:.1e}, so errors up to "
+        f"{max_logit:.1e} and {max_gradient:.1e} count as equal"
     )

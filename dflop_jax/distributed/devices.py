@@ -1,5 +1,5 @@
-"""The devices and the memory that a process of a run uses on its host, and the environment that XLA
-and NCCL read, where the user sets nothing; `docs/clusters.md` has the reasons.
+"""Devices and memory of a process on its host, and default environment variables for XLA and NCCL;
+`docs/clusters.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dflop_jax.records import USABLE_MEMORY
 
 
 def devices_per_process(processes: Processes, plan_devices: int) -> int:
-    """Return the number of devices of each process, 0 for all it has; ValueError where the plan's
-    devices are not what the processes have, or cannot be shared evenly."""
+    """Return the number of devices of each process (0: all that it has); ValueError if the plan's
+    devices contradict that of the processes, or cannot be shared evenly."""
     n_processes, n_each = processes.n_processes, processes.devices_per_process
     if n_each and plan_devices not in (0, n_processes * n_each):
         raise ValueError(
@@ -40,7 +40,7 @@ def devices_per_process(processes: Processes, plan_devices: int) -> int:
 
 
 def limit_devices(processes: Processes, n_devices: int) -> None:
-    """Limit jax to this process's devices: CPU devices by number, GPUs by index."""
+    """Limit jax to this process's devices: a number of CPU devices, or GPUs by index."""
     if n_devices:
         jax.config.update("jax_num_cpu_devices", n_devices)
     if not uses_cpu() and (ids := local_gpu_ids(processes, n_devices)) is not None:
@@ -48,7 +48,7 @@ def limit_devices(processes: Processes, n_devices: int) -> None:
 
 
 def is_jax_initialized() -> bool:
-    """Whether jax has initialized its devices, after which their number is fixed."""
+    """Return whether jax has initialized its devices, which fixes their number."""
     settings: Any = jax.config  # only some versions of jax declare the type of this name
     number: int = settings.jax_num_cpu_devices
     try:
@@ -60,7 +60,7 @@ def is_jax_initialized() -> bool:
 
 
 def uses_cpu() -> bool:
-    """Whether jax will compute on the CPU, without initializing jax."""
+    """Return whether jax will compute on the CPU, without initializing jax."""
     settings: Any = jax.config
     platforms: str | None = settings.jax_platforms
     if platforms:
@@ -69,7 +69,7 @@ def uses_cpu() -> bool:
 
 
 def count_visible_gpus() -> int:
-    """Return the number of GPUs that CUDA_VISIBLE_DEVICES or the device files of this host name."""
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES or, if unset, in this host's /dev."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -77,16 +77,16 @@ def count_visible_gpus() -> int:
 
 
 def local_gpu_ids(processes: Processes, n_devices: int) -> list[int] | None:
-    """Return the indices of this process's GPUs among the visible ones, None for all of them: of an
-    equal part for each process of the host, `n_devices` (0: all). ValueError for too few GPUs."""
+    """Return the indices of this process's GPUs among the visible ones; None: all. The processes of
+    the host get equal parts, and use `n_devices` each (0: all). ValueError for too few GPUs."""
     n_gpus, n_local = count_visible_gpus(), max(1, processes.n_local)
     if n_gpus == 1 and n_local > 1 and processes.source != "dflop launch":
         return None  # the cluster shows each process its own
     n_share = n_gpus // n_local
     if n_share < max(1, n_devices):
         raise ValueError(
-            f"{n_local} processes on this host need {max(1, n_devices)} GPUs each, {n_gpus} are "
-            "there: start fewer"
+            f"{n_local} processes on this host need {max(1, n_devices)} GPUs each, but it has "
+            f"{n_gpus}: start fewer"
         )
     start = processes.local_index * n_share
     return list(range(start, start + (n_devices or n_share)))
@@ -96,9 +96,9 @@ def local_gpu_ids(processes: Processes, n_devices: int) -> list[int] | None:
 def connect_process_pairs(devices: tuple[jax.Device, ...], peers: ProcessGroup) -> None:
     """Connect every two processes for transfers between CPUs, once; all processes call this.
 
-    A process listens from the first array that it sends, and who tries to connect before retries
-    after 2 s. So each process sends before the others receive. jax counts transfers, so every
-    process takes part in each, also if it neither sends nor receives.
+    A process listens only once it has sent an array. A process that tries to connect earlier
+    retries after 2 s, so each process sends before the others receive. jax counts transfers, so
+    every process takes part in each, even if it neither sends nor receives.
     """
     first_devices = {d.process_index: d for d in reversed(devices)}
     received = []
@@ -133,7 +133,7 @@ def set_xla_environment() -> None:
 
 
 def xla_environment(environment: Mapping[str, str], *, on_gpus: bool) -> dict[str, str]:
-    """Return the variables to set beside those of `environment`, whose own settings stay."""
+    """Return the variables to add to `environment`; its own settings take precedence."""
     settings: dict[str, str] = {}
     flags = GPU_FLAGS if on_gpus else CPU_FLAGS
     if on_gpus:
@@ -152,8 +152,8 @@ def xla_environment(environment: Mapping[str, str], *, on_gpus: bool) -> dict[st
 
 
 def is_xla_flag(flag: str) -> bool:
-    """Whether every installed library that reads XLA_FLAGS has the flag: its name alone between two
-    zero bytes. Names of removed flags occur in descriptions only."""
+    """Return whether every installed library that reads XLA_FLAGS has the flag: its name between
+    two zero bytes. Names of removed flags occur only inside descriptions."""
     for package, pattern in (("jaxlib", "libjax_common.so"), ("jax_plugins", "*/xla_*plugin.so")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -166,11 +166,11 @@ def is_xla_flag(flag: str) -> bool:
 
 
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # of this process, where it is in a container of its own
+CGROUP = Path("/sys/fs/cgroup")  # this process's group, if it runs in a container
 
 
 def available_host_bytes() -> int | None:
-    """Return the bytes that programs can still take from the host or container; None: unknown."""
+    """Return the bytes of memory that the host or container has free; None: unknown."""
     candidates = []
     if MEMINFO.exists():
         lines = dict(row.split(":") for row in MEMINFO.read_text().splitlines())

@@ -3,10 +3,10 @@
 A run goes through sections: profiling, planning, compiling, steps, waits for data or a save,
 evaluations. Each has a deadline, a multiple of its longest measured duration. A process whose
 devices wait forever inside a collective still sends heartbeats. So a thread of each process sends
-its status with them (`messages`), and process 0 compares the statuses. The run hangs only if the
-process that is behind all others is overdue itself; processes that wait for one that compiles or
-saves in time keep waiting. Then every process writes its stacks and last tasks, and all end with
-exit code 4. The same happens if a process stops sending heartbeats.
+its status with them (`messages`), and process 0 compares the statuses. The run counts as hung only
+if the process that is behind all others exceeds its own deadline, so waiting for a process that
+compiles or saves in time is allowed. If the run hangs, or a process stops sending heartbeats, every
+process writes its stacks and last tasks, and all end with exit code 4.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ import msgspec
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import END_TIMEOUT_S, run_with_timeout
 
-CHECKS_PER_DEADLINE = 20  # of the shortest deadline
-# The last sections of a name whose longest sets the deadline, so that a slow one (the first step, a
-# busy disk) is forgotten after as many.
+CHECKS_PER_DEADLINE = 20  # number of checks during the shortest deadline
+# The longest of this number of last durations sets a section's deadline, so that a slow one (the
+# first step, a busy disk) has no lasting effect.
 MEASUREMENT_WINDOW = 64
-# Deadline over the shortest deadline, of a section that was never measured or is not repeated.
+# Sections that were never measured or are not repeated have this times the shortest deadline.
 UNMEASURED_FACTOR = 30
 MAX_FRAMES = 5  # of the main thread's stack in a message
 log = logging.getLogger("dflop_jax")
 
 
 class TaskProgress(msgspec.Struct, frozen=True):
-    """How many tasks of a run a process has started and done."""
+    """Numbers of tasks that a process has started and done in a run."""
 
     n_calls: int = 0  # steps and evaluations that were dispatched
-    n_done: int = 0  # tasks at the head of the process's order that are all done
-    n_started: int = 0  # tasks that were dispatched or passed over
-    lines: tuple[str, ...] = ()  # the last tasks done and started, in words
+    n_done: int = 0  # tasks in the process's order before the first that is not done
+    n_started: int = 0  # tasks that were dispatched or skipped
+    lines: tuple[str, ...] = ()  # descriptions of the last tasks done and started
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """The section and tasks that a process is in."""
+    """The current section and tasks of a process."""
 
     process: int
     name: str  # host and pid
@@ -56,7 +56,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     step: int
     seconds: float  # spent in the section
     deadline_s: float
-    n_sections: int  # begun so far
+    n_sections: int  # sections begun so far
     tasks: TaskProgress = TaskProgress()
     stack: str = ""
 
@@ -66,7 +66,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
-        """All processes go through the same sections and tasks, so the smallest is behind."""
+        """Return counters of sections and tasks; the process with the smallest is behind."""
         return self.n_sections, self.tasks.n_calls, self.tasks.n_done, self.tasks.n_started
 
     @property
@@ -79,8 +79,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 class Sections:
     """The sections of this process's run, with deadlines of `factor` times the longest measured
-    duration (0: no deadlines). Only durations of `repeated_sections` predict the next one: others
-    are there once or in pieces."""
+    duration (0: no deadlines). Only durations of `repeated_sections` are used, since other sections
+    occur once or vary."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Sections:
         self.tasks: Callable[[], TaskProgress] = TaskProgress
 
     def begin(self, name: str, step: int | None = None) -> None:
-        """End the section and begin another, a step if `step` is given; "" has no deadline."""
+        """End the section and begin another, a step if `step` is given; name "": no deadline."""
         self.n_sections += 1
         self.is_step = step is not None
         self.step = self.step if step is None else step
@@ -105,7 +105,7 @@ class Sections:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Run a section inside the current one, which begins anew after it; others may skip it."""
+        """Run a section inside the current one, which then restarts; processes may skip it."""
         outer, was_step, self.is_step = self.name, self.is_step, False
         self._switch_to(name)
         try:
@@ -122,11 +122,11 @@ class Sections:
         self.name, self._started_s, self._renewed_s = name, now_s, now_s
 
     def renew(self) -> None:
-        """Restart the deadline, since the section has made progress."""
+        """Restart the section's deadline after progress."""
         self._renewed_s = self._clock()
 
     def deadline_s(self, name: str) -> float:
-        """Return the seconds that a section may take."""
+        """Return the maximum duration of a section in seconds."""
         if not (self._factor and name):
             return float("inf")
         max_measured_s = max(tuple(self._measured_s.get(name, ())), default=None)
@@ -143,7 +143,7 @@ class Sections:
 
 
 def main_thread_stack() -> str:
-    """Return the stack of this process's main thread in a line, the innermost frame first."""
+    """Return the stack of this process's main thread in one line, the innermost frame first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame)[-MAX_FRAMES:] if frame else []
     return " < ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in reversed(frames))
@@ -161,20 +161,20 @@ def describe_hang(behind: Sequence[ProcessStatus], n_processes: int) -> str:
     first = behind[0]
     position = first.position + (f" ({first.tasks.lines[-1]})" if first.tasks.lines else "")
     if len(behind) == n_processes > 1:
-        sentence = f"all {n_processes} processes hang in {position}, none behind the others"
+        sentence = f"all {n_processes} processes hang in {position}, none is behind the others"
     else:
         names = ", ".join(f"process {w.process} ({w.name})" for w in behind)
         waiting_text = ", and all others wait for it" if len(behind) == 1 < n_processes else ""
         sentence = f"{names} hang{'s' * (len(behind) == 1)} in {position}{waiting_text}"
     return (
-        f"{sentence}: {first.seconds:.0f} s, more than the {first.deadline_s:.0f} s that it may "
-        f"take; its main thread: {first.stack}"
+        f"{sentence}: {first.seconds:.0f} s, more than its deadline of {first.deadline_s:.0f} s; "
+        f"its main thread: {first.stack}"
     )
 
 
 class HangWatch:
-    """Ends a run in which a process hangs, by `end_run` or else `peers.end_hung_run` on process 0,
-    after stacks and tasks are written to `folder`; a context manager."""
+    """A context manager that ends the run if a process hangs. Processes write stacks and tasks to
+    `folder`, then process 0 calls `end_run` (default: `peers.end_hung_run`)."""
 
     def __init__(
         self,
@@ -209,10 +209,10 @@ class HangWatch:
         while not self._closing.wait(self._interval_s):
             previous_s, checked_s = checked_s, time.monotonic()
             if checked_s - previous_s > self._interval_s + self._sections.min_deadline_s / 2:
-                self._sections.renew()  # all of this process was stopped, as by Ctrl-Z
+                self._sections.renew()  # the whole process was paused, as by Ctrl-Z
             if (progress := self._sections.tasks()) != tasks:
                 tasks = progress
-                if not self._sections.is_step:  # as an evaluation, which gets on with its tasks
+                if not self._sections.is_step:  # such as an evaluation that makes progress
                     self._sections.renew()
             self._latest_status = self._own_status()
             if self._peers.is_primary and (hung := self._find_hung_processes()):
@@ -222,7 +222,7 @@ class HangWatch:
                 return
 
     def _find_hung_processes(self) -> tuple[ProcessStatus, ...]:
-        """Return the processes that hang in two checks, since statuses are some seconds old."""
+        """Return the processes that hang in two successive checks (statuses may be out of date)."""
         messages = [s for p, s in self._peers.statuses().items() if p and s]
         if len(messages) < self._peers.n_processes - 1:
             return ()  # a status is missing
@@ -232,7 +232,7 @@ class HangWatch:
         return hung if self._hung_before == previous else ()
 
     def _write_stacks(self, reason: str) -> None:
-        """Write this process's stacks once; the run's disk may be what hangs."""
+        """Write this process's stacks, once, with a timeout, since the disk may hang."""
         if not self._has_written:
             self._has_written = True
             run_with_timeout(END_TIMEOUT_S, write_stacks, self._folder, self._own_status(), reason)
@@ -242,7 +242,7 @@ class HangWatch:
 
 
 def write_stacks(folder: Path, status: ProcessStatus, reason: str) -> None:
-    """Log a process's stacks and last tasks, and append them to its file, if that is possible."""
+    """Log a process's stacks and last tasks, and append them to its file if it is writable."""
     for text in (str(status), *status.tasks.lines, f"main thread: {status.stack}"):
         log.warning("%s", text)
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), reason, str(status), *status.tasks.lines, ""]

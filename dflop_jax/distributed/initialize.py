@@ -1,8 +1,8 @@
-"""Join several processes to one run: find the others and let jax connect them.
+"""Join the processes of a run: find the other processes and let jax connect to them.
 
-Call `initialize` before anything that asks jax for devices. A script may also have called
-`jax.distributed.initialize` itself. Where jax does not reach another process, it aborts this one
-from C++ with a stack trace. So each process gives up with one line before jax does.
+Call `initialize` before anything that uses jax's devices. A script may also have called
+`jax.distributed.initialize` itself. If jax does not reach another process, it aborts this one from
+C++ with a stack trace. So each process gives up with a one-line error before jax does.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from dflop_jax.distributed.processes import (
 )
 from dflop_jax.folders import is_standard_stream, lossy_stream, tolerate_lost_log_lines
 
-SHUTDOWN_TIMEOUT_S = 10.0  # longest wait for the others at the end
-# jax's own wait is longer: after it, jax ends processes that still work from C++.
+SHUTDOWN_TIMEOUT_S = 10.0  # longest wait for the other processes at the end
+# jax's own wait is longer, since after it jax aborts processes from C++.
 JAX_SHUTDOWN_TIMEOUT_S = 3 * round(SHUTDOWN_TIMEOUT_S)
 CONNECT_RETRY_S = 0.2  # between two attempts to reach process 0
 NO_PROXY = "no_grpc_proxy"
@@ -57,13 +57,13 @@ _joined: tuple[Processes, int, ProcessGroup] | None = None
 
 def initialize(config: DistributedConfig, plan_devices: int = 0) -> ProcessGroup:
     """Join the run that flags, `dflop launch` or the cluster describe, or that a script has joined
-    by `jax.distributed.initialize`, with `plan_devices` shared evenly (0: all there are). Called
-    again in a process it returns the same group.
+    by `jax.distributed.initialize`. Its processes share `plan_devices` evenly (0: all devices).
+    Returns the process group; a second call in a process returns the same one.
 
     Raises:
-      ValueError: the description is incomplete or wrong, or differs between processes, devices
-        cannot be shared, or jax has started already.
-      TransientError: not all processes came within `connect_timeout_s`, or the port is in use.
+      ValueError: the description is incomplete or wrong or differs between processes, devices
+        cannot be shared evenly, or jax is initialized already.
+      TransientError: not all processes connect within `connect_timeout_s`, or the port is in use.
     """
     global _joined
     devices.set_xla_environment()
@@ -84,22 +84,22 @@ def initialize(config: DistributedConfig, plan_devices: int = 0) -> ProcessGroup
         if _joined is not None:
             if _joined[:2] != (processes, n_devices):
                 raise ValueError(
-                    "this program has joined a run of other processes or devices already: start "
-                    "another one"
+                    "this program has already joined a run with other processes or devices: start "
+                    "a new program"
                 )
             return _joined[2]
-        # CPUs exchange arrays over addresses that jax is told before it starts.
+        # jax needs the addresses for transfers between CPUs before it is initialized.
         if is_jax_initialized() and not (is_script_connected and not uses_cpu()):
             raise ValueError(
-                "jax is in use already, so it cannot connect to other processes any more; call "
-                "nothing of jax before, such as jax.devices()"
+                "jax is in use already, so it cannot connect to other processes any more; do not "
+                "use jax before, such as by jax.devices()"
             )
         process_exit.has_joined_run.set()
         faulthandler.enable()  # jax ends a process that has lost another by SIGABRT
         tolerate_lost_log_lines()
         if group is None:
             devices.limit_devices(processes, n_devices)
-            if is_standard_stream(sys.stdout, 1):  # what C++ prints there would spoil --json
+            if is_standard_stream(sys.stdout, 1):  # output of C++ code would spoil --json
                 sys.stdout = lossy_stream(sys.stdout, os.dup(1))
                 os.dup2(2, 1)
             group = _make_group(_connect_jax(processes, config), config)
@@ -127,14 +127,14 @@ def _make_group(state: State, config: DistributedConfig) -> ProcessGroup:
 
 
 def run_devices(n_processes: int, n_requested: int) -> list[jax.Device]:
-    """Return all devices of a run of several processes, process by process; ValueError where they
-    are not as many as planned (0: all), or some processes have more than others."""
+    """Return all devices of a run of several processes, ordered by process; ValueError if their
+    number is not `n_requested` (0: any), or differs between processes."""
     tasks = Path("/proc/self/task")
     former_threads = {t.name for t in tasks.glob("*")}
     all_devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    # Gloo's thread, which started just now, gets the priority of a batch job: it polls without
-    # pause for bytes that no thread has requested yet. On a busy core the requesting thread then
-    # waits for a time slice: 4 ms per collective instead of 0.2 (measured, Linux 6.18).
+    # Gloo's thread, which `jax.devices` has started, gets the priority of a batch job, since it
+    # polls without pause. On a busy core the thread that needs its bytes would wait for a time
+    # slice: 4 ms per collective instead of 0.2 ms (measured, Linux 6.18).
     new_threads = [int(t.name) for t in tasks.glob("*") if t.name not in former_threads]
     if new_threads and hasattr(os, "sched_setscheduler"):
         with suppress(OSError):  # not allowed here
@@ -154,12 +154,12 @@ def run_devices(n_processes: int, n_requested: int) -> list[jax.Device]:
 
 
 def shutdown(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> bool:
-    """Leave the run together with the others, and return whether all did so in time. After False
-    end with `process_exit.exit_process`: what is in flight may never come to an end."""
+    """Leave the run together with the other processes, and return whether all did so in time. After
+    False call `process_exit.exit_process`, since pending transfers may never end."""
     is_ours = _joined is not None and _joined[0].source != CONNECTED_BY_SCRIPT
     if not (is_ours and jax.distributed.is_initialized()):
         return True
-    with suppress(jax.errors.JaxRuntimeError):  # somebody did not come
+    with suppress(jax.errors.JaxRuntimeError):  # a process is missing
         if process_exit.run_with_timeout(timeout_s, jax.distributed.shutdown):  # waits for all
             process_exit.has_joined_run.clear()
             return True
@@ -167,7 +167,7 @@ def shutdown(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> bool:
 
 
 def _script_processes(state: State, config: DistributedConfig) -> Processes:
-    """Return the processes that a script has connected; ValueError where flags contradict them."""
+    """Return the processes that a script has connected; ValueError if flags contradict them."""
     facts = {"num_processes": (state.num_processes, 0), "process_id": (state.process_id, -1)}
     for name, (actual, unset) in facts.items():
         if (requested := getattr(config, name)) not in (unset, actual):
@@ -181,13 +181,13 @@ def _script_processes(state: State, config: DistributedConfig) -> Processes:
 
 
 def _connect_jax(processes: Processes, config: DistributedConfig) -> State:
-    """Have jax join the run; raises the errors of `initialize`."""
+    """Connect jax to the run's processes; raises the errors of `initialize`."""
     service, timeout_s = processes.coordinator, config.connect_timeout_s
     assert service is not None
-    # jax aborts the others when process 0 goes first, so it waits for them longer than they do.
+    # If process 0 ends first, jax aborts the others, so process 0 waits longer than they do.
     wait_s = timeout_s + 2 * END_TIMEOUT_S * (processes.index == 0)
     interface = service.interface()
-    # Its handler would take SIGTERM away from ours.
+    # The service's handler for SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)
     # gRPC would ask the proxy of `http_proxy` for process 0.
@@ -212,11 +212,11 @@ def _connect_jax(processes: Processes, config: DistributedConfig) -> State:
         )
     except jax.errors.JaxRuntimeError as e:
         reason = str(e).partition("\n")[0]
-        raise TransientError(f"jax does not connect at {service} ({reason}): start again") from None
+        raise TransientError(f"jax cannot connect to {service} ({reason}): start again") from None
     if not (state := connection() if is_connected else None):
         raise TransientError(
-            f"after {timeout_s:g} s, not all of the {processes.n_processes} processes had come to "
-            f"{service}; see their logs, start all with the same number, or raise "
+            f"after {timeout_s:g} s, not all of the {processes.n_processes} processes have "
+            f"connected to {service}; see their logs, start all with the same number, or raise "
             "--distributed.connect_timeout_s"
         )
     return state
@@ -230,9 +230,9 @@ def _check_port(service: Address, interface: str) -> None:
     except OSError as e:
         reason = f"process 0 cannot listen at {service}: {os.strerror(e.errno or 0)}"
         if e.errno == errno.EADDRINUSE:
-            raise TransientError(f"{reason}; end what holds the port, or name another") from None
+            raise TransientError(f"{reason}; end its user, or give another port") from None
         raise ValueError(
-            f"{reason}; name a port that this user may use, at an address of this host"
+            f"{reason}; give a port that this user may use, at an address of this host"
         ) from None
 
 
@@ -243,7 +243,7 @@ def _connect_to_coordinator(processes: Processes, timeout_s: float) -> socket.so
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
             stream = socket.create_connection(service, timeout=remaining_s)
-            # Without a listener, a connection to a port of one's own host may reach itself.
+            # Without a listener, a connection to a port of this host may connect to itself.
             if stream.getsockname() != stream.getpeername():
                 return stream
             stream.close()
@@ -252,20 +252,20 @@ def _connect_to_coordinator(processes: Processes, timeout_s: float) -> socket.so
         time.sleep(min(CONNECT_RETRY_S, remaining_s))
     raise TransientError(
         f"process {processes.index} did not reach process 0 at {service} within {timeout_s:g} s "
-        f"({reason}); is it the address of process 0's host, and does process 0 run? check"
+        f"({reason}); check that it is the address of process 0's host, and that process 0 runs"
     )
 
 
 class _Introduction(msgspec.Struct, frozen=True):
-    """What a process sends to the others."""
+    """The first message of a process to the others."""
 
-    run: str  # that it takes part in
-    host: str = ""  # IP of its host as process 0's host sees it; "": the same host
-    coordinator_host: str = ""  # IP of process 0's host as it sees it
+    run: str  # number of processes and jax version; must be equal in all processes
+    host: str = ""  # IP of the process's host as seen by process 0's host; "": the same host
+    coordinator_host: str = ""  # IP of process 0's host as seen by the process
 
 
 def _exchange_addresses(group: ProcessGroup, processes: Processes, timeout_s: float) -> None:
-    """Set where this process receives arrays; ValueError if not all were started alike."""
+    """Set this process's address for receiving arrays; ValueError if processes differ in `run`."""
     own = _Introduction(f"{processes.n_processes} processes of jax {jax.__version__}")
     if processes.index:
         with _connect_to_coordinator(processes, timeout_s) as stream:
@@ -277,12 +277,12 @@ def _exchange_addresses(group: ProcessGroup, processes: Processes, timeout_s: fl
         if introduction.run != introductions[0].run:
             raise ValueError(
                 f"process {p} is one of {introduction.run}, process 0 of {introductions[0].run}; "
-                "start all alike"
+                "start all with the same number and version"
             )
     seen_hosts = (h.coordinator_host for h in introductions if h.coordinator_host)
     own_host = own.host or next(seen_hosts, LOOPBACK)
-    if not uses_cpu():  # GPUs move arrays between processes themselves
-        if own_host == LOOPBACK:  # where nobody else reaches them
+    if not uses_cpu():  # NCCL transfers arrays between GPUs
+        if own_host == LOOPBACK:  # other hosts cannot reach it there
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     elif not is_jax_initialized():
         transfer_address = Address(own_host, free_port())

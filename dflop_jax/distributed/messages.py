@@ -1,7 +1,7 @@
 """Messages between the processes of a run, over the key-value store of jax's coordination service.
 
-A message is bytes under a key that names one call; its last reader deletes it. It takes about 2 ms
-and lies in the memory of process 0. `runtime.communicator` exchanges arrays.
+A message is bytes under a key that names one call; the last reader deletes it. It takes about 2 ms
+and is stored in the memory of process 0. `runtime.communicator` exchanges arrays.
 
 A thread in each process sends heartbeats, learns whether another process failed, and measures the
 offset of its clock. Process 0 ends the run when a process is silent for `peer_timeout_s`. jax's own
@@ -39,13 +39,13 @@ from dflop_jax.distributed.process_exit import (
 from dflop_jax.records import from_msgpack, to_msgpack
 
 JAX_TIMEOUT_FACTOR = 2  # jax's timeouts over ours
-# Seconds between heartbeats, and of a blocking read of the service, which cannot be interrupted, so
-# that a wait polls. The service keeps 25 kB for each poll that times out, until the key is written.
+# Seconds between heartbeats, and of each blocking read of the service: reads cannot be interrupted,
+# so a wait polls. The service keeps 25 kB per poll that times out, until the key is written.
 HEARTBEAT_S = 1.0
-MESSAGE_TIMEOUT_S = 7200.0  # of a wait by default: the longest plan search or compilation
-EXIT_TIMEOUT_S = 300.0  # of a wait when Python ends; jax has the same
-CLOCK_INTERVAL_S = 60.0  # between two measurements; clocks of two hosts drift by 1.2 ms in it
-N_ROUND_TRIPS = 8  # per measurement; the shortest counts, since most wait for a thread
+MESSAGE_TIMEOUT_S = 7200.0  # default of a wait: longer than any plan search or compilation
+EXIT_TIMEOUT_S = 300.0  # of a wait when Python ends, as in jax
+CLOCK_INTERVAL_S = 60.0  # between clock measurements; two hosts drift by 1.2 ms in this time
+N_ROUND_TRIPS = 8  # per clock measurement; the shortest is used, since most wait for a thread
 _ROOT = "dflop"  # of all keys
 _HEARTBEAT_KEYS, _FAILURE_KEYS, _ACKNOWLEDGED_KEYS, _CLOCK_KEYS = (
     f"{_ROOT}/{n}" for n in ("alive", "failure", "heard", "clock")
@@ -53,12 +53,12 @@ _HEARTBEAT_KEYS, _FAILURE_KEYS, _ACKNOWLEDGED_KEYS, _CLOCK_KEYS = (
 
 
 def connection() -> State | None:
-    """jax's connection to the coordination service; None where jax is not connected."""
+    """Return jax's connection to the coordination service; None if jax is not connected."""
     return global_state if global_state.client is not None else None
 
 
 class _Failure(msgspec.Struct, frozen=True):
-    """Why the run fails; every process ends with `exit_code`, after `on_hang` where `hangs`."""
+    """Reason and exit code of a run's failure; with `hangs` each process calls `on_hang` first."""
 
     reason: str
     exit_code: int = TRANSIENT_FAILURE
@@ -99,9 +99,9 @@ class ProcessGroup:
         self.message_timeout_s = MESSAGE_TIMEOUT_S  # of every wait
         self._peer_timeout_s = max(peer_timeout_s, 3 * HEARTBEAT_S)
         self.status: Callable[[], bytes] = bytes  # called with every heartbeat, for `statuses`
-        self.on_hang: Callable[[str], None] = lambda reason: None  # before an end by a hang or loss
+        self.on_hang: Callable[[str], None] = lambda reason: None  # called after a hang or loss
         self._client, self._on_failure = client, on_failure
-        self._clock, self.clock_offset_s = clock, 0.0  # to add to get process 0's clock
+        self._clock, self.clock_offset_s = clock, 0.0  # clock + offset is process 0's clock
         self.host_and_pid = f"{socket.gethostname()}, pid {os.getpid()}"
         self._changed = threading.Condition()
         self._run_number, self._call_counts, self._canceled_prefixes = 0, Counter[str](), set[str]()
@@ -120,7 +120,7 @@ class ProcessGroup:
         return self.process_index == 0
 
     def begin_run(self) -> None:
-        """Begin another run of the same processes, which reads no message of the run before."""
+        """Begin another run of the same processes, whose keys differ from those of earlier runs."""
         with self._changed:
             self._run_number += 1
             self._call_counts.clear()
@@ -130,7 +130,7 @@ class ProcessGroup:
             self._client.key_value_delete(f"{_ROOT}/{self._run_number - 2}")
 
     def cancel_waits(self, prefix: str) -> None:
-        """Have threads of this process that wait for a key with this prefix raise RunFailed."""
+        """Raise RunFailed in this process's threads that wait for a key with this prefix."""
         with self._changed:
             self._canceled_prefixes.add(prefix)
 
@@ -139,7 +139,7 @@ class ProcessGroup:
 
         Raises:
           RunFailed: the run has failed meanwhile, or waits for the key are canceled.
-          TransientError: nothing came by the deadline, or the service is gone.
+          TransientError: no message arrived by the deadline, or the service is lost.
         """
         full_key = self._call_key("broadcast", key, step)
         if self.is_primary:
@@ -179,30 +179,31 @@ class ProcessGroup:
         self.all_gather(key, None, None)
 
     def statuses(self) -> dict[int, bytes]:
-        """On process 0: the newest status of each process that has sent one."""
+        """Return, on process 0, the newest status of each process that has sent one."""
         return {p: heartbeat.status for p, (heartbeat, _) in list(self._heartbeats.items())}
 
     def fail(self, reason: str, exit_code: int = FAILED) -> None:
-        """End all other processes with this reason and exit code; a thread of this one that waits
-        gets RunFailed."""
+        """End all other processes with this reason and exit code, and raise RunFailed in waiting
+        threads of this one."""
         self._end_run(_Failure(reason, exit_code, hangs=False), caller_exits=True)
 
     def end_hung_run(self, reason: str) -> None:
-        """End every process, this one as well, since one of them hangs or is lost."""
+        """End every process, including this one, since a process hangs or is lost."""
         self._end_run(_Failure(reason))
 
     def wait_for_peer_loss(self) -> None:
-        """Wait until process 0 would have noticed a loss, which may cause an error of this one."""
+        """After an error: wait for the time in which process 0 notices a lost process, which may be
+        the cause."""
         self._pause(self._peer_timeout_s + 3 * HEARTBEAT_S if self.n_processes > 1 else 0.0)
 
     def close(self) -> None:
-        """Leave together with the others: from here on, a process that ends is no failure."""
+        """Leave the run together with the other processes; afterwards they may end at any time."""
         if self.n_processes > 1 and not (self._closing or self._failed):
             self.barrier("close")
         self._stop_threads()
 
     def _at_exit(self) -> None:
-        """Before Python ends: send the error of a script to the others, or wait for them."""
+        """At Python's end: send a script's error to the other processes, or wait for them."""
         if (error := getattr(sys, "last_value", None)) is not None:
             self.fail(f"process {self.process_index} stopped: {' '.join(str(error).split())}")
             exit_process(FAILED)  # jax would wait for the others, which have ended, and abort
@@ -212,14 +213,14 @@ class ProcessGroup:
         self._stop_threads()
 
     def _stop_threads(self) -> None:
-        """End the threads. Python aborts where one is inside of jax when the interpreter ends."""
+        """End the threads: Python aborts if one is inside jax when the interpreter ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._n_blocked, 3 * HEARTBEAT_S)
 
     def _call_key(self, kind: str, key: str, step: int | None) -> str:
-        """The key of a call: no two calls of a run have the same."""
+        """Return the key of a call, unique in the run."""
         name = f"{kind}/{key}"
         with self._changed:
             if step is None:
@@ -256,12 +257,12 @@ class ProcessGroup:
         raise TransientError(f"process {sender} did not send {key!r} in {wait_s:g} s: start again")
 
     def _send_heartbeats(self) -> None:
-        """Thread: send heartbeats, and look for failures and the time of process 0."""
+        """Thread: send heartbeats, check for failures, and measure process 0's clock."""
         key, clock_measured_s = f"{_HEARTBEAT_KEYS}/{self.process_index}", float("-inf")
         for number in itertools.count():
             if self._pause(HEARTBEAT_S if number else 0.0):
                 return
-            # Where the service is gone, jax ends this process.
+            # If the service is gone, jax ends this process.
             with suppress(jax.errors.JaxRuntimeError, RunFailed):
                 heartbeat = _Heartbeat(number, self.host_and_pid, self.status())
                 self._client.key_value_set_bytes(key, to_msgpack(heartbeat), allow_overwrite=True)
@@ -274,7 +275,7 @@ class ProcessGroup:
                     clock_measured_s = time.monotonic()
 
     def _pause(self, seconds: float) -> bool:
-        """Wait, and return whether the run has ended."""
+        """Wait at most `seconds`, and return whether the run has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closing or self._failed, seconds)
 
@@ -291,15 +292,15 @@ class ProcessGroup:
                 self._heartbeats[process] = heartbeat, now_s
             elif (silent_s := now_s - previous[1]) > self._peer_timeout_s:
                 name = f"process {process} ({heartbeat.host_and_pid})"
-                silent[process] = f"{name} is silent for {silent_s:.0f} s"
+                silent[process] = f"{name} has been silent for {silent_s:.0f} s"
         if silent:
             self._responsive -= silent.keys()
             names = ", ".join(silent.values())
             self.end_hung_run(f"{names}; the run ends, continue it with --resume auto")
 
     def _measure_clock_offset(self) -> float:
-        """Return the offset to process 0's clock by the shortest of several round trips, whose two
-        ways count as equally long."""
+        """Return the offset to process 0's clock from the shortest of several round trips, assuming
+        that both directions take equally long."""
         round_trips: list[tuple[float, float]] = []
         for _ in range(N_ROUND_TRIPS):
             name = f"{_CLOCK_KEYS}/{self._client.key_value_increment(f'{_CLOCK_KEYS}s', 1)}"
@@ -323,8 +324,8 @@ class ProcessGroup:
     def _end_run(
         self, failure: _Failure, is_known: bool = False, caller_exits: bool = False
     ) -> None:
-        """End the run unless it has ended before. `is_known`: another process has announced the
-        failure. `caller_exits`: the calling thread ends this process."""
+        """End the run unless it has already ended. `is_known`: another process has announced the
+        failure. `caller_exits`: the calling thread will end this process."""
         with self._changed:
             is_first = not (self._closing or self._failed)
             self._failed |= is_first
@@ -342,8 +343,8 @@ class ProcessGroup:
         self._announced.set()
 
     def _announce(self, failure: _Failure | None) -> None:
-        """Announce a failure, and acknowledge one. Process 0, with which the service ends, waits
-        until the others have acknowledged it."""
+        """Announce a failure (None: it is announced) and acknowledge it. Process 0 waits until the
+        others have acknowledged it, since the service ends with process 0."""
         client, deadline = self._client, time.monotonic() + END_TIMEOUT_S
         if failure:
             with suppress(jax.errors.JaxRuntimeError):  # another process was first
@@ -364,4 +365,4 @@ def _last_number(key: str) -> int:
 
 def _service_lost(key: str, error: Exception) -> TransientError:
     reason = str(error).partition("\n")[0]
-    return TransientError(f"{key!r} was not exchanged with process 0 ({reason}): start again")
+    return TransientError(f"cannot exchange {key!r} with process 0 ({reason}): start again")

@@ -1,4 +1,4 @@
-"""Exit codes, signals that end a run, and an exit that waits for no other process."""
+"""Exit codes, signals that end a run, and exits that do not wait for other processes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ FAILED = 1
 BAD_INPUT = 2
 PREEMPTED = 3  # a signal ended the run, and its progress is saved
 TRANSIENT_FAILURE = 4  # another start may succeed
-ABORTED = 128 + signal.SIGABRT  # of a shell, where jax ends a process that has lost another
+ABORTED = 128 + signal.SIGABRT  # the shell's code if jax aborts, as after losing a process
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# One Ctrl-C may come twice, from the terminal and from a program that passes it on.
+# One Ctrl-C may arrive twice: from the terminal, and from a program that passes it on.
 SIGNAL_DEBOUNCE_S = 0.3
-END_TIMEOUT_S = 3.0  # longest wait at an end for what may be gone: a reader, a disk, a process
+END_TIMEOUT_S = 3.0  # longest wait at exit for a reader, disk or process that may be gone
 
-has_joined_run = threading.Event()  # this process is one of several, and has not left them
-exit_callbacks: list[Callable[[int], None]] = []  # before an end with an exit code other than 0
-is_cli_process = threading.Event()  # this process runs a command of ours, and may end by itself
+has_joined_run = threading.Event()  # set while this process is one of several in a run
+exit_callbacks: list[Callable[[int], None]] = []  # called before an exit with a code other than 0
+is_cli_process = threading.Event()  # set in processes of `dflop`, which may exit by themselves
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on, through no mistake of the user; the message is one line."""
+    """The run cannot continue, but not by a mistake of the user; the message is one line."""
 
 
 class TransientError(RunFailed):
@@ -42,7 +42,7 @@ class TransientError(RunFailed):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a command that ends by an error."""
+    """Return the exit code of a command that fails with an error."""
     if isinstance(error, TransientError) or getattr(error, "errno", 0) in DISK_FULL_ERRNOS:
         return TRANSIENT_FAILURE
     return BAD_INPUT if isinstance(error, ValueError) else FAILED
@@ -50,7 +50,7 @@ def exit_code_of(error: BaseException) -> int:
 
 @contextmanager
 def preemption(log: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """Yield an event that SIGINT, SIGTERM or SIGHUP sets, so that the run can save and end; a
+    """Yield an event that is set at SIGINT, SIGTERM or SIGHUP, so that the run can save and end. A
     second signal ends this process at once."""
     preempted, is_second = threading.Event(), False
 
@@ -72,10 +72,10 @@ def on_signal(
     callback: Callable[[int], None],
     handler: Callable[[int, FrameType | None], None] = lambda *_: None,
 ) -> Iterator[None]:
-    """Call `callback` with each SIGINT, SIGTERM and SIGHUP that arrives in the context, in a thread
-    of its own: the main thread, which runs `handler`, may be inside a library that never returns.
-    Signals that are ignored (by nohup, by a shell's background job) stay ignored. Does nothing
-    outside the main thread.
+    """Call `callback` with each SIGINT, SIGTERM and SIGHUP that arrives in the context, in its own
+    thread, since the main thread, which runs `handler`, may be inside a library that never returns.
+    Ignored signals (nohup, background jobs of a shell) stay ignored. Does nothing if called outside
+    the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -104,21 +104,21 @@ def on_signal(
         for s in handled:
             signal.signal(s, former_handlers[s])
         signal.set_wakeup_fd(former_wakeup)
-        os.close(write_fd)  # which ends the thread
-        # Free here what `callback` refers to: a daemon thread that frees arrays while the
-        # interpreter ends is stopped inside jax, which aborts the process.
+        os.close(write_fd)  # ends the thread
+        # Join the thread, so that it does not free the callback's arrays while the interpreter
+        # ends: a daemon thread that is stopped inside jax aborts the process.
         watcher.join(END_TIMEOUT_S)
 
 
 def describe_exit(process: int, code: int) -> str:
-    """Describe how a process of a run ended; `code` is the exit code that `subprocess` returns."""
+    """Return a description of how a process ended; `code` is its exit code from `subprocess`."""
     if code < 0:
         return f"process {process} was killed by {signal_name(-code)}"
     return f"process {process} ended with exit code {code}"
 
 
 def shell_exit_code(code: int) -> int:
-    """Return the shell's exit code for one that `subprocess` returns."""
+    """Return the shell's exit code for an exit code from `subprocess`."""
     return code if code >= 0 else 128 - code
 
 
@@ -130,10 +130,10 @@ def signal_name(signum: int) -> str:
 
 
 def exit_with_message(reason: str, exit_code: int) -> NoReturn:
-    """Print the reason and end this process at once: its other threads may wait forever."""
+    """Print the reason and end this process at once, since its threads may wait forever."""
 
     def print_reason() -> None:
-        with suppress(OSError, ValueError):  # nobody is there to read it
+        with suppress(OSError, ValueError):  # stderr is closed
             print(f"dflop: {reason}", file=sys.stderr, flush=True)
 
     run_with_timeout(END_TIMEOUT_S, print_reason)
@@ -143,8 +143,8 @@ def exit_with_message(reason: str, exit_code: int) -> NoReturn:
 def run_with_timeout(
     seconds: float, function: Callable[..., object], *args: Any, **kwargs: Any
 ) -> bool:
-    """Call a function in a thread of its own, wait for it at most `seconds`, and return whether it
-    has returned. Raises the function's error."""
+    """Call a function in its own thread, wait at most `seconds`, and return whether it has
+    finished. Raises the function's error."""
     future = Future[object]()
 
     def run() -> None:
@@ -160,20 +160,20 @@ def run_with_timeout(
 
 
 def limit_exit_time(seconds: float) -> None:
-    """Let this process write its stacks and end with exit code 1 so long after Python's end, where
-    jax waits for other processes longer than launchers do."""
+    """Make this process write its stacks and end with exit code 1 if Python's exit takes longer
+    than `seconds`; jax waits there for other processes, longer than launchers do."""
     atexit.register(faulthandler.dump_traceback_later, seconds, exit=True)
 
 
 def exit_if_joined(exit_code: int) -> int:
-    """Return the exit code; a process that is still in a run ends, as jax would wait for others."""
+    """Return the exit code; a process that is still in a run exits, as jax would wait for all."""
     if has_joined_run.is_set():
         exit_process(exit_code)
     return exit_code
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End this process now, after a failure is sent to the others and its output is written."""
+    """End this process now; flush its output and, for a failure, call `exit_callbacks` before."""
     for callback in exit_callbacks if exit_code else ():
         callback(exit_code)
     sys.stdout.flush()

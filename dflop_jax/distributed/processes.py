@@ -1,13 +1,13 @@
-"""The processes of a run, and which of them this is: from flags first, then from the environment.
+"""The number, index and coordinator of a run's processes, from the first of these sources:
 
     flags         --distributed.coordinator, .num_processes and .process_id, all three
-    dflop launch  DFLOP_COORDINATOR, DFLOP_NUM_PROCESSES, DFLOP_PROCESS_ID; anyone may set them
+    variables     DFLOP_COORDINATOR, DFLOP_NUM_PROCESSES, DFLOP_PROCESS_ID (`dflop launch`, or you)
     Slurm         inside `srun`
     Open MPI      inside `mpirun`
     Kubernetes    an indexed Job whose pods may read it (needs the `kubernetes` package)
 
-In the last three JAX_COORDINATOR_ADDRESS replaces the coordinator, JAX_COORDINATOR_PORT its port.
-The module also has what a process knows of its supervisor (`dflop launch`) and reports to it.
+For the last three, JAX_COORDINATOR_ADDRESS sets the coordinator, JAX_COORDINATOR_PORT its port.
+The module also reads and writes a process's state of its supervisor (`dflop launch`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ NUM_PROCESSES_ENV = "DFLOP_NUM_PROCESSES"
 PROCESS_ID_ENV = "DFLOP_PROCESS_ID"
 DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
 LOCAL_PROCESSES_ENV = "DFLOP_LOCAL_PROCESSES"  # processes of the run on this host
-LOCAL_INDEX_ENV = "DFLOP_LOCAL_ID"  # and which of those this is
+LOCAL_INDEX_ENV = "DFLOP_LOCAL_ID"  # index of this process on this host
 
-LAUNCH_ENV = "DFLOP_RUN"  # the name of a launch, the same at all its restarts
-RESTARTS_ENV = "DFLOP_RESTARTS"  # how often the run was started again; 0: this is the first start
-STEP_FILE_ENV = "DFLOP_STEP_FILE"  # a file that the first step of a start makes
+LAUNCH_ENV = "DFLOP_RUN"  # name of a launch, equal at all its restarts
+RESTARTS_ENV = "DFLOP_RESTARTS"  # number of restarts so far; 0: this is the first start
+STEP_FILE_ENV = "DFLOP_STEP_FILE"  # file that is made after the first step of a start
 
 
 def is_restart() -> bool:
-    """Whether the supervisor has started this run before."""
+    """Return whether the supervisor has restarted this run."""
     return os.environ.get(RESTARTS_ENV, "0") not in ("", "0")
 
 
@@ -52,25 +52,25 @@ def launch_name() -> str:
     return os.environ.get(LAUNCH_ENV, "")
 
 
-@cache  # once a process
+@cache  # once per process
 def report_step() -> None:
-    """Report that a step is done; the supervisor waits longer after starts without one."""
+    """Report a finished step; the supervisor waits longer after starts without one."""
     if file := os.environ.get(STEP_FILE_ENV):
-        with suppress(OSError):  # the supervisor has gone, and this process goes with it
+        with suppress(OSError):  # the supervisor is gone, so this process will end, too
             Path(file).touch()
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run; ValueError where index and number do not go together."""
+    """The processes of a run; ValueError if the index does not fit their number."""
 
     n_processes: int = 1
     index: int = 0  # of this process
     coordinator: Address | None = None  # where process 0 listens; None for one process
-    source: str = "one process"  # what describes the processes, for messages
+    source: str = "one process"  # source of these values, for messages
     n_local: int = 0  # processes of the run on this host; 0 if unknown
     local_index: int = 0  # of this process on its host
-    devices_per_process: int = 0  # that a process uses; 0 if not set
+    devices_per_process: int = 0  # 0 if not set
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.n_processes:
@@ -118,15 +118,15 @@ def _from_launcher() -> Processes | None:
 
 
 def _from_slurm() -> Processes | None:
-    # The shell of salloc is one task, though SLURM_NTASKS says how many its job may start.
+    # The shell of salloc is one task, although SLURM_NTASKS is the number of tasks of its job.
     n_processes = _environment_int("SLURM_STEP_NUM_TASKS", _environment_int("SLURM_NTASKS", 1))
     if n_processes == 1 or "SLURM_STEP_NODELIST" not in os.environ:
         return None
-    # Not by jax, which takes `rack[1-2]n[01-02]` for `rack1`. The first name ends at a comma
-    # outside brackets; the port is that which jax derives from the job's number.
+    # Parsed here, since jax reads `rack[1-2]n[01-02]` as `rack1`. The first name ends at a comma
+    # outside brackets. The port is derived from the job's number as in jax.
     nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
     first_node, port = nodes.partition(",")[0], 61_440 + _environment_int("SLURM_JOB_ID") % 4096
-    counts: list[int] = []  # tasks by node: `2(x3),1` is three nodes of two, one of one
+    counts: list[int] = []  # tasks by node: `2(x3),1` is 2, 2, 2, 1
     text, node = (
         os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
         _environment_int("SLURM_NODEID", 0),
@@ -149,10 +149,10 @@ def _from_open_mpi() -> Processes | None:
         return None
     from jax._src.clusters import OmpiCluster
 
-    has_launcher_address = "OMPI_MCA_orte_hnp_uri" in os.environ  # Open MPI 5 no longer does
+    has_launcher_address = "OMPI_MCA_orte_hnp_uri" in os.environ  # not set by Open MPI 5
     if not has_launcher_address and not os.environ.get("JAX_COORDINATOR_ADDRESS"):
         raise ValueError(
-            "Open MPI 5 does not say where process 0 runs; add to mpirun: "
+            "Open MPI 5 does not give the host of process 0; add to mpirun: "
             "-x JAX_COORDINATOR_ADDRESS=HOST:PORT, with the host of rank 0"
         )
     return Processes(
@@ -183,9 +183,9 @@ def _from_kubernetes() -> Processes | None:
         if n_processes == 1:
             return None
         address = _coordinator_address(lambda port: K8sCluster.get_coordinator_address(None, port))
-    except Exception as e:  # whatever the client of the API raises
+    except Exception as e:  # the client of the API may raise anything
         raise ValueError(
-            f"Kubernetes does not say which pods belong together ({' '.join(str(e).split())[:200]}"
+            f"cannot read the pods of the Job from Kubernetes ({' '.join(str(e).split())[:200]}"
             f"); set {COORDINATOR_ENV}, {NUM_PROCESSES_ENV} and {PROCESS_ID_ENV} instead"
         ) from None
     index = _environment_int("JOB_COMPLETION_INDEX")
@@ -202,7 +202,7 @@ def _coordinator_address(find_address: Callable[[str | None], str]) -> Address:
 
 
 def _environment_int(name: str, default: int | None = None) -> int:
-    """Return the number from 0 in an environment variable."""
+    """Return the non-negative integer in an environment variable."""
     text = os.environ.get(name, "")
     if text == "" and default is not None:
         return default
@@ -211,7 +211,7 @@ def _environment_int(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-LISTEN_PORTS = range(20_000, 32_000)  # below those of outgoing connections on Linux and macOS
+LISTEN_PORTS = range(20_000, 32_000)  # below the ports of outgoing connections on Linux and macOS
 LOOPBACK = "127.0.0.1"
 
 
@@ -225,8 +225,8 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def interface(self) -> str:
-        """Return the IP of this host to listen on so that others reach it at this address; "", for
-        all interfaces, if the name resolves to loopback here, or the address is translated."""
+        """Return the IP of this host to listen on, so that others reach it at this address. "" (all
+        interfaces) if the name resolves to loopback here, or if the address is translated."""
         if self.host == "localhost" or is_loopback(self.host):
             return "::1" if ":" in self.host else LOOPBACK
         try:
@@ -241,21 +241,21 @@ class Address(NamedTuple):
 
 
 def parse_address(name: str, text: str) -> Address:
-    """Return the address in `HOST:PORT` (`[HOST]:PORT` for IPv6); ValueError, which begins with
-    `name`, for other text."""
+    """Return the address in `HOST:PORT` (`[HOST]:PORT` for IPv6). ValueError for other text; the
+    message begins with `name`."""
     try:
         url = urlsplit(f"//{text.strip()}")
         host, port = url.hostname, url.port
     except ValueError:
         host = port = None
     if not (host and port):
-        raise ValueError(f"{name}: {text!r} is no HOST:PORT (such as node7:29400); give one")
+        raise ValueError(f"{name}: {text!r} is not HOST:PORT (such as node7:29400); give that")
     return Address(host, port)
 
 
 def free_port() -> int:
-    """Return a port of this host that is free now, outside the range of outgoing connections: one
-    of those could take it before we listen, even a connection to that port."""
+    """Return a free port of this host, outside the range of outgoing connections, since one of them
+    could take the port before we listen, even a connection to that port."""
     while True:
         port = random.SystemRandom().choice(LISTEN_PORTS)
         with socket.socket() as s, suppress(OSError):
@@ -264,7 +264,7 @@ def free_port() -> int:
 
 
 def ip_of_socket(name: Any) -> str:
-    """Return the IP in a socket's name; IPv4 addresses inside IPv6 become plain IPv4."""
+    """Return the IP in a socket's name; converts IPv4 addresses inside IPv6 to IPv4."""
     return str(name[0]).split("%")[0].removeprefix("::ffff:")
 
 

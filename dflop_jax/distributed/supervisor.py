@@ -1,8 +1,8 @@
 """The supervisor of a run's processes on this host: it starts them, and restarts them on failure.
 
 Process 0 inherits standard output and error, for its progress bar and `--json`. Lines of the others
-get a prefix, `[1] `. The first process that fails is the cause of a failure: the supervisor prints
-how it ended, ends the others and, while restarts are left, starts all again.
+get a prefix, `[1] `. When a process fails, the supervisor prints how it ended, ends the others and,
+while restarts are left, starts all again.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from dflop_jax.distributed.process_exit import (
     signal_name,
 )
 
-STOP_GRACE_S = 10.0  # from SIGTERM after a failure to SIGKILL, and from that to giving up
-# The same where all are started again: who computes with a dead process ends at once or hangs.
+STOP_GRACE_S = 10.0  # from SIGTERM after a failure to SIGKILL, and from SIGKILL to giving up
+# The same before a restart: a process that computes with a dead one ends at once or hangs.
 RESTART_GRACE_S = STOP_GRACE_S / 5
-SAVE_GRACE_S = 120.0  # the same after a signal to the supervisor: processes save what they reached
-# Between a failure and the next start: none after a start that did a step, or the first one that
-# did none; then this, and twice as long each time.
+SAVE_GRACE_S = 120.0  # the same after a signal to the supervisor, since processes save then
+# Delay of a restart: 0 after a start that did a step, and after the first start without a step;
+# then the minimum, doubled after each further start without a step.
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
-MAX_EARLY_ERRORS = 3  # failures in a row before the first step, of which the last is an error
+MAX_EARLY_ERRORS = 3  # consecutive failures before the first step after which an error ends the run
 _PR_SET_PDEATHSIG = 1  # of prctl
-# XLA sizes its thread pool by the cores it may use, or by NPROC. Transfers share that pool: with
-# one thread they wait until what computes has ended (43 ms instead of 8, measured).
+# XLA sizes its thread pool by the usable cores, or by NPROC. Transfers use the same pool: with one
+# thread they wait until a computation has ended (43 ms instead of 8 ms, measured).
 _TWO_XLA_THREADS = {"NPROC": "2"}
 STDOUT, STDERR = 1, 2  # file descriptors
 SHOW_CURSOR = b"\x1b[?25h"
@@ -58,9 +58,9 @@ _output_lock = threading.Lock()  # one line at a time
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a launch ended."""
+    """The exit codes of a launch."""
 
-    exit_code: int  # of the first process that failed; TRANSIENT_FAILURE where it was killed
+    exit_code: int  # of the first process that failed; TRANSIENT_FAILURE if it was killed
     exit_codes: tuple[int, ...]  # of every process at the last start; 128+s when signal s killed it
 
 
@@ -70,7 +70,7 @@ class _ProcessExit:
     exit_code: int  # as `subprocess` returns it
 
 
-_EventQueue = queue.SimpleQueue[int | _ProcessExit]  # numbers of signals, and ends
+_EventQueue = queue.SimpleQueue[int | _ProcessExit]  # signal numbers, process exits
 
 
 def supervise(
@@ -79,10 +79,10 @@ def supervise(
     cores: Sequence[set[int] | None],
     max_restarts: int,
 ) -> LaunchResult:
-    """Run a program in a process for each entry of `cores` until all have ended; after a failure
-    all are started again, at most `max_restarts` times. ValueError if it cannot be started."""
+    """Run a program in one process per entry of `cores`, until all have ended. After a failure,
+    restart all, at most `max_restarts` times. ValueError if the program cannot be started."""
     launch_name, events = uuid.uuid4().hex, _EventQueue()
-    n_restarts = n_early_failures = 0  # early: in a row without a step
+    n_restarts = n_early_failures = 0  # early: consecutive ones before a first step
     with on_signal(events.put), tempfile.TemporaryDirectory(prefix="dflop-") as folder:
         step_file = Path(folder, "step")
         try:
@@ -107,7 +107,7 @@ def supervise(
                     return result
                 if is_last:
                     if max_restarts:
-                        _print_message(f"no restart is left of --max-restarts {max_restarts}")
+                        _print_message(f"all --max-restarts {max_restarts} are used")
                     return result
                 is_error = result.exit_code != TRANSIENT_FAILURE
                 if is_error and n_early_failures >= MAX_EARLY_ERRORS:
@@ -123,7 +123,7 @@ def supervise(
                     assert isinstance(signum, int), "no process runs"
                     return LaunchResult(shell_exit_code(-signum), attempt.exit_codes)
         finally:
-            if os.isatty(STDERR):  # a bar that was killed leaves no cursor
+            if os.isatty(STDERR):  # a killed progress bar leaves the cursor hidden
                 run_with_timeout(END_TIMEOUT_S, _write, STDERR, SHOW_CURSOR)
 
 
@@ -149,7 +149,7 @@ class _Attempt:
         try:
             for rank in range(len(self._cores)):
                 self._processes.append(self._start_process(rank))
-            for rank, process in enumerate(self._processes):  # no thread runs while others fork
+            for rank, process in enumerate(self._processes):  # threads start after all forks
                 self._watch(rank, process)
             self._wait()
         finally:
@@ -172,7 +172,7 @@ class _Attempt:
             processes.LOCAL_INDEX_ENV: str(rank),
         }
         pipe = subprocess.PIPE if rank else None  # rank 0 has the terminal for its progress bar
-        if pipe:  # no terminal: lines would come in blocks, the last ones never
+        if pipe:  # Python would write to a pipe in blocks, and could lose the last lines
             environment["PYTHONUNBUFFERED"] = "1"
         try:
             return subprocess.Popen(
@@ -181,7 +181,7 @@ class _Attempt:
                 stdin=subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
-                process_group=0,  # so that Ctrl-C comes through the supervisor, once
+                process_group=0,  # so that Ctrl-C reaches it only from the supervisor
                 preexec_fn=partial(_prepare_child, cores),
             )
         except OSError as e:
@@ -199,7 +199,7 @@ class _Attempt:
 
         def wait() -> None:
             code = process.wait()
-            _kill_group(process)  # what it started goes with it
+            _kill_group(process)  # also the processes that it started
             for printer in printers:
                 printer.join(END_TIMEOUT_S)
             self._events.put(_ProcessExit(rank, code))
@@ -229,9 +229,9 @@ class _Attempt:
                 has_killed, deadline = True, now_s + STOP_GRACE_S
 
     def _handle_failure(self, cause: _ProcessExit) -> float:
-        """Ask the others to end after the first failure; returns the seconds that they have."""
+        """Ask the other processes to end after the first failure; return their grace seconds."""
         code = cause.exit_code
-        # By nobody here: memory was short, jax lost a peer, or a device failed.
+        # Killed from outside: memory was short, jax lost a peer, or a device failed.
         was_killed = code == ABORTED or (code < 0 and not self.is_signalled)
         self.exit_code = TRANSIENT_FAILURE if was_killed else shell_exit_code(code)
         # A process with such an exit code has informed the others, which end by themselves.
@@ -245,7 +245,7 @@ class _Attempt:
         return self._grace_s
 
     def _describe_running(self) -> str:
-        """Name the processes that run, such as "processes 0, 2"; "" if all have ended."""
+        """Return the running processes, such as "processes 0, 2"; "" if all have ended."""
         running = [str(r) for r in range(len(self._processes)) if r not in self._exit_codes]
         return f"process{'es' if len(running) > 1 else ''} {', '.join(running)}" if running else ""
 
@@ -275,7 +275,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _prepare_child(cores: set[int] | None) -> None:
-    """Before a child's program starts: pin it to its cores, and let it end with the supervisor."""
+    """Pin the child to its cores, and let it end with the supervisor; runs before its program."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
     if _libc is not None:
@@ -283,7 +283,7 @@ def _prepare_child(cores: set[int] | None) -> None:
 
 
 def _forward_output(process: int, pipe: IO[bytes], fd: int) -> None:
-    """Thread: forward what a process writes until it closes the pipe."""
+    """Thread: forward a process's output until it closes the pipe."""
     with pipe:
         while chunk := pipe.readline(io.DEFAULT_BUFFER_SIZE):  # longer lines in parts
             _write(fd, f"[{process}] ".encode() + chunk.rstrip(b"\n") + b"\n")
@@ -296,6 +296,6 @@ def _print_message(text: str) -> None:
 def _write(fd: int, data: bytes) -> None:
     """Write whole lines; on a terminal they replace process 0's progress bar, which is redrawn."""
     data = (b"\r\x1b[2K" if os.isatty(fd) else b"") + data
-    with _output_lock, suppress(OSError):  # nobody reads it any more; the processes shall not hang
+    with _output_lock, suppress(OSError):  # ignore a closed reader, so that processes do not block
         while data:
             data = data[os.write(fd, data) :]

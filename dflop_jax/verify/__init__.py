@@ -1,1 +1,1 @@
-"""Published weights put to the proof: read into shards, written again, run beside transformers."""
+"""Verification of published weights: a round trip through shards, and a run beside transformers."""

@@ -1,4 +1,4 @@
-"""Logits and gradients of transformers; needs torch, which nothing else here does."""
+"""Logits and gradients of transformers; the only module that needs torch."""
 
 from __future__ import annotations
 
@@ -19,56 +19,55 @@ import numpy as np
 from dflop_jax.data.media.anyres import GRID
 from dflop_jax.verify.samples import MAX_TILES, MixedSample, RandomMedium
 
-# How the published processors normalise pixels, as (mean, standard deviation).
+# (mean, standard deviation) by which the published processors normalize pixels.
 SYMMETRIC = (0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-POSITIONS = "audio_tower.embed_positions.weight"  # of sound: sines
+POSITIONS = "audio_tower.embed_positions.weight"  # fixed sinusoids
 
 
 @dataclass(frozen=True)
 class ReferenceFamily:
-    """How transformers is given media."""
+    """How a family of models in transformers gets its inputs."""
 
     arguments: Callable[[Sequence[RandomMedium]], dict[str, Any]]
     has_clip_token: bool = True  # id 1 stands for a clip, 0 for other media; else 0 for all
-    # writes into the configuration how the samples were made, where it is asked for that
+    # writes facts of the samples into the configuration of transformers
     prepare: Callable[[Any], None] = lambda config: None
-    # A tensor whose name ends so is never trained: transformers says so of a new model, and forgets
-    # it of one that it loads.
+    # Suffix of a tensor that is never trained; transformers does not freeze it in a loaded model.
     fixed: str = ""
-    # the argument that says of every token which kind of medium it stands for, as a number
+    # name of the argument with the kind of medium of every token, and the number of each kind
     types: tuple[str, Mapping[str, int]] | None = None
-    # functions of its code, and those that do the same more exactly
+    # names of functions in transformers' code -> more exact replacements there
     replacements: Mapping[str, str] = field(default_factory=dict)
 
 
 def missing_packages() -> str:
-    """Why there is no reference; "" if there is."""
+    """Return which package is missing and how to install it; "" if none is."""
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed; pip install 'dflop_jax[reference]' brings it"
+            return f"{package} is not installed; run pip install 'dflop_jax[reference]'"
     return ""
 
 
 def _import_package(name: str) -> Any:
-    """A package, without the warnings of its import."""
+    """Import a package without the warnings of its import."""
     with warnings.catch_warnings(action="ignore"):
         return importlib.import_module(name)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computes."""
+    """Results of transformers on the samples."""
 
     logits: list[np.ndarray]  # [tokens, vocab] of each sample
-    gradients: Mapping[str, np.ndarray]  # of the sum of all losses, by the name of its tensor
+    gradients: Mapping[str, np.ndarray]  # of the sum of all losses, by tensor name
 
 
 def run_reference(
     folder: Path, kind: str, name: str, samples: Sequence[MixedSample], *, double: bool = False
 ) -> Reference:
-    """Run the folder's weights as the class `name` of transformers does, in float32, or with
-    `double` in float64, also where its code asks for float32. ValueError: it cannot be loaded."""
+    """Run the folder's weights in transformers' class `name`, in float32 or, with `double`, all in
+    float64. ValueError if transformers cannot load the folder."""
     model = _load_model(folder, name)
     if double:
         model.double()
@@ -88,7 +87,7 @@ def run_reference(
 
 
 def _run_sample(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.ndarray:
-    """The logits of a sample; its loss goes backward."""
+    """Return the logits of a sample, and add its loss's gradients to the model's."""
     torch = _import_package("torch")
     llm = mixed.sample.fields["llm"]
     ids = llm["tokens"].astype(np.int64)
@@ -110,7 +109,7 @@ def _run_sample(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.n
 
 
 class _DoubleTorch:
-    """The package, to code that names a dtype by it: float32 is float64 there."""
+    """A stand-in for the torch package in which float32 is float64."""
 
     def __getattr__(self, name: str) -> Any:
         name = "float64" if name in ("float32", "float") else name
@@ -119,7 +118,7 @@ class _DoubleTorch:
 
 @contextmanager
 def _use_float64(model: Any) -> Iterator[None]:
-    """No code of a model's classes makes float32 of what it is given."""
+    """While active, code of a model's classes that asks for float32 gets float64."""
     tensor = _import_package("torch").Tensor
     names = {c.__module__ for part in model.modules() for c in type(part).__mro__}
     codes = [sys.modules[n] for n in names if n.startswith("transformers.")]
@@ -132,7 +131,7 @@ def _use_float64(model: Any) -> Iterator[None]:
 
 
 def _named_gradients(model: Any) -> dict[str, np.ndarray]:
-    """What a torch model's backward passes added up, by name; zeros where they did not reach."""
+    """Return the accumulated gradients of a torch model by tensor name; zeros if it has none."""
     saved = model.state_dict().keys()
     buffers = ((n, a) for n, a in model.named_buffers() if n in saved)
     return {
@@ -161,11 +160,11 @@ def _load_model(folder: Path, name: str) -> Any:
         log.enable_progress_bar()
 
 
-# ---- media as each family is given them ----
+# ---- the media inputs of each family ----
 
 
 def _normalize(pixels: np.ndarray, mean: Any, std: Any) -> np.ndarray:
-    """uint8 [n, height, width, 3] as float32 [n, 3, height, width]."""
+    """Normalize uint8 [n, height, width, 3] to float32 [n, 3, height, width]."""
     scaled = (pixels.astype(np.float64) / 255 - mean) / std
     return scaled.astype(np.float32).transpose(0, 3, 1, 2)
 
@@ -185,7 +184,7 @@ def _llava_onevision(media: Sequence[RandomMedium]) -> dict[str, Any]:
 
 
 def _set_llava_grids(config: Any) -> None:
-    """LLaVA-OneVision's grids and the most tiles of a picture."""
+    """Set LLaVA-OneVision's grids and its maximum tiles of a picture."""
     px = config.vision_config.image_size
     config.image_grid_pinpoints = [[px * rows, px * columns] for rows in GRID for columns in GRID]
     config.vision_aspect_ratio = f"anyres_max_{MAX_TILES}"
@@ -220,7 +219,7 @@ def _qwen3_vl(media: Sequence[RandomMedium]) -> dict[str, Any]:
 
 
 def _gemma4(media: Sequence[RandomMedium]) -> dict[str, Any]:
-    """Patches in rows of the longest picture; those of us go colour by colour."""
+    """Return patches padded to the longest picture; our patches are ordered by colour first."""
     inputs: dict[str, Any] = {}
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         pieces = []
@@ -245,7 +244,7 @@ def _gemma4(media: Sequence[RandomMedium]) -> dict[str, Any]:
 
 MEDIA_NUMBERS = {"image": 1, "video": 2}  # numbers of kinds of media
 TOKEN_TYPES = "mm_token_type_ids", MEDIA_NUMBERS
-# By chunks, differences of large sums of decays lose digits.
+# The chunked form subtracts large sums of decays, which loses digits.
 EXACT_DELTA_RULE = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 FAMILIES = {
     "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_set_llava_grids),

@@ -1,6 +1,6 @@
-"""From a folder into the shards of a plan, and back: is every bit as it was?
+"""A round trip of a folder's weights: into the shards of a plan and back, compared bit by bit.
 
-One segment lies in memory at a time, so that a folder may be larger than the memory.
+Only one segment is in memory at a time, so a folder may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dflop_jax.weights import Folder, ModuleParams, read_segment, segment_tensor
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import DTYPES
 
-SEGMENT_BYTES = 2 * 10**9  # of a segment's shards, about
+SEGMENT_BYTES = 2 * 10**9  # approximate size of a segment's parameters
 TP_DEGREE = 2  # devices that a tensor is split over
 
 
@@ -33,13 +33,13 @@ class TensorGroup:
     name: str
     tensors: int
     n_bytes: int  # in the folder's files
-    identical: int  # how many of them were written as they are there, bit by bit
+    identical: int  # tensors whose bits did not change
     max_grad_error: float | None = None  # see `VerifyResult`; None: not compared
 
 
 def split_layout(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) -> Layout:
-    """Return a layout that cuts every module in segments and splits their tensors over `TP_DEGREE`
-    devices, where they divide and there are as many."""
+    """Return a layout that cuts every module into segments and splits their tensors over
+    `TP_DEGREE` devices, if they divide and there are enough devices."""
     tp = {
         m: TP_DEGREE if n_devices >= TP_DEGREE and divides(module, TP_DEGREE) else 1
         for m, module in model.modules.items()
@@ -69,10 +69,10 @@ def round_trip(
     devices: list[jax.Device],
     tick: Callable[[int, int], None],
 ) -> list[TensorGroup]:
-    """Read every segment of a plan, and compare what would be written of it with the folder. Return
-    the groups of the model's tensors, then the folder's copies of a tied tensor, if it has any:
-    they are not read, but must equal what they are copies of. ValueError: the plan is another
-    model's, or does not fit the devices."""
+    """Read every segment of a plan, and compare its tensors as they would be written with the
+    folder. Return the groups of the model's tensors, then the group of the folder's copies of tied
+    tensors, which must equal their originals. ValueError if the plan is another model's or does not
+    fit the devices."""
     group_by_name = {t.name: f"{t.module}.{t.part}" for t in folder.map.tensors}
     identical: dict[str, bool] = {}
     segments = make_segments(model, layout, devices)
@@ -101,5 +101,5 @@ def round_trip(
 
 
 def _is_equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are the same bit by bit."""
+    """Return whether two arrays are equal bit by bit."""
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -1,4 +1,4 @@
-"""Samples of what a model takes: random pictures, clips, sounds and text, as training has them."""
+"""Random samples of pictures, clips, audio and text for a model, as in training."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from dflop_jax.data.media.video import Frames
 from dflop_jax.data.text.tokenize import ByteTokenizer, TokenRun
 
 MEDIA_MIXES = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
-TEXTS = (6, 150)  # supervised tokens of samples without media: few, and more than a chunk or window
-FRAMES, MAX_TILES = 4, 4  # of a clip, of a picture
+TEXTS = (6, 150)  # supervised tokens: few, and more than a chunk or attention window
+FRAMES, MAX_TILES = 4, 4  # frames per clip, tiles per picture
 FRAME_PX = 64  # side of a frame
-FIRST_WORD = 2  # ids of text begin here; the ones below stand where media are
+FIRST_WORD = 2  # first id of text; smaller ids are media placeholders
 
 
 @dataclass(frozen=True, eq=False)
 class RandomMedium:
-    """A medium and what was made of it."""
+    """A random medium, decoded."""
 
     kind: str
-    size: tuple[int, int]  # (width, height) where it is a picture
+    size: tuple[int, int]  # (width, height) of a picture or clip; (0, 0) for audio
     medium: DecodedMedium
 
 
 @dataclass(frozen=True, eq=False)
 class MixedSample:
-    """A sample and what it was made of."""
+    """A sample with its media."""
 
     sample: Sample
     media: tuple[RandomMedium, ...]  # in the order of the text
-    kinds: tuple[str, ...]  # of medium that each token stands for, "" for text
+    kinds: tuple[str, ...]  # kind of medium of each token; "" for text
 
 
 def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
-    """Return small samples of all that the model takes: alone, several together, and none; of text
-    alone also a longer one."""
+    """Return small samples of the mixes of media that the model takes, of text only, and a longer
+    one of text only."""
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     rng = np.random.default_rng(seed)
     preparation = spec.prepared(small_limits(spec), StampedTokenizer())
@@ -57,14 +57,14 @@ def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
 
 
 class StampedTokenizer(ByteTokenizer):
-    """Any text is one token, since vocabularies may be small."""
+    """A tokenizer that encodes any text as one token, since vocabularies may be small."""
 
     def encode(self, text: str) -> list[int]:
         return [FIRST_WORD]
 
 
 def small_limits(spec: MediaSpec) -> DataConfig:
-    """Small ones, also of media at native resolution, which come in blocks of patches."""
+    """Return a configuration with small media limits, also for media at native resolution."""
     sides = (f.get("patch_px", 1) * f.get("merge", 1) for f in spec.media.values())
     block = max(sides, default=1) ** 2
     return DataConfig(
@@ -81,8 +81,8 @@ def random_sample(
     sizes: np.random.Generator,
     values: np.random.Generator,
 ) -> MixedSample:
-    """Return a sample of media of these kinds and `n_text` supervised tokens after them, with
-    other text before and between. Its lengths depend on `sizes` alone."""
+    """Return a sample with media of these kinds, text before and between them, and `n_text`
+    supervised tokens at its end. Its lengths depend on `sizes` only."""
 
     def text(n: int, *, supervised: bool = False) -> TokenRun:
         return TokenRun(tuple(values.integers(FIRST_WORD, vocab, n).tolist()), supervised)
@@ -104,8 +104,8 @@ def random_sample(
 
 
 def _header(kind: str, preparation: Preparation, rng: np.random.Generator) -> Header:
-    """A header of a small medium: a picture of half to twice a unit's sides, a clip of a few
-    frames, a sound of a third of a window to all of the windows that are used."""
+    """Return the header of a small medium: a picture of half to twice a unit's sides, a clip of a
+    few such frames, or audio from a third of a window to the maximum length."""
     medium: Any = preparation[module_of(preparation, kind)]
     if kind == "audio":
         low, high = medium.spec.window_samples // 3, medium.spec.max_samples
@@ -119,7 +119,7 @@ def _header(kind: str, preparation: Preparation, rng: np.random.Generator) -> He
 
 
 def _noise(kind: str, rng: np.random.Generator) -> Any:
-    """What shows nothing, as `Kind.opened` gives what is in files."""
+    """Return random noise in the form in which `Kind.opened` returns a file's contents."""
 
     def picture(size: tuple[int, int], least: object = None) -> Image.Image:
         return Image.fromarray(rng.integers(0, 256, (*size[::-1], 3), np.uint8))

@@ -1,4 +1,4 @@
-"""All that is asked of a folder of published weights."""
+"""Verify a folder of published weights: a bit-exact round trip, and a comparison of results."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from dflop_jax.verify.round_trip import TP_DEGREE, TensorGroup, round_trip, spli
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, read_config
 
-MAX_DEVICES = 2 * TP_DEGREE  # pretended where only the CPU is there
-# Largest errors that count as equal, as `VerifyResult` has them: both sides compute in float32 and
-# add in other orders.
+MAX_DEVICES = 2 * TP_DEGREE  # emulated on the CPU
+# Largest relative errors (see `VerifyResult`) that count as equal: both sides compute in float32,
+# but sum in different orders.
 LOGIT_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
-# Where transformers' float32 is further than that from its own float64, we may be as many times as
-# far from it: two ways of rounding the same.
+# If transformers' own float32 error to its float64 is larger, our error to float64 may be this many
+# times as large as its own.
 MAX_ROUNDING_RATIO = 3.0
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a folder's weights are worth here. Errors are those to transformers in float32, or in
-    float64 where they are too large so; None: not compared."""
+    """Result of verifying a folder. Errors are relative to transformers in float32, or in float64
+    if they are too large in float32; None: not compared."""
 
     folder: str
     model_type: str
-    bit_identical: bool  # whether every tensor was written as it is in the folder
-    max_logit_error: float | None  # as a share of `largest_logit`, of 1 at least
-    max_grad_error: float | None  # as a share of the largest entry of its tensor
+    bit_identical: bool  # whether the round trip changed no bit of any tensor
+    max_logit_error: float | None  # relative to `largest_logit`, or to 1 if that is smaller
+    max_grad_error: float | None  # relative to the largest entry of its tensor
     largest_logit: float | None  # of transformers
-    not_compared: str  # why there are no errors; "" if there are
+    not_compared: str  # why there was no comparison; "" if there was one
     groups: tuple[TensorGroup, ...]
-    # of transformers' float32 to its float64, the same (logit, gradient) errors; None: not asked
+    # (logit, gradient) errors of transformers' float32 to its float64; None: not computed
     rounding: tuple[float, float] | None = None
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The largest (logit, gradient) errors that count as equal."""
+        """Return the largest (logit, gradient) errors that count as equal."""
         logit, gradient = self.rounding or (0.0, 0.0)
         return (
             max(LOGIT_TOLERANCE, MAX_ROUNDING_RATIO * logit),
@@ -57,11 +57,11 @@ class VerifyResult:
 
     @property
     def exit_code(self) -> int:
-        """0 if all that was compared is equal."""
+        """Return 0 if everything that was compared is equal, else 1."""
         if self.max_logit_error is None or self.max_grad_error is None:
             return 0 if self.bit_identical else 1
         logit, gradient = self.limits
-        # Written so that an error that is no number counts as one.
+        # NaN compares false, so it counts as an error.
         equal = self.max_logit_error <= logit and self.max_grad_error <= gradient
         return 0 if self.bit_identical and equal else 1
 
@@ -69,14 +69,14 @@ class VerifyResult:
 def verify(
     path: Path, plan: Plan | None = None, tick: Callable[[int, int], None] = lambda *_: None
 ) -> VerifyResult:
-    """Read a folder into the shards of a plan (none: `split_layout`) and write it again; where
-    transformers is installed and the memory suffices, compare its logits and gradients on samples,
-    with float64 where float32 differs too much. `tick` is told how many of how many segments are
-    done. ValueError: no such folder, of an unknown model, or one that lacks it; another's plan."""
+    """Read a folder into the shards of a plan (None: `split_layout`) and compare them with its
+    files. If transformers is installed and memory suffices, also compare logits and gradients on
+    samples, in float64 if float32 differs too much. Calls `tick(segments done, all segments)`.
+    ValueError for a missing or incomplete folder, an unknown model, or another model's plan."""
     config = read_config(path)
     kind, factory = config.get("model_type"), factory_of(config, path)
-    assert isinstance(kind, str), "the factory goes by it"
-    try:  # before anything else asks for devices, which fixes how many there are
+    assert isinstance(kind, str), "`factory_of` requires it"
+    try:  # before other calls initialize jax, which fixes the number of devices
         devices = select_devices(plan.layout.n_devices if plan else MAX_DEVICES)
     except ValueError:  # fewer GPUs
         if plan:

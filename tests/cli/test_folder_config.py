@@ -60,7 +60,7 @@ def test_code_that_a_folder_names_is_not_called(factory, capsys):
     sys.path.insert(0, str(Path.cwd()))
     make_folder(factory)
     line = refused(capsys, "export", *ASKED["export"])
-    assert f"run/config.json: model.factory={factory!r} is no function of this program's" in line
+    assert f"run/config.json: model.factory={factory!r} is not a function of this program's" in line
     assert ("--model.factory MODULE:FUNCTION" in line, "\x1b" in line) == (True, False)
     assert not touched()
 

@@ -280,7 +280,7 @@ def test_a_lost_process_is_named(tmp_path, how):
     assert pair[0].returncode == 4, err
     lines = [line for line in err.splitlines() if line.startswith("dflop: ")]
     assert len(lines) == 1
-    assert re.match(r"dflop: process 1 \(.*, pid \d+\) is silent for \d s; the run ends", lines[0])
+    assert re.match(r"dflop: process 1 \(.*, pid \d+\) has been silent for \d s; the run", lines[0])
     assert "Check failure" not in err
     end(pair[1])
 
@@ -319,7 +319,7 @@ SHORT = SHORT.replace("plan_devices=4", "plan_devices=0")
 
 def test_processes_that_do_not_come_are_told_in_a_line(tmp_path):
     for err in errors_of(started_by_hand(tmp_path, "leave", "leave", number=3, JOIN=SHORT)):
-        assert "after 2 s, not all of the 3 processes had come to 127.0.0.1:" in err
+        assert "after 2 s, not all of the 3 processes have connected to 127.0.0.1:" in err
     first, second = started_by_hand(tmp_path, "leave", "leave", JOIN=SHORT)
     first.kill()
     (err,) = errors_of([second])
@@ -342,4 +342,4 @@ def test_a_port_in_use_is_told_in_a_line(tmp_path):
         config = f"127.0.0.1:{taken.getsockname()[1]}"
         (err,) = errors_of(started_by_hand(tmp_path, "leave", DFLOP_COORDINATOR=config))
     assert "process 0 cannot listen at 127.0.0.1:" in err
-    assert "Address already in use; end what holds the port" in err
+    assert "Address already in use; end its user, or" in err

@@ -164,7 +164,7 @@ def test_all_processes_start_again_under_a_new_port(program, tmp_path):
     [
         ("2,0", 5, 2, ""),  # bad input
         ("3,0", 5, 3, ""),  # preempted, and saved
-        ("4,4,0", 1, TRANSIENT_FAILURE, "no restart is left of --max-restarts 1"),
+        ("4,4,0", 1, TRANSIENT_FAILURE, "all --max-restarts 1 are used"),
         ("-6,0", 0, TRANSIENT_FAILURE, ""),  # by a signal that nobody here sent
         ("134,0", 0, TRANSIENT_FAILURE, ""),  # SIGABRT of jax, in the words of a shell between
         ("7,7,7,0", 9, 7, "3 failures before the first step; the run ends"),

@@ -119,7 +119,7 @@ def test_a_service_that_is_gone_is_told_in_a_line(job, monkeypatch):
     for send in (made.groups[1].gather, made.groups[0].broadcast):
         with pytest.raises(TransientError, match=r"\(UNAVAILABLE: failed to connect\): start"):
             send("count", "", str)
-    with pytest.raises(TransientError, match="'plan' was not exchanged with process 0"):
+    with pytest.raises(TransientError, match="cannot exchange 'plan' with process 0"):
         made.groups[1].broadcast("plan", None, str)
 
 
@@ -156,7 +156,7 @@ def test_a_silent_process_ends_the_run(job):
     assert SILENCE_S / 2 < time.monotonic() - start < 5 * SILENCE_S
     for p in others:
         ((line, code),) = many.failures[p]
-        assert re.match(r"process 1 \(.*pid.*is silent for", line)
+        assert re.match(r"process 1 \(.*pid.*has been silent for", line)
         assert code == TRANSIENT_FAILURE
     assert len(hung) == 1  # before the end
 

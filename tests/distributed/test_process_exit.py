@@ -116,5 +116,5 @@ def test_who_leaves_alone_says_so(monkeypatch, exit_code):
     monkeypatch.setattr(initialize, "shutdown", lambda: False)
     monkeypatch.setattr(process_exit, "exit_with_message", lambda *words: ends.append(words))
     finish_run(ProcessGroup(), exit_code)
-    reason = "the run is over, and not all of its processes came to its end in 10 s"
+    reason = "the run is over, but not all of its processes ended within 10 s"
     assert ends == [(reason, exit_code or TRANSIENT_FAILURE)]

@@ -69,7 +69,7 @@ def test_what_limits_cut_is_counted(capsys):
     file.write_text(json.dumps([later, *({"conversations": t} for t in talks)]))
     _, said, _ = answer(capsys, "--data", str(file), "--data.max_tokens", "100")
     assert (said["cut_text"], said["cut_media"], said["too_long"]) == (2, 1, 1)
-    assert "text cut of 2, media gone from 1, 1 too long" in Path(said["page"]).read_text()
+    assert "text cut in 2, media cut from 1, 1 too long" in Path(said["page"]).read_text()
 
 
 def test_bad_records_are_counted_by_reason(capsys):
@@ -149,6 +149,6 @@ def test_too_little_memory_is_wrong(capsys):
     assert said["records"] == 0
     _, said, _ = answer(capsys, "--plan.hardware", "h100", "--plan.devices", "8")
     assert "8 x h100" in said["facts"]["devices"]
-    assert said["facts"]["model"].endswith("give yours by --model FOLDER_OR_NAME, or by "
+    assert said["facts"]["model"].endswith("give a model by --model FOLDER_OR_NAME, or by "
                                            "--model.size NAME")  # fmt: skip
     assert "counted" not in said["facts"]["model"]  # where there are no data

@@ -147,7 +147,7 @@ def test_answers_to_a_file_of_prompts_are_those_to_each_prompt(tmp_path, capsys,
     args = ("nano.py", "--prompts", str(file), "--max-tokens", "4", "--batch", "2")
     assert main(["generate", *args]) == 0
     out, err = capsys.readouterr()
-    assert "3 of 6 prompts were not asked; the first: the prompt's" in " ".join(err.split())
+    assert "3 of 6 prompts were not answered; the first: the prompt's" in " ".join(err.split())
     answers = [json.loads(line) for line in out.splitlines()]
     assert [a["prompt"] for a in answers] == [p["prompt"] for p in prompts]
     assert [bool(a["error"]) for a in answers] == [False, True, False, False, True, True]

@@ -101,7 +101,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
 MISTAKES = [
     (["gone.py", *ASK], "gone.py: no such run folder, folder of weights or experiment"),
     (["nano.py"], "give --prompt TEXT, or --prompts FILE"),
-    (["nano.py", *ASK, "--prompts", "ask.jsonl"], "--prompts: its lines name prompts and"),
+    (["nano.py", *ASK, "--prompts", "ask.jsonl"], "--prompts: its lines have prompts and"),
     (["nano.py", "--prompts", "gone.jsonl"], "gone.jsonl: no such file or directory; check"),
     (["nano.py", "--prompts", "empty.jsonl"], "empty.jsonl: is empty; write one line per"),
     (["nano.py", "--prompts", "ask.jsonl", "--batch", "0"], "--batch: 0 must be at least 1"),

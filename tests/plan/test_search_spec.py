@@ -79,5 +79,5 @@ def test_search_result_states_its_limits():
     assert own.limits == DEFAULT_LIMITS
     assert own == same
     said = describe_limits(own.limits, dataclasses.replace(asked, max_stage=4))
-    for one in ("max_model 2 (by the job)", "max_stage 4 (given)", "33%"):
+    for one in ("max_model 2 (derived)", "max_stage 4 (given)", "33%"):
         assert one in said

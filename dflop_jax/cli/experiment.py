@@ -111,7 +111,7 @@ def load_experiment(path: str) -> Config:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[f"experiment {file}"] = module  # so that imports of user code are traced to it
+    sys.modules[f"experiment {file}"] = module  # keeps the module loaded
     with _experiment_errors(file, path):
         spec.loader.exec_module(module)
         config = module.config() if hasattr(module, "config") else None
@@ -146,7 +146,7 @@ def _experiment_errors(file: Path, path: str) -> Iterator[None]:
             lines = [e.lineno]
         location = f"{path}, line {lines[-1]}" if lines and lines[-1] else path
         kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
-        raise ValueError(f"{location}: {kind}{e}; correct the file") from None
+        raise ValueError(f"{location}: {kind}{e}; repair the file") from None
 
 
 PROFILE_FILE: Options = {"--profile-file": ("JSON", "use this profile")}

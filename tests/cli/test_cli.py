@@ -30,13 +30,13 @@ from tests.plans import NANO, nano_profile
         ("def config(:\n", "exp.py, line 1: SyntaxError: invalid syntax"),
         (
             "\nimport nowhere_to_be_found\n",
-            "exp.py, line 2: ModuleNotFoundError: No module named 'nowhere_to_be_found'; correct",
+            "exp.py, line 2: ModuleNotFoundError: No module named 'nowhere_to_be_found'; repair",
         ),
         ("def config():\n    return 1 / 0\n", "exp.py, line 2: ZeroDivisionError: division by"),
         (
             "from dflop_jax import Config, TrainConfig\n"
             "def config():\n    return Config(train=TrainConfig(steps=0))\n",
-            "exp.py, line 3: train.steps=0 must be at least 1; correct the file",
+            "exp.py, line 3: train.steps=0 must be at least 1; repair the file",
         ),
         (
             "from dflop_jax import Config, TrainConfig\n"

@@ -82,7 +82,7 @@ def test_init_writes_what_the_command_line_amounts_to(named, capsys):
     ast.parse(Path("mine.py").read_text())
     assert ask("mine.py").config == ask(*named, "--train.steps", "7").config
     assert "# model_type of config.json" in Path("mine.py").read_text()
-    assert "is there already" in refused(capsys, "init", "mine.py", *named)
+    assert "already exists" in refused(capsys, "init", "mine.py", *named)
     assert ask("nano.py").config != Config()
 
 

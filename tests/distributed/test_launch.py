@@ -139,4 +139,4 @@ def test_processes_that_others_have_started_are_refused(capsys, monkeypatch):
         monkeypatch.setenv(f"DFLOP_{name}", value)
     monkeypatch.delenv(module.LOCAL_PROCESSES_ENV, raising=False)
     assert main(["launch", "-n", "2", "--", "python", "-c", "0"]) == 2
-    assert "DFLOP_* variables has started 2 processes" in capsys.readouterr().err
+    assert "DFLOP_* variables has already started 2 processes" in capsys.readouterr().err

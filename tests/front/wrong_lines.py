@@ -44,7 +44,7 @@ WRONG = {
     f"train {ASK} --train.learning_rates 3": "write NAME=RATE, such as vision=2e-6",
     "export qwen --out out": "qwen/config.json: not the configuration of a run; give a run folder",
     "check --data photos --page photos": "photos: is a folder; name a file in it",
-    "train raises.py": "raises.py, line 2: ZeroDivisionError: division by zero; correct the file",
+    "train raises.py": "raises.py, line 2: ZeroDivisionError: division by zero; repair the file",
     # Impossible sizes.
     f"train {ASK} --train.eval_every 5": "give train.eval_samples or train.eval_fraction",
     f"train {ASK} --train.freeze vision,connector,llm": "leave one out of train.freeze",

@@ -69,7 +69,7 @@ def on_host(folder):
     [
         (["gone", "--out", "x"], "gone: no such run folder"),
         (["empty", "--out", "x"], "no config.json"),
-        (["empty", "--out", "empty"], "empty: exists already; choose another --out"),
+        (["empty", "--out", "empty"], "empty: already exists; choose another --out"),
     ],
 )
 def test_export_refuses_in_one_line(args, says, tmp_path, capsys):

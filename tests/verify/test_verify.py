@@ -159,7 +159,7 @@ def test_too_little_memory_is_said(folders, capsys, monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       3 kB\n")
     code, answer, _ = verify(capsys, folders["internvl"])
     assert (code, answer["max_logit_error"]) == (0, None)
-    assert answer["not_compared"].endswith("GB of memory, 0 are free")
+    assert answer["not_compared"].endswith("GB of memory, 0 GB are free")
 
 
 def test_bad_folders_end_in_one_line(folders, capsys, tmp_path):

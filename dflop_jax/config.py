@@ -16,13 +16,13 @@ from dflop_jax.config_fields import (
     DECAYS,
     RATES,
     Field,
-    adapter_ranks,
+    apply_overrides,
     check_bounds,
     fields_of,
-    named_columns,
-    named_numbers,
-    overridden,
-    profiled_steps,
+    parse_adapter_ranks,
+    parse_columns,
+    parse_numbers,
+    parse_profile_steps,
 )
 
 # Numbers with bounds must also be finite.
@@ -313,19 +313,19 @@ class Config:
     def __post_init__(self) -> None:
         for leaf in fields():
             leaf.check(leaf.value(self))
-        for name, rate in named_numbers(self.train.learning_rates, RATES).items():
+        for name, rate in parse_numbers(self.train.learning_rates, RATES).items():
             check_bounds(f"train.learning_rates {name}", rate, _ABOVE_0)
-        for name, decay in named_numbers(self.train.weight_decays, DECAYS).items():
+        for name, decay in parse_numbers(self.train.weight_decays, DECAYS).items():
             check_bounds(f"train.weight_decays {name}", decay, _FROM_0)
-        adapter_ranks(self.train.lora_ranks)
-        profiled_steps(self.train.profile_steps)
+        parse_adapter_ranks(self.train.lora_ranks)
+        parse_profile_steps(self.train.profile_steps)
         if self.train.moments_dtype == "bfloat16" and self.train.beta2 > BFLOAT16_BETA2:
             raise ValueError(
                 f"train.moments_dtype=bfloat16 is too coarse for train.beta2={self.train.beta2}: "
                 "second moments would not decay; set train.beta2 to "
                 f"{BFLOAT16_BETA2} at most, or the dtype to float32"
             )
-        named_columns(self.data.columns)
+        parse_columns(self.data.columns)
 
 
 def fields() -> tuple[Field, ...]:
@@ -378,6 +378,6 @@ def check_warmup(train: TrainConfig) -> None:
 
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
     """Return `config` with dotted fields replaced; ValueError if one of them has no effect."""
-    changed = overridden(config, values, ALTERNATIVES)
+    changed = apply_overrides(config, values, ALTERNATIVES)
     check_effective(changed, values)
     return changed

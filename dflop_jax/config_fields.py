@@ -106,7 +106,7 @@ def fields_of(kind: type, prefix: str = "") -> tuple[Field, ...]:
     return tuple(all_fields)
 
 
-def overridden(
+def apply_overrides(
     config: Any, values: Mapping[str, str | Sequence[str]], alternatives: Mapping[str, str]
 ) -> Any:
     """Return `config` with dotted fields replaced and text converted to the fields' types. A field
@@ -158,26 +158,26 @@ def _parse_entries(
     return values
 
 
-def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
+def parse_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
     """Return the numbers of `train.FIELD` by name."""
     return _parse_entries(entries, f"train.{field}", _ENTRY_FORMS[field], float)
 
 
-def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
+def parse_adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
     """Return the (pattern, rank) pairs of `train.lora_ranks`."""
-    ranks = named_numbers(entries, RANKS)
+    ranks = parse_numbers(entries, RANKS)
     for pattern, rank in ranks.items():
         if not (rank >= 1 and rank.is_integer()):
             raise ValueError(f"train.{RANKS} {pattern}={rank:g} must be a whole number above 0")
     return tuple((pattern, int(rank)) for pattern, rank in ranks.items())
 
 
-def named_columns(entries: Iterable[str]) -> dict[str, str]:
+def parse_columns(entries: Iterable[str]) -> dict[str, str]:
     """Parse `data.columns`, entries FIELD=COLUMN, into {field: column}."""
     return _parse_entries(entries, "data.columns", "FIELD=COLUMN, such as messages=chat", str)
 
 
-def profiled_steps(text: str) -> range:
+def parse_profile_steps(text: str) -> range:
     """Return the steps of `train.profile_steps`; an empty range for ""."""
     if not text:
         return range(0)

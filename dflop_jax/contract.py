@@ -281,7 +281,7 @@ MODEL_SHARDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
 _OR_WHOLE = frozenset({"kv_heads", "vocab"})
 
 
-def split_dim(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> int | None:
+def tensor_parallel_dim(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> int | None:
     """Return the dim of a parameter with logical axes `axes` that tensor parallelism of degree `tp`
     splits; None if there is none. `tp` may not divide the dim."""
     for i, (size, name) in enumerate(zip(shape, axes, strict=True)):

@@ -15,7 +15,7 @@ import msgspec
 from huggingface_hub.utils import HfUri
 
 from dflop_jax.config import DataConfig
-from dflop_jax.config_fields import named_columns
+from dflop_jax.config_fields import parse_columns
 from dflop_jax.data.datasets.index_build import IndexRules, LocalRowReader, ProcessRowReader
 from dflop_jax.data.datasets.mixture import Mixture, MixtureEntry, load_mixture
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
@@ -229,7 +229,7 @@ def _load_mixture(config: DataConfig) -> Mixture:
     for root in config.root:
         if not Path(root).is_dir():
             raise ValueError(f"data.root={root}: no such folder; give the folder of the media")
-    columns = named_columns(config.columns)
+    columns = parse_columns(config.columns)
     if config.path.endswith((".yaml", ".yml")):
         if columns:
             remedy = f"give `columns` to the parts of {config.path}"

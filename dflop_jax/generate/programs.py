@@ -24,8 +24,8 @@ from dflop_jax.contract import (
     chip_of,
     layer_kinds_of,
     on_chip,
-    split_dim,
     stacked_parts,
+    tensor_parallel_dim,
 )
 from dflop_jax.generate import decoding
 from dflop_jax.generate.decoding import Cache, GeneratingModule, inlet_layers
@@ -85,7 +85,7 @@ def param_structs(module: Module, mesh: Mesh) -> Params:
 
 def split_spec(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> tuple[str | None, ...]:
     """Return an array's partition spec over `MODEL`; all None if `tp` does not divide the dim."""
-    dim = split_dim(shape, axes, tp)
+    dim = tensor_parallel_dim(shape, axes, tp)
     if dim is not None and shape[dim] % tp:
         dim = None
     return tuple(MODEL if i == dim else None for i in range(len(axes)))

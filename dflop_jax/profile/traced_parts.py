@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax import contract
-from dflop_jax.contract import Module, MultimodalModel, adapter_of, split_dim, taps_of
+from dflop_jax.contract import Module, MultimodalModel, adapter_of, taps_of, tensor_parallel_dim
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.kernels import Kernel, kernels_of, peak_temporary_bytes
 from dflop_jax.profile.shallow import single_kind_modules
@@ -131,7 +131,7 @@ def _param_splits(spec: TraceSpec) -> Dims:
     """Return the dim of each parameter of a part that is split over tensor ranks."""
     parts = sorted(_argument_structs(spec)[0])
     leaves = [leaf for p in parts for leaf in params_with_axes(spec.module, p)]
-    return tuple(split_dim(leaf.shape, axes, spec.tp) for leaf, axes in leaves)
+    return tuple(tensor_parallel_dim(leaf.shape, axes, spec.tp) for leaf, axes in leaves)
 
 
 def _trace_device(spec: TraceSpec, direction: str) -> Region:
@@ -260,7 +260,7 @@ def params_with_axes(module: Module, part: str) -> list[tuple[Any, tuple[str | N
 def divides(module: Module, tp: int) -> bool:
     """Return whether `tp` divides every dim that tensor parallelism splits."""
     leaves = [leaf for part in parameter_parts(module) for leaf in params_with_axes(module, part)]
-    split = [(leaf.shape, split_dim(leaf.shape, names, tp)) for leaf, names in leaves]
+    split = [(leaf.shape, tensor_parallel_dim(leaf.shape, names, tp)) for leaf, names in leaves]
     return not any(dim is not None and shape[dim] % tp for shape, dim in split)
 
 
@@ -291,7 +291,7 @@ def _param_dims(
         if tx and trains:
             element_bytes = _state_element_bytes(tx, module, part)
         for (leaf, axes), n_bytes in zip(structs, element_bytes, strict=True):
-            dim = split_dim(leaf.shape, axes, 1)
+            dim = tensor_parallel_dim(leaf.shape, axes, 1)
             split = -1 if dim is None else dim
             all_dims.append(
                 ParamDims(tuple(leaf.shape), split, n_bytes, trains, leaf.dtype.itemsize)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Params, split_dim, working_dtype_of
+from dflop_jax.contract import Params, tensor_parallel_dim, working_dtype_of
 from dflop_jax.runtime.module_parts import logical_axes, part_struct
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.zero_sharding import ZeroSpec, make_zero_spec
@@ -82,7 +82,7 @@ def param_specs(s: Segment) -> Params:
     """
 
     def spec(part: str, leaf: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> P:
-        split = split_dim(leaf.shape, axes, s.tp)
+        split = tensor_parallel_dim(leaf.shape, axes, s.tp)
         lead = ("stage",) if part in s.stacked else ()
         return P(*lead, *("model" if i == split else None for i in range(len(axes))))
 

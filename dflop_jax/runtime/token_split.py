@@ -23,7 +23,14 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array, Module, layer_of, split_dim, stacked_parts, with_adapter
+from dflop_jax.contract import (
+    Array,
+    Module,
+    layer_of,
+    stacked_parts,
+    tensor_parallel_dim,
+    with_adapter,
+)
 from dflop_jax.records import token_dim
 from dflop_jax.runtime.module_parts import logical_axes, part_struct
 
@@ -164,7 +171,7 @@ def tensor_dims(module: Module, part: str, tp: int) -> Tree:
     """Return the `TensorDim`, or None, of each parameter of a part (of one layer)."""
 
     def tensor_dim(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> TensorDim | None:
-        dim, split = (split_dim(leaf.shape, axes, degree) for degree in (1, tp))
+        dim, split = (tensor_parallel_dim(leaf.shape, axes, degree) for degree in (1, tp))
         return None if dim is None else TensorDim(dim, split is not None)
 
     return jax.tree.map(tensor_dim, part_struct(module, part), logical_axes(module, part))

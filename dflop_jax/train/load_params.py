@@ -17,7 +17,7 @@ from dflop_jax.checkpoint.checkpointer import parameter_arrays, read_array
 from dflop_jax.checkpoint.format import CorruptCheckpoint
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
 from dflop_jax.config import Config
-from dflop_jax.config_fields import RATES, named_numbers
+from dflop_jax.config_fields import RATES, parse_numbers
 from dflop_jax.contract import MultimodalModel, Params, fold_adapters
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 from dflop_jax.runtime.layout import trained_groups
@@ -332,7 +332,7 @@ def _find_trained_base(weights: Sequence[str]) -> str:
         if not run:
             continue
         config = read_run_config(run)
-        rates = named_numbers(config.train.learning_rates, RATES)
+        rates = parse_numbers(config.train.learning_rates, RATES)
         if not config.train.lora_rank or config.train.stage != "full" or {*rates} - {LORA}:
             return run
         if base_run := _find_trained_base(config.model.weights):

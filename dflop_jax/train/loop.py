@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import msgspec
 
-from dflop_jax.config_fields import profiled_steps
+from dflop_jax.config_fields import parse_profile_steps
 from dflop_jax.data import make_loader
 from dflop_jax.distributed.hang_watch import Sections, TaskProgress
 from dflop_jax.distributed.process_exit import RunFailed, preemption
@@ -47,7 +47,7 @@ class StepProfiler:
 
     def __init__(self, run: PlannedRun, first_step: int, drain: Callable[[], None]):
         config, self._log, self._drain = run.context.config, run.progress.log, drain
-        requested = profiled_steps(config.train.profile_steps)
+        requested = parse_profile_steps(config.train.profile_steps)
         self._steps = range(max(requested.start, first_step), requested.stop)
         # One folder per process: jax names the files by host only.
         name = f"process-{run.context.peers.process_index:05d}"

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.config_fields import DECAYS, RATES, adapter_ranks, named_numbers
+from dflop_jax.config_fields import DECAYS, RATES, parse_adapter_ranks, parse_numbers
 from dflop_jax.contract import MultimodalModel, adapter_of, last_key
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.runtime.layout import trained_groups
@@ -49,7 +49,7 @@ def configure_model(model: MultimodalModel, config: TrainConfig) -> MultimodalMo
             config.lora_rank,
             config.lora_alpha,
             targets=config.lora_targets or (TEXT_MODULE,),
-            ranks=adapter_ranks(config.lora_ranks),
+            ranks=parse_adapter_ranks(config.lora_ranks),
             dropout=config.lora_dropout,
         )
     elif set_fields := [n for n in ADAPTER_FIELDS if getattr(config, n) != getattr(TrainConfig, n)]:
@@ -78,7 +78,7 @@ def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedPa
     all_groups, stage = trained_groups(model, ()), f"train.stage={config.stage}"
     trained_groups(model, config.freeze)  # raises for unknown names
     selected = _groups_of_stage(config.stage, model, all_groups)
-    rates = named_numbers(config.learning_rates, RATES)
+    rates = parse_numbers(config.learning_rates, RATES)
     if LORA in all_groups:
         # The weights that adapters change stay fixed, like the rest of their group.
         adapted_groups = {
@@ -101,7 +101,7 @@ def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedPa
         flag = "train.lora_rank" if name == LORA else stage
         raise ValueError(f"train.freeze names {name!r}, which {flag} trains; omit one of the two")
     trained = [g for g in all_groups if g in selected and g not in config.freeze]
-    for field, names in ((RATES, rates), (DECAYS, named_numbers(config.weight_decays, DECAYS))):
+    for field, names in ((RATES, rates), (DECAYS, parse_numbers(config.weight_decays, DECAYS))):
         for name in (n for n in names if n not in trained):
             problem = "is frozen" if name in all_groups else "the model does not have"
             raise ValueError(
@@ -231,7 +231,7 @@ def make_optimizer(config: TrainConfig) -> Optimizer:
         scale = optax.scale_by_adam(**betas, eps=config.eps)
     optimizer = optax.chain(
         with_moments_dtype(scale, jnp.dtype(config.moments_dtype)),
-        add_weight_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
+        add_weight_decay(config.weight_decay, parse_numbers(config.weight_decays, DECAYS)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
     return EmaOptimizer(optimizer, config.ema) if config.ema else optimizer

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from dflop_jax.config import Config
-from dflop_jax.config_fields import profiled_steps
+from dflop_jax.config_fields import parse_profile_steps
 from dflop_jax.contract import SAVED_NAMES, Module, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.hardware import GIB
 from dflop_jax.plan.explain import Saving, check_placement_exists, savings
@@ -204,7 +204,7 @@ def check_trainable(config: Config) -> None:
     plan, checkpoint, train, data = config.plan, config.checkpoint, config.train, config.data
     held_out_flag = "data.factory" if data.factory else "data.eval_path" if data.eval_path else ""
     reason = "a data.factory provides its own" if data.factory else "train.eval_samples is 0"
-    stop_step = profiled_steps(train.profile_steps).stop
+    stop_step = parse_profile_steps(train.profile_steps).stop
     problems: tuple[tuple[object, str], ...] = (
         (
             plan.hardware,

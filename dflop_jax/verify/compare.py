@@ -30,7 +30,7 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expen
 COPIES = 3  # of the parameters at the peak: our gradients, transformers' parameters and gradients
 
 
-def too_large(folder: Folder, *, double: bool = False) -> str:
+def describe_memory_shortage(folder: Folder, *, double: bool = False) -> str:
     """Return why memory is too small to run both sides, with `double` transformers also in float64;
     "" if it suffices or is unknown."""
     n = sum(int(np.prod(t.layout.file_shape)) for t in folder.map.tensors)

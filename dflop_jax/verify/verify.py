@@ -88,7 +88,7 @@ def verify(
     layout = plan.layout if plan else split_layout(model, len(devices), folder.map.tensors)
     groups = round_trip(folder, model, layout, devices, tick)
     is_identical = all(g.identical == g.tensors for g in groups)
-    reason = reference.missing_packages() or compare.too_large(folder)
+    reason = reference.missing_packages() or compare.describe_memory_shortage(folder)
     result = VerifyResult(str(path), kind, is_identical, None, None, None, reason, tuple(groups))
     return result if result.not_compared else _add_errors(result, folder, model)
 
@@ -114,7 +114,7 @@ def _add_errors(result: VerifyResult, folder: Folder, model: MultimodalModel) ->
     single = run()
     in_float32 = with_errors(single)
     equal = replace(in_float32, bit_identical=True).exit_code == 0
-    if equal or compare.too_large(folder, double=True):
+    if equal or compare.describe_memory_shortage(folder, double=True):
         return in_float32
     exact = run(double=True)
     return replace(with_errors(exact), rounding=compare.rounding_errors(single, exact))

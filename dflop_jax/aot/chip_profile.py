@@ -128,8 +128,9 @@ def _compilable(
     probe_sets: Sequence[ProbeSet], results: Mapping[Probe, ProbeResult], hardware: Hardware
 ) -> list[ProbeSet]:
     """Return the probe sets of degrees at which the whole module compiles; ValueError: none."""
-    errors = {(s.module, s.tp): results[p].error for s in probe_sets for p in s.probes
-             if results[p].error}  # fmt: skip
+    errors = {
+        (s.module, s.tp): results[p].error for s in probe_sets for p in s.probes if results[p].error
+    }
     compilable = [s for s in probe_sets if (s.module, s.tp) not in errors]
     for (module, _), error in errors.items():
         if not any(s.module == module for s in compilable):

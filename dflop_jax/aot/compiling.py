@@ -132,8 +132,10 @@ def _result_files(
     """Return the cache file of each probe's result. Its name is a digest of everything that the
     programs depend on: sources, sizes, chip and compiler, but not the other modules."""
     models = {Path(inspect.getfile(type(m))).parent for m in model.modules.values()}
-    sources = [*(f for name in _SOURCES for f in _PACKAGE.glob(name)),
-               *(f for folder in models for f in folder.glob("*.py"))]  # fmt: skip
+    sources = [
+        *(f for name in _SOURCES for f in _PACKAGE.glob(name)),
+        *(f for folder in models for f in folder.glob("*.py")),
+    ]
     digest = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest()
     hardware, flags = find_hardware(config.plan.hardware), os.environ.get("XLA_FLAGS", "")
     files = {}

@@ -24,8 +24,13 @@ from dflop_jax.records import token_pairs
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; others are priced as float32
 # Collectives that are priced as all-gather.
-_GATHERS = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-            "collective-broadcast")  # fmt: skip
+_GATHERS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
 _COLLECTIVES = {
     "all-reduce": Kind.REDUCE,
     "collective-permute": Kind.SEND,
@@ -34,18 +39,45 @@ _COLLECTIVES = {
 # Async collective starts whose result type also contains their operands.
 _RESULT_HAS_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
 # Instructions that launch no kernel.
-_NO_KERNEL = frozenset({
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
-    "replica-id", "opt-barrier", "iota", "async-update", "add-dependency", "domain",
-})  # fmt: skip
+_NO_KERNEL = frozenset(
+    {
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "iota",
+        "async-update",
+        "add-dependency",
+        "domain",
+    }
+)
 _WORKSPACE = ("s8", "u8")  # dtypes of workspaces for libraries
 _SLICE_OPS = ("dynamic-slice", "slice")
 # Operations that move arrays without computing.
-_COPY_OPS = frozenset({
-    "parameter", "constant", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice",
-    "pad", "dynamic-update-slice", "concatenate", "broadcast", "tuple", "convert",
-    "get-tuple-element",
-})  # fmt: skip
+_COPY_OPS = frozenset(
+    {
+        "parameter",
+        "constant",
+        "bitcast",
+        "copy",
+        "transpose",
+        "reshape",
+        "slice",
+        "dynamic-slice",
+        "pad",
+        "dynamic-update-slice",
+        "concatenate",
+        "broadcast",
+        "tuple",
+        "convert",
+        "get-tuple-element",
+    }
+)
 _BACKWARD = re.compile(r"Backward|gradient")
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 _CUDNN = "__cudnn$fmha"

@@ -253,9 +253,15 @@ def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device
     try:
         mesh = records.MeshShape(model=probe.tp)
         segment = shallow_segment(
-            model, probe.module, probe.depth, devices, mesh, probe.remat,
-            ends=probe.ends, kind=probe.kind,
-        )  # fmt: skip
+            model,
+            probe.module,
+            probe.depth,
+            devices,
+            mesh,
+            probe.remat,
+            ends=probe.ends,
+            kind=probe.kind,
+        )
         lowering, forward = Lowering(segment), None
         # If each row is one piece, rows are full and attention's FLOPs are known.
         content = probe.module in model.piece_tokens

@@ -29,9 +29,16 @@ SAMPLE_TIMEOUT_S = 4.0  # of decoding one sample; also the minimum time for the 
 MAX_EXAMPLES = 3  # examples shown per reason for bad records
 # Fields of a `DataReport` that `--json` prints unchanged.
 _JSON_FIELDS = (
-    "listed", "decoded", "bad_by_reason", "unread", "compared", "left_out", "cut_text",
-    "cut_media", "too_long",
-)  # fmt: skip
+    "listed",
+    "decoded",
+    "bad_by_reason",
+    "unread",
+    "compared",
+    "left_out",
+    "cut_text",
+    "cut_media",
+    "too_long",
+)
 # Factory and size of the model for a check without a model; it takes all kinds of media.
 DEFAULT_MODEL = ("models.omni:build", "omni-tiny")
 OTHER_PAGE = "choose another --page"
@@ -166,8 +173,11 @@ def _no_model_fact(config: Config) -> Fact:
     counts = f"media are counted as by {' '.join(DEFAULT_MODEL)}, text in {text}, and " * bool(
         config.data.path
     )
-    return Fact("model", f"none given: {counts}weights and memory are not checked; give a model by "
-                "--model FOLDER_OR_NAME, or by --model.size NAME")  # fmt: skip
+    return Fact(
+        "model",
+        f"none given: {counts}weights and memory are not checked; give a model by "
+        "--model FOLDER_OR_NAME, or by --model.size NAME",
+    )
 
 
 def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> str:
@@ -183,8 +193,10 @@ def _why_too_large(model: MultimodalModel, data: DataReport, config: Config) -> 
     free = available_host_bytes()
     if config.plan.hardware or jax.default_backend() != "cpu" or free is None:
         return ""
-    longest = {m: max((n for load in data.loads for n in load.lengths(m)), default=0)
-               for m in model.modules}  # fmt: skip
+    longest = {
+        m: max((n for load in data.loads for n in load.lengths(m)), default=0)
+        for m in model.modules
+    }
     shapes = {m: [Shape(1, n)] for m, n in longest.items() if n}
     try:
         shapes_within(shapes, free, lambda m, shape: timed_program_bytes(model.modules[m], shape))
@@ -233,10 +245,12 @@ def _sample_lines(data: DataReport) -> list[str]:
     longest = (f"  {n:,} tokens: {name}: {media}" for name, n, media in data.longest)
     texts = (f"\n== {name}, {n:,} tokens\n{text}" for name, n, text in data.samples)
     return [
-        "longest samples:", *longest,
-        "\nsamples, with [[supervised text]] and [media] marked:", *texts,
+        "longest samples:",
+        *longest,
+        "\nsamples, with [[supervised text]] and [media] marked:",
+        *texts,
         f"\n== chat template\n{data.template}",
-    ]  # fmt: skip
+    ]
 
 
 def _count_ranges(values: Mapping[str, np.ndarray]) -> dict[str, list[int]]:

@@ -29,8 +29,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_NAME_LENGTH = 120  # characters of a folder's name
 # Arguments that do not change a command's result.
-UNNAMED_ARGUMENTS = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
-         "cache_dir")  # fmt: skip
+UNNAMED_ARGUMENTS = (
+    "command",
+    "run",
+    "experiment",
+    "json",
+    "verbose",
+    "explain",
+    "out",
+    "run_dir",
+    "cache_dir",
+)
 
 
 def experiment_arguments(*, is_optional: bool = False) -> Parser:
@@ -73,8 +82,14 @@ _METAVARS = {
     "train.profile_steps": "FIRST:LAST",
     "distributed.coordinator": "HOST:PORT",
 }
-_METAVAR_BY_ENDING = {"factory": "MODULE:FUNCTION", "path": "PATH", "dir": "FOLDER", "file": "FILE",
-              "bytes": "SIZE", "_s": "SECONDS"}  # fmt: skip
+_METAVAR_BY_ENDING = {
+    "factory": "MODULE:FUNCTION",
+    "path": "PATH",
+    "dir": "FOLDER",
+    "file": "FILE",
+    "bytes": "SIZE",
+    "_s": "SECONDS",
+}
 _METAVAR_BY_TYPE = {bool: "true|false", int: "N", float: "NUMBER"}
 
 
@@ -152,9 +167,12 @@ def _experiment_errors(file: Path, path: str) -> Iterator[None]:
 PROFILE_FILE: Options = {"--profile-file": ("JSON", "use this profile")}
 PLAN_FILE: Options = {"--plan-file": ("JSON", "use this plan")}
 OUT_FOLDER: Options = {
-    "--out": ("FOLDER", "output folder (default: run_dir, or if it has a run, a folder in it that "
-              "is named after the command and its options)"),
-}  # fmt: skip
+    "--out": (
+        "FOLDER",
+        "output folder (default: run_dir, or if it has a run, a folder in it that "
+        "is named after the command and its options)",
+    ),
+}
 
 
 def output_folder(args: argparse.Namespace, config: Config, *, is_kept: bool = True) -> Path:

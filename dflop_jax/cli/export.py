@@ -20,9 +20,11 @@ _OPTIONS: Options = {
     "--module": ("NAME", "export one module only, such as llm or generator"),
     "--ema": "export the moving average of the parameters (train.ema)",
     "--adapter": "export only the adapters, as peft reads them beside the base model",
-    f"--{FACTORY}": ("MODULE:FUNCTION", "function that builds the model; required if the run's own "
-                     "factory is not below models."),
-}  # fmt: skip
+    f"--{FACTORY}": (
+        "MODULE:FUNCTION",
+        "function that builds the model; required if the run's own factory is not below models.",
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

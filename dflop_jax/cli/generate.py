@@ -37,12 +37,15 @@ _NUMBERS = _SAMPLING | {
     "flow_steps": (30, "number of Euler steps from noise to a clip"),
 }
 _OPTIONS: Options = {
-    "--checkpoint": ("RUN", "run folder (its newest checkpoint) or a checkpoint's folder "
-                     "(default: the experiment's run_dir)"),
+    "--checkpoint": (
+        "RUN",
+        "run folder (its newest checkpoint) or a checkpoint's folder "
+        "(default: the experiment's run_dir)",
+    ),
     "--prompt": ("TEXT", "prompt to answer"),
     "--prompts": ("FILE", "file of prompts, in JSON lines"),
     "--out": ("FOLDER", "folder for the clip (default: RUN/generated)"),
-}  # fmt: skip
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -79,8 +79,16 @@ def run(args: argparse.Namespace) -> Any:
 
 def search_json(result: SearchResult) -> dict[str, object]:
     """Return a search's fields for `--json`, with only the figures of its candidates."""
-    figures = ("policy", "name", "microbatches", "group_size", "saving", "makespan_s", "busy_s",
-               "peak_bytes")  # fmt: skip
+    figures = (
+        "policy",
+        "name",
+        "microbatches",
+        "group_size",
+        "saving",
+        "makespan_s",
+        "busy_s",
+        "peak_bytes",
+    )
     values: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
     values["candidates"] = [{k: getattr(c, k) for k in figures} for c in result.candidates]
     return values
@@ -141,8 +149,9 @@ def describe_run(run: PredictedRun, module: str) -> str:
 
 
 def link_table(links: Sequence[Link]) -> Table:
-    texts = {(k.collective, k.across): f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}"
-             for k in links}  # fmt: skip
+    texts = {
+        (k.collective, k.across): f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}" for k in links
+    }
     names = dict.fromkeys(k.collective for k in links)
     rows = ((n, texts.get((n, False), "-"), texts.get((n, True), "-")) for n in names)
     title = "Measured links: GB/s per device, ms per ring step"
@@ -161,20 +170,31 @@ def describe_limits(searched: Mapping[str, int], config: PlanConfig) -> str:
 
 def kind_table(rows: Sequence[KindCost]) -> Table:
     texts = (
-        (layer_key(c.module, c.kind), str(c.layers), f"{c.shape.rows} x {c.shape.tokens}",
-         f"{1e3 * c.forward_s:.2f}", f"{1e3 * c.backward_s:.2f}", f"{c.share:.0%}")
+        (
+            layer_key(c.module, c.kind),
+            str(c.layers),
+            f"{c.shape.rows} x {c.shape.tokens}",
+            f"{1e3 * c.forward_s:.2f}",
+            f"{1e3 * c.backward_s:.2f}",
+            f"{c.share:.0%}",
+        )
         for c in rows
-    )  # fmt: skip
+    )
     columns = ("layers", "number", "rows x tokens", "forward ms", "backward ms", "share")
     return make_table("Times of layers, by kind", columns, texts)
 
 
 def memory_table(rows: Sequence[Saving]) -> Table:
     texts = (
-        (s.module, s.chosen, s.cheaper if s.fits else f"{s.cheaper} (does not fit)",
-         f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.extra_step_s:.1f}")
+        (
+            s.module,
+            s.chosen,
+            s.cheaper if s.fits else f"{s.cheaper} (does not fit)",
+            f"{s.saved_bytes / GIB:.2f}",
+            f"{1e3 * s.extra_step_s:.1f}",
+        )
         for s in rows
-    )  # fmt: skip
+    )
     columns = ("module", "saves memory by", "instead of", "GiB less", "ms a step")
     return make_table("Time paid for saved memory", columns, texts)
 

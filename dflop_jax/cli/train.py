@@ -20,14 +20,21 @@ from dflop_jax.distributed.process_exit import PREEMPTED
 from dflop_jax.folders import tolerate_lost_log_lines
 from dflop_jax.records import Plan, Profile
 
-_OPTIONS: Options = PROFILE_FILE | PLAN_FILE | {
-    "--dry-run": "profile, plan and predict the run's time, then end before the first step, "
-                 "without a run folder (dflop plan writes the plan)",
-    "--reset-optimizer": "with --resume: restore only the parameters, and start with a new "
-                         "optimizer state",
-    "--init-from": ("RUN[@STEP]", "start from the parameters of another run's newest checkpoint, "
-                    "or of its checkpoint STEP: the same as --model.weights RUN[@STEP]"),
-}  # fmt: skip
+_OPTIONS: Options = (
+    PROFILE_FILE
+    | PLAN_FILE
+    | {
+        "--dry-run": "profile, plan and predict the run's time, then end before the first step, "
+        "without a run folder (dflop plan writes the plan)",
+        "--reset-optimizer": "with --resume: restore only the parameters, and start with a new "
+        "optimizer state",
+        "--init-from": (
+            "RUN[@STEP]",
+            "start from the parameters of another run's newest checkpoint, "
+            "or of its checkpoint STEP: the same as --model.weights RUN[@STEP]",
+        ),
+    }
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

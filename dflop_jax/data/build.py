@@ -77,9 +77,14 @@ def make_source(
     n_all = config.n_samples if isinstance(n_held_out, float) else 1
     n_eval_samples = math.ceil(n_held_out * n_all) or config.n_samples
     return SceneSource(
-        n_eval_samples if split == "eval" else config.n_samples, config.seed, spec, tokenizer,
-        config, split=split, blank_images=config.blank_images,
-    )  # fmt: skip
+        n_eval_samples if split == "eval" else config.n_samples,
+        config.seed,
+        spec,
+        tokenizer,
+        config,
+        split=split,
+        blank_images=config.blank_images,
+    )
 
 
 @dataclass(frozen=True)
@@ -151,9 +156,15 @@ class RecordDataset:
             check_media,
         )
         source = MixtureSource(
-            _load_mixture(config), self.preparation, self.encode_turns, rules, config,
-            placeholder=self.tokenizer.placeholder_id, split=self.split, n_held_out=self.n_held_out,
-        )  # fmt: skip
+            _load_mixture(config),
+            self.preparation,
+            self.encode_turns,
+            rules,
+            config,
+            placeholder=self.tokenizer.placeholder_id,
+            split=self.split,
+            n_held_out=self.n_held_out,
+        )
         source.factory = SourceFactory(f"{__name__}:open_source", self._to_builtins())
         return source
 

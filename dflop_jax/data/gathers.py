@@ -130,9 +130,13 @@ def build_gathers(
             gathers[feeder] = (index, np.zeros(shape, np.float32)) if k > 1 else (index,)
         if reading_pieces := [piece for piece in pieces if pair in piece.sample.gathers]:
             features = _locate_features(
-                source, per_row, schedule, numbers[source], reading_pieces,
+                source,
+                per_row,
+                schedule,
+                numbers[source],
+                reading_pieces,
                 one_per_row=source in model.piece_tokens,
-            )  # fmt: skip
+            )
             _write_gathers(gathers, feeders, reading_pieces, pair, features)
         for feeder in feeders:
             ranks = layout.data_ranks(source), n_ranks

@@ -44,9 +44,13 @@ from dflop_jax.data.sample import Sample, Source, SourceFactory
 
 # One thread per process: the user sets the number of processes, and threads do not survive a fork.
 # Arrow's own allocators reserve 1 GiB at once, which would count as memory of the sample.
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-               "TOKENIZERS_PARALLELISM": "false",
-               "ARROW_DEFAULT_MEMORY_POOL": "system"}  # fmt: skip
+ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+}
 MAX_TRIES = 2  # for a sample whose process dies
 PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
 RETIRE_DIVISOR = 4  # a decoder retires if it keeps more than its memory limit divided by this
@@ -196,9 +200,11 @@ class DecoderPool:
         self._control, theirs = Pipe()
         with theirs:
             self._server = subprocess.Popen(
-                [*child_command(__name__), str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT},
-            )  # fmt: skip
+                [*child_command(__name__), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT},
+            )
         try:
             self._control.send((self._factory, self._memory_bytes))
             error = self._control.recv()

@@ -157,9 +157,13 @@ class AnswerPrograms:
 
         def whole(*args: Any, **fixed: Any) -> Any:
             mapped: Any = jax.shard_map(
-                partial(function, **fixed), mesh=self._mesh, in_specs=ins, out_specs=outs,
-                axis_names={DATA}, check_vma=False,
-            )  # fmt: skip
+                partial(function, **fixed),
+                mesh=self._mesh,
+                in_specs=ins,
+                out_specs=outs,
+                axis_names={DATA},
+                check_vma=False,
+            )
             results = mapped(*args)
             return jax.lax.with_sharding_constraint(results, self._shardings(results))
 

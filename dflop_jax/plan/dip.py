@@ -185,18 +185,35 @@ def _bound_layout(context: SearchContext, layout: Layout) -> Space:
         mean_subs, max_subs = np.array(counts).T
         sub_microbatches[m] = mean_subs[None]
         tables[m] = module_table(
-            context, segments, directions, mesh, granularities, (rows, tokens),
-            sub_microbatches[m], max_subs,
-        )  # fmt: skip
+            context,
+            segments,
+            directions,
+            mesh,
+            granularities,
+            (rows, tokens),
+            sub_microbatches[m],
+            max_subs,
+        )
         in_flight = [np.array([[limits[n][s.name] for n in fan_in]]) for s in segments]
         options[m] = make_module_options(tables[m], resources, in_flight)
     (block,) = graph.blocks
     table_rows = dict.fromkeys(block, np.zeros(1, int))
     minima = {block: block_minimum([options[m] for m in block], limit)}
     space = Space(
-        POLICY, lambda _: layout, graph, context, *granularities, tables, table_rows, options,
-        minima, True, sub_microbatches, fan_in, whole_buckets,
-    )  # fmt: skip
+        POLICY,
+        lambda _: layout,
+        graph,
+        context,
+        *granularities,
+        tables,
+        table_rows,
+        options,
+        minima,
+        True,
+        sub_microbatches,
+        fan_in,
+        whole_buckets,
+    )
     # At least one group per rank, and not many if few fit into memory without saving options.
     fits_unsaved = block_minimum([options[m].with_option(0) for m in block], limit).fits
     n_ranks = len(layout.submeshes)

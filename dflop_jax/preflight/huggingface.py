@@ -51,9 +51,13 @@ def fetch_datasets(config: DataConfig, log: Callable[[str], None]) -> None:
 def _snapshot(subject: str, uri: HfUri, files: Sequence[str], log: Callable[[str], None]) -> Path:
     """Return the folder of a repository in the cache; error messages call it `subject`."""
     download = partial(
-        snapshot_download, uri.id, repo_type=uri.type, revision=uri.revision,
-        allow_patterns=list(files), ignore_patterns="consolidated*",  # a copy of the weights
-    )  # fmt: skip
+        snapshot_download,
+        uri.id,
+        repo_type=uri.type,
+        revision=uri.revision,
+        allow_patterns=list(files),
+        ignore_patterns="consolidated*",  # a copy of the weights
+    )
     with suppress(OSError, errors.CachedRepoTreeNotFoundError):
         folder = download(local_files_only=True)
         if uri.type == "model":  # without a file list the cache may be incomplete

@@ -54,10 +54,17 @@ class CostModel:
     def price_key(self, segment: SegmentPlan) -> tuple[object, ...]:
         """Return a key that is equal for segments with equal prices and bytes."""
         return (
-            segment.module, tuple(self.profile.kinds_in(segment).items()), segment.first,
-            segment.last, segment.remat, segment.zero, segment.shard_devices, segment.rounds,
-            self.has_forward(segment), self.saved_inputs(segment),
-        )  # fmt: skip
+            segment.module,
+            tuple(self.profile.kinds_in(segment).items()),
+            segment.first,
+            segment.last,
+            segment.remat,
+            segment.zero,
+            segment.shard_devices,
+            segment.rounds,
+            self.has_forward(segment),
+            self.saved_inputs(segment),
+        )
 
     def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
         return Predictions(self, module, tp, rows, tokens)

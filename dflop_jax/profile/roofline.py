@@ -45,8 +45,10 @@ def build_profile(
 ) -> records.ModelProfile:
     """Return a profile of timings with the model's sizes; `facts`: other `ModelProfile` fields."""
     modules = model.modules
-    ends = {m: [traced_parts.forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
-            for m, module in modules.items()}  # fmt: skip
+    ends = {
+        m: [traced_parts.forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
+        for m, module in modules.items()
+    }
     of_model: dict[str, Any] = {
         **traced_parts.parameter_dims(model),
         "n_layers": {m: module.n_layers for m, module in modules.items()},

@@ -90,8 +90,10 @@ def shallow_segment(
     """Return a segment of `depth` layers of a module, all of one kind ("": the first layer's kind).
     With `ends`, all edges and taps are at the first layer, so that every depth runs them once;
     without, the segment has only inner layers."""
-    edges = [replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1))
-             for e in contract.edges_of(model)]  # fmt: skip
+    edges = [
+        replace(e, leaves=min(e.leaves, 1), enters=min(e.enters, 1))
+        for e in contract.edges_of(model)
+    ]
     first = 0 if ends else 2  # after the edges that enter after the first layer
     plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
     on_chip: Any = contract.on_chip(model.modules[module], contract.chip_of(devices[0]))

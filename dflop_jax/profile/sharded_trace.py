@@ -242,8 +242,12 @@ def _eliminate_dead_ops(region: Region) -> Region:
             reversed_ops.append(op)
     ops = reversed_ops[::-1]
     # Gather each array once, for all its readers.
-    gathered = {op.inputs[0]: op.outputs[0] for op in ops if op.name == RESHARD
-                if op.inputs[0].dim is not None and op.outputs[0].dim is None}  # fmt: skip
+    gathered = {
+        op.inputs[0]: op.outputs[0]
+        for op in ops
+        if op.name == RESHARD
+        if op.inputs[0].dim is not None and op.outputs[0].dim is None
+    }
     reduced = _reduced_values(ops, region.outputs)
     return Region(region.inputs, ops, region.outputs, reduced, [*gathered.values()])
 

@@ -79,8 +79,11 @@ def time_layer(
     mesh = MeshShape(model=len(devices))
     segments = [shallow_segment(model, job.module, d, devices, mesh, kind=job.kind) for d in DEPTHS]
     low, high = compile_timed_programs(segments, shape, model.vocab_size, row_pieces)
-    runs = [run for low_runs, high_runs in zip(low.runs, high.runs, strict=True)
-            for run in (*low_runs, *high_runs)]  # fmt: skip
+    runs = [
+        run
+        for low_runs, high_runs in zip(low.runs, high.runs, strict=True)
+        for run in (*low_runs, *high_runs)
+    ]
     sync()
     # [number of pieces per row, depth, direction]
     seconds = np.reshape(median_seconds(runs, job.max_runs), (-1, 2, 2))

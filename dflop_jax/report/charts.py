@@ -94,8 +94,11 @@ def _loss_lines(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
     if evaluations := run.evaluations:
         axis = d.axis([row.step for row in evaluations])
         name = "held out" + f", {run.name}" * d.several
-        lines.append(_make_line(name, line_colour(i + (not d.several)), 1, axis,
-                           [row.loss for row in evaluations]))  # fmt: skip
+        lines.append(
+            _make_line(
+                name, line_colour(i + (not d.several)), 1, axis, [row.loss for row in evaluations]
+            )
+        )
     return lines
 
 

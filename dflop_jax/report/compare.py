@@ -20,9 +20,12 @@ from dflop_jax.report.summary import figures, plan_lines
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
 _WORKLOAD_FIELDS = (
-    ("model", "factory"), ("model", "size"), ("data", "path"), ("data", "factory"),
+    ("model", "factory"),
+    ("model", "size"),
+    ("data", "path"),
+    ("data", "factory"),
     ("train", "global_batch"),
-)  # fmt: skip
+)
 
 
 def compare(runs: Sequence[RunRecord], picture_path: Path, only: Sequence[str] = ()) -> Table:

@@ -147,8 +147,16 @@ def _panel(
             for name in rows
         ],
         "tasks": [
-            [row_number[e.submesh], e.start_s, e.end_s, shade[e],
-             e.segment, e.direction, e.group, bucket_of.get(e.group, "")]
+            [
+                row_number[e.submesh],
+                e.start_s,
+                e.end_s,
+                shade[e],
+                e.segment,
+                e.direction,
+                e.group,
+                bucket_of.get(e.group, ""),
+            ]
             for e in trace.events
         ],
         "memory": [
@@ -161,7 +169,7 @@ def _panel(
             }
             for name, points in curves.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def _most_used_colour(events: Sequence[Event], shade: Mapping[Event, int]) -> int:

@@ -27,9 +27,14 @@ DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETU
 LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
 # Colours of the phases of a step.
 PHASE_COLOURS = {
-    FORWARD: "#7fcdbb", BACKWARD: "#1b8a7a", DATA: "#9ecae1", SCHEDULE: "#d4b9da", SAVE: "#fdd49e",
-    IDLE_PHASE: "#b9c1ca", **DIRECTION_COLOURS,
-}  # fmt: skip
+    FORWARD: "#7fcdbb",
+    BACKWARD: "#1b8a7a",
+    DATA: "#9ecae1",
+    SCHEDULE: "#d4b9da",
+    SAVE: "#fdd49e",
+    IDLE_PHASE: "#b9c1ca",
+    **DIRECTION_COLOURS,
+}
 
 
 def palette(modules: Sequence[str]) -> Palette:

@@ -143,10 +143,14 @@ def submesh_rows(layout: Layout) -> list[tuple[str, str, str, str]]:
         rounds = f" in {s.rounds} rounds" if s.rounds > 1 else ""
         layers[s.submesh].append(f"{s.module} {_span(s.start, s.stop)}{rounds}")
     return [
-        (m.name, _span(m.first, m.devices.stop), " × ".join(map(str, m.sizes)),
-         ", ".join(layers[m.name]) or "none")
+        (
+            m.name,
+            _span(m.first, m.devices.stop),
+            " × ".join(map(str, m.sizes)),
+            ", ".join(layers[m.name]) or "none",
+        )
         for m in layout.submeshes
-    ]  # fmt: skip
+    ]
 
 
 def _span(first: int, stop: int) -> str:

@@ -54,10 +54,13 @@ def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], picture_path: str
     if legend:
         fig.legend(
             handles=[Patch(facecolor=c, edgecolor="#cbd2d9", label=k) for k, c in legend.items()],
-            loc="lower center", frameon=False, fontsize=9, labelcolor=INK,
+            loc="lower center",
+            frameon=False,
+            fontsize=9,
+            labelcolor=INK,
             bbox_to_anchor=(0.5, (losses_in + 0.08) / fig.get_size_inches()[1]),
             ncols=min(len(legend), LEGEND_COLUMNS),
-        )  # fmt: skip
+        )
     if curves:
         _draw_losses(_axes(fig, 0.6, LOSS_IN - 1.0), curves)
     fig.savefig(picture_path, dpi=DPI)

@@ -96,11 +96,15 @@ class WeightsAndBiases:
             file.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
             self._run = package.init(
-                project=train.wandb_project, entity=train.wandb_entity or None,
-                name=train.wandb_name or folder.name, tags=train.wandb_tags or None,
-                id=file.read_text(encoding="utf-8"), resume="allow", dir=str(folder),
+                project=train.wandb_project,
+                entity=train.wandb_entity or None,
+                name=train.wandb_name or folder.name,
+                tags=train.wandb_tags or None,
+                id=file.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=str(folder),
                 config=msgspec.to_builtins(config),
-            )  # fmt: skip
+            )
         except Exception as e:  # wandb's own errors of login and network
             raise ValueError(
                 f"train.wandb_project={train.wandb_project}: W&B does not start ({e}); run wandb "

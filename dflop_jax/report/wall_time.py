@@ -26,9 +26,21 @@ CONNECT, PROFILE, PLAN, COMPILE = "connect", "profile", "plan", "compile"
 DATA, SCHEDULE, SAVE = "wait for data", "wait for the schedule", "wait for a save"
 EVALUATION, REDECISION, END = "evaluation", "re-decision", "end"
 CATEGORIES = (
-    TRAINING, DATA, SCHEDULE, SAVE, EVALUATION, REDECISION, LOST,
-    CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
-)  # fmt: skip
+    TRAINING,
+    DATA,
+    SCHEDULE,
+    SAVE,
+    EVALUATION,
+    REDECISION,
+    LOST,
+    CONNECT,
+    START,
+    PROFILE,
+    PLAN,
+    COMPILE,
+    END,
+    STOPPED,
+)
 NO_WAITS: Mapping[str, float] = MappingProxyType({})
 _MIN_ROW_S = 1e-3  # minimum seconds of a row without a step or another event
 _MAX_PENDING_ROWS = 1_000  # for processes without a file; a run starts with dozens of rows

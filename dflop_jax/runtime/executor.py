@@ -49,9 +49,14 @@ class Executor:
     """
 
     def __init__(
-        self, model: MultimodalModel, plan: Plan, tx: Optimizer, *,
-        devices: list[jax.Device] | None = None, **training: Any,
-    ):  # fmt: skip
+        self,
+        model: MultimodalModel,
+        plan: Plan,
+        tx: Optimizer,
+        *,
+        devices: list[jax.Device] | None = None,
+        **training: Any,
+    ):
         self.model, self.plan = model, plan
         all_devices = list(jax.devices()) if devices is None else devices
         self.programs = make_programs(model, plan.layout, all_devices, tx, **training)
@@ -154,9 +159,14 @@ class Executor:
         return self.run_step(replace(schedule, order=()), arrays, {}, evaluate=True)
 
     def run_step(
-        self, schedule: Schedule, arrays: Sequence[GroupArrays], scales: Mapping[str, float], *,
-        norm_limit: float = math.inf, evaluate: bool = False,
-    ) -> StepHandle:  # fmt: skip
+        self,
+        schedule: Schedule,
+        arrays: Sequence[GroupArrays],
+        scales: Mapping[str, float],
+        *,
+        norm_limit: float = math.inf,
+        evaluate: bool = False,
+    ) -> StepHandle:
         """Dispatch a training step without waiting for it. `arrays` belong to the schedule's
         groups, `scales` multiply the token losses by module. If the global gradient norm is above
         `norm_limit` or not finite, parameters and optimizer state do not change.

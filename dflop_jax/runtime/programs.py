@@ -166,10 +166,16 @@ class Programs:
 
 
 def make_programs(
-    model: MultimodalModel, layout: Layout, devices: list[jax.Device], tx: Optimizer, *,
-    clip_norm: float = 0.0, freeze: tuple[str, ...] = (),
-    rate_factors: Mapping[str, float] = MappingProxyType({}), evaluates: bool = False,
-) -> Programs:  # fmt: skip
+    model: MultimodalModel,
+    layout: Layout,
+    devices: list[jax.Device],
+    tx: Optimizer,
+    *,
+    clip_norm: float = 0.0,
+    freeze: tuple[str, ...] = (),
+    rate_factors: Mapping[str, float] = MappingProxyType({}),
+    evaluates: bool = False,
+) -> Programs:
     """Return the programs of a layout, none compiled yet.
 
     Args:

@@ -60,9 +60,16 @@ class SplitVjp:
     parameters and `edge_inputs` always do."""
 
     def __init__(
-        self, remat: Callable[[SplitFunction], SplitFunction], function: SplitFunction,
-        trained: Tree, h: Tree, edge_inputs: Tree, constants: Tree, *, wants_hidden: bool,
-    ):  # fmt: skip
+        self,
+        remat: Callable[[SplitFunction], SplitFunction],
+        function: SplitFunction,
+        trained: Tree,
+        h: Tree,
+        edge_inputs: Tree,
+        constants: Tree,
+        *,
+        wants_hidden: bool,
+    ):
         self._function = function
         self.has_gradient = wants_hidden or bool(jax.tree.leaves((trained, edge_inputs)))
         if not self.has_gradient:

@@ -88,9 +88,15 @@ class SegmentFunctions:
     """
 
     def __init__(
-        self, segment: Segment, params: Params, x: Tree, fields: Tree, h: Tree, *,
+        self,
+        segment: Segment,
+        params: Params,
+        x: Tree,
+        fields: Tree,
+        h: Tree,
+        *,
         saves_residuals: bool,
-    ):  # fmt: skip
+    ):
         self.segment, self.params, self.saves_residuals = segment, params, saves_residuals
         self.unrolled = saves_residuals and segment.unrolls_layers
         plan, wanted = segment.plan, segment.wants_gradient
@@ -191,9 +197,15 @@ class SegmentFunctions:
         return h, tapped, residuals
 
     def backward_layers(
-        self, residuals: Tree, x: Tree, fields: Tree, dh: Tree, dtapped: Tree, grads: Tree,
+        self,
+        residuals: Tree,
+        x: Tree,
+        fields: Tree,
+        dh: Tree,
+        dtapped: Tree,
+        grads: Tree,
         first_rows: StackRows,
-    ) -> tuple[Tree, Tree, Tree]:  # fmt: skip
+    ) -> tuple[Tree, Tree, Tree]:
         """Return gradients of `forward_layers`: (hidden states, inputs, grads + parameters')."""
         dx: dict[str, Array] = {}
 
@@ -229,9 +241,15 @@ class SegmentFunctions:
         return dh, dx, grads
 
     def _over_layers(
-        self, visit: Any, carry: Any, span: LayerSpan, first_rows: StackRows,
-        residuals: Any = None, *, reverse: bool = False,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self,
+        visit: Any,
+        carry: Any,
+        span: LayerSpan,
+        first_rows: StackRows,
+        residuals: Any = None,
+        *,
+        reverse: bool = False,
+    ) -> tuple[Any, Any]:
         """Call `visit(kind, carry, parameters of the layer, (its row, its residuals))` for the
         layers of a span; return (carry, outputs of the visits).
 
@@ -263,9 +281,16 @@ class SegmentFunctions:
         return carry, [outputs[i] for i in range(len(steps))]
 
     def _over_loop(
-        self, visit: Any, carry: Any, stacks: Params, period: tuple[str, ...],
-        rows: tuple[Array, ...], residuals: Any, *, reverse: bool,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self,
+        visit: Any,
+        carry: Any,
+        stacks: Params,
+        period: tuple[str, ...],
+        rows: tuple[Array, ...],
+        residuals: Any,
+        *,
+        reverse: bool,
+    ) -> tuple[Any, Any]:
         """Run `_over_layers` for one loop; `rows` [repeats] of each layer of the period. If data
         ranks split parameters, a layer is gathered while the previous one is visited, so memory
         holds two whole layers. The loop is not differentiated: gradients would keep every gathered

@@ -69,10 +69,16 @@ class StepCall:
     """
 
     def __init__(
-        self, programs: Programs, state: TrainState, groups: Sequence[Group],
-        arrays: Sequence[GroupArrays], scales: Mapping[str, float], *,
-        norm_limit: float = math.inf, evaluate: bool = False,
-    ):  # fmt: skip
+        self,
+        programs: Programs,
+        state: TrainState,
+        groups: Sequence[Group],
+        arrays: Sequence[GroupArrays],
+        scales: Mapping[str, float],
+        *,
+        norm_limit: float = math.inf,
+        evaluate: bool = False,
+    ):
         assert len(groups) == len(arrays), (len(groups), len(arrays))
         self.programs, self.state = programs, state
         self.groups, self.arrays, self.evaluate = groups, arrays, evaluate

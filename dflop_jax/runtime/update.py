@@ -92,9 +92,14 @@ class SegmentUpdate:
     """
 
     def __init__(
-        self, segment: Segment, tx: Optimizer, clip_norm: float,
-        rate_factors: Mapping[str, float] = MappingProxyType({}), *, adds_shared: bool = False,
-    ):  # fmt: skip
+        self,
+        segment: Segment,
+        tx: Optimizer,
+        clip_norm: float,
+        rate_factors: Mapping[str, float] = MappingProxyType({}),
+        *,
+        adds_shared: bool = False,
+    ):
         self.segment, self.clip_norm = segment, clip_norm
         self.adds_shared = adds_shared
         trained = [p for p in segment.read_parts if p in segment.trainable]
@@ -231,9 +236,13 @@ class SegmentUpdate:
         gather = self._make_gather()
 
         def update(
-            params: Tree, masters: Tree, state: Tree, grads: Tree, squares: tuple[Array, ...],
+            params: Tree,
+            masters: Tree,
+            state: Tree,
+            grads: Tree,
+            squares: tuple[Array, ...],
             limit: Array,
-        ) -> tuple[Tree, Tree, Tree, Array]:  # fmt: skip
+        ) -> tuple[Tree, Tree, Tree, Array]:
             total = functools.reduce(jnp.add, squares)  # fixed order: all devices get equal bits
             applies = total <= limit  # false for NaN
             if self.clip_norm > 0:

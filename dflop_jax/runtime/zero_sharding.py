@@ -159,9 +159,14 @@ class ZeroSpec:
 
 
 def make_zero_spec(
-    leaf: jax.ShapeDtypeStruct, base_spec: P, *, stacked: bool, dp: int, tp: int,
+    leaf: jax.ShapeDtypeStruct,
+    base_spec: P,
+    *,
+    stacked: bool,
+    dp: int,
+    tp: int,
     n_replicas: int = 1,
-) -> ZeroSpec:  # fmt: skip
+) -> ZeroSpec:
     """Return how `n_replicas` groups of `dp` data ranks share a parameter that `base_spec` shards
     over stages and `tp` tensor ranks; `stacked`: its first dim counts layers."""
     spec = add_data_axis(leaf, base_spec, dp) if n_replicas == 1 else base_spec

@@ -43,11 +43,23 @@ class ProgramSizes:
         """The shapes of the program's parameters by name; see `_cvxpy_problem`."""
         c, k, m, r, d = self.buckets, self.classes, self.modules, self.resources, self.conditions
         return {
-            "max_groups": (c,), "price": (c,), "shared": (c,), "shared_rest": (1,),
-            "work": (r, c), "rest": (r,), "before": (r, c), "after": (r, c), "runs_on": (r, c),
-            "busy": (r,), "volume": (d, c), "need": (d,),
-            "capacity": (m, c), "min_tokens": (m, k), "count": (k,), "max_samples": (k, c),
-        }  # fmt: skip
+            "max_groups": (c,),
+            "price": (c,),
+            "shared": (c,),
+            "shared_rest": (1,),
+            "work": (r, c),
+            "rest": (r,),
+            "before": (r, c),
+            "after": (r, c),
+            "runs_on": (r, c),
+            "busy": (r,),
+            "volume": (d, c),
+            "need": (d,),
+            "capacity": (m, c),
+            "min_tokens": (m, k),
+            "count": (k,),
+            "max_samples": (k, c),
+        }
 
 
 @dataclass(frozen=True)

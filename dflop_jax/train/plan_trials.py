@@ -323,6 +323,10 @@ class PlanTrials:
         train = self._context.config.train
         stepping = train.optimizer, train.moments_dtype
         facts = (
-            self._profile.model.key, plan.layout, trained.frozen, sorted(trained.rates), stepping
-        )  # fmt: skip
+            self._profile.model.key,
+            plan.layout,
+            trained.frozen,
+            sorted(trained.rates),
+            stepping,
+        )
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]

@@ -234,8 +234,10 @@ def _gemma4(media: Sequence[RandomMedium]) -> dict[str, Any]:
         px = isqrt(pieces[0][0].shape[1] // 3)
         flat = [p.reshape(-1, 3, px * px).swapaxes(1, 2).reshape(len(p), -1) for p, _ in pieces]
         values = [np.pad(p.astype(np.float32) / 255, m) for p, m in zip(flat, padding, strict=True)]
-        positions = [np.pad(g[:, 1::-1], m, constant_values=-1)
-                  for (_, g), m in zip(pieces, padding, strict=True)]  # fmt: skip
+        positions = [
+            np.pad(g[:, 1::-1], m, constant_values=-1)
+            for (_, g), m in zip(pieces, padding, strict=True)
+        ]
         inputs[name] = np.stack(values)
         inputs[f"{kind}_position_ids"] = np.stack(positions).astype(np.int64)
     clips = [len(m.medium.lengths) for m in media if m.kind == "video"]

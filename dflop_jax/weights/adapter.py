@@ -103,8 +103,11 @@ def adapted_tensors(
     adapted, written = [], set()
     for tensor, parts in group_by_name(map_.tensors).items():
         keys = [(t.module, adapter_of(t.part), ".".join(t.path[:-1])) for t in parts]
-        adapted_parts = [(t, adapters[k]) for t, k in zip(parts, keys, strict=True)
-                         if k in adapters and t.path[-1] == "kernel"]  # fmt: skip
+        adapted_parts = [
+            (t, adapters[k])
+            for t, k in zip(parts, keys, strict=True)
+            if k in adapters and t.path[-1] == "kernel"
+        ]
         if adapted_parts:
             adapted.append((tensor, adapted_parts, joined_shape(parts)[0]))
             written.update(keys)

@@ -23,8 +23,11 @@ from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 NAMES = {np.dtype(d): n for n, d in DTYPES.items()}
 # Files beside the tensors: tokenizer, chat template and processors.
 _TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
-_PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json",
-               "processor_config.json")  # fmt: skip
+_PROCESSORS = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # a folder with such a file has a tokenizer
 
 

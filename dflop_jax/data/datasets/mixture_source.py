@@ -147,8 +147,11 @@ class MixtureSource:
         if n_cut := np.count_nonzero(self._counts.n_media < uncut_counts.n_media[fits]):
             logger.warning(
                 "%s: %d of %d samples are cut before some of their media by data.max_tokens=%d",
-                self.name, n_cut, len(rows), limits.max_tokens,
-            )  # fmt: skip
+                self.name,
+                n_cut,
+                len(rows),
+                limits.max_tokens,
+            )
         if fits.all():
             return
         first = int(np.flatnonzero(~fits)[0])

@@ -121,9 +121,12 @@ def hub_folder(path: str) -> Path | None:
 
     try:
         folder = snapshot_download(
-            uri.id, repo_type="dataset", revision=uri.revision, local_files_only=True,
+            uri.id,
+            repo_type="dataset",
+            revision=uri.revision,
+            local_files_only=True,
             allow_patterns=hub_files(uri),
-        )  # fmt: skip
+        )
     except LocalEntryNotFoundError:
         raise ValueError(
             f"{path}: no such file or folder, and no dataset in the cache of the hub; "

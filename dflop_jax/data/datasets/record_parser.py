@@ -170,9 +170,14 @@ def parse_record(
             for kind, _, keys in matched
         )
         return Record(
-            name, turns, tuple(files), media_keys, conversation.weights,
-            conversation.template_fields, (*sorted(unread),),
-        )  # fmt: skip
+            name,
+            turns,
+            tuple(files),
+            media_keys,
+            conversation.weights,
+            conversation.template_fields,
+            (*sorted(unread),),
+        )
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from e.__cause__
 

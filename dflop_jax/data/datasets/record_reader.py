@@ -139,8 +139,10 @@ class ShardReader(RecordReader):
             m.name: Blob(shard, m.offset_data, m.size, m.name)
             for m in _members(shard, location.offset, location.offset + location.size_bytes)
         }
-        media = {kind.name: [n for n in members if _extension(n) in kind.extensions]
-                 for kind in records.kinds}  # fmt: skip
+        media = {
+            kind.name: [n for n in members if _extension(n) in kind.extensions]
+            for kind in records.kinds
+        }
         by_name = {PurePosixPath(name).name: blob for name, blob in members.items()}
         texts = {_extension(name): blob for name, blob in members.items()}
 

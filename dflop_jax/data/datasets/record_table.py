@@ -25,10 +25,18 @@ from dflop_jax.data.media.kind import BUILT_IN, Kind, Kinds
 VERSION = 13  # of index files; increase it to rebuild every index
 # Columns of a record and its number of media.
 RECORD_COLUMNS = np.dtype(
-    [("number", np.int64), ("file", np.int32), ("offset", np.int64), ("size_bytes", np.int64),
-     ("split_hash", np.uint64), ("content_hash", np.uint64), ("text_tokens", np.int32),
-     ("needed_tokens", np.int32), ("n_media", np.int32)]
-)  # fmt: skip
+    [
+        ("number", np.int64),
+        ("file", np.int32),
+        ("offset", np.int64),
+        ("size_bytes", np.int64),
+        ("split_hash", np.uint64),
+        ("content_hash", np.uint64),
+        ("text_tokens", np.int32),
+        ("needed_tokens", np.int32),
+        ("n_media", np.int32),
+    ]
+)
 
 
 class IndexRow(NamedTuple):

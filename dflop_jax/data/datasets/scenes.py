@@ -32,8 +32,14 @@ T = TypeVar("T")
 Convert = Callable[[Image.Image], np.ndarray]
 MAX_CACHED_SCENES = 4096  # the last drawn; loads are read several times before pixels
 FRAMES_PER_S = 2  # frame rate of a drawn clip
-COLOURS = {"red": (220, 30, 30), "green": (20, 170, 50), "blue": (40, 70, 230),
-           "yellow": (240, 210, 30), "pink": (245, 90, 200), "cyan": (40, 200, 220)}  # fmt: skip
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (20, 170, 50),
+    "blue": (40, 70, 230),
+    "yellow": (240, 210, 30),
+    "pink": (245, 90, 200),
+    "cyan": (40, 200, 220),
+}
 SHAPES = ("circle", "square", "triangle")
 POSITIONS = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -294,8 +300,7 @@ class SceneSource:
         self._preparation = preparation = spec.prepared(self._limits, tokenizer)
         picture_medium: Any = preparation.get(module_of(preparation, IMAGE.name))
         if picture_medium is None:
-            raise ValueError("the embedded scenes need a model that takes pictures; "
-                             "give data.path")  # fmt: skip
+            raise ValueError("the embedded scenes need a model that takes pictures; give data.path")
         self._unit_px = picture_medium.unit_px
         self._drawn: dict[int, DrawnScene] = {}
         self._lock = Lock()

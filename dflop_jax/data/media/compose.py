@@ -79,8 +79,13 @@ def compose_sample(
     # for each token the next one, and the loss weight of predicting it
     targets, next_weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
     targets[:-1], next_weights[:-1] = tokens[1:], own_weights[1:]
-    text = {"tokens": tokens, "targets": targets, "weights": next_weights,
-            "is_visual": np.zeros(n, bool), "is_newline": np.zeros(n, bool)}  # fmt: skip
+    text = {
+        "tokens": tokens,
+        "targets": targets,
+        "weights": next_weights,
+        "is_visual": np.zeros(n, bool),
+        "is_newline": np.zeros(n, bool),
+    }
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
     gathers, lengths, run_lengths = {}, {}, {}
     for module, medium in preparation.items():

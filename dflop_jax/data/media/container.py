@@ -17,9 +17,25 @@ from dflop_jax.data.bounds import MAX_DURATION_S, MAX_PIXELS, errors_as
 from dflop_jax.data.datasets.blob import MediaFile, open_media
 
 FORMATS = (
-    "aac", "aiff", "amr", "asf", "au", "avi", "caf", "flac", "flv", "matroska", "mov", "mp3",
-    "mpeg", "mpegts", "ogg", "w64", "wav", "webm",
-)  # fmt: skip
+    "aac",
+    "aiff",
+    "amr",
+    "asf",
+    "au",
+    "avi",
+    "caf",
+    "flac",
+    "flv",
+    "matroska",
+    "mov",
+    "mp3",
+    "mpeg",
+    "mpegts",
+    "ogg",
+    "w64",
+    "wav",
+    "webm",
+)
 OPTIONS = {
     "format_whitelist": ",".join(FORMATS),
     "protocol_whitelist": "none",

@@ -85,9 +85,14 @@ def _build(facts: Facts, limits: DataConfig, tokenizer: AnyTokenizer | None) -> 
     )
     max_tokens = limits.max_pixels // (patch_px * merge) ** 2
     fits = Fitted(
-        patch_px, merge, 1, max_pixels=limits.max_pixels, max_frames=limits.max_frames,
-        soft_tokens=min(soft, max_tokens), frame_tokens=min(frame, max_tokens),
-    )  # fmt: skip
+        patch_px,
+        merge,
+        1,
+        max_pixels=limits.max_pixels,
+        max_frames=limits.max_frames,
+        soft_tokens=min(soft, max_tokens),
+        frame_tokens=min(frame, max_tokens),
+    )
     ends = tokenizer.frame_ends if isinstance(tokenizer, ChatTokenizer) else ((), ())
     return FittedMedium(fits, cached_encode(tokenizer), ends)
 

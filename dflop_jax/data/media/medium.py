@@ -21,9 +21,15 @@ from dflop_jax.data.text.chat import AnyTokenizer
 TEXT_MODULE = "llm"  # the module that reads the text with the tokens of media
 # Fields of `DataConfig` that limit the size of a sample.
 LIMITS = (
-    "max_tiles", "max_frames", "max_tokens", "oversize", "min_pixels", "max_pixels",
-    "max_clip_pixels", "frames_per_s",
-)  # fmt: skip
+    "max_tiles",
+    "max_frames",
+    "max_tokens",
+    "oversize",
+    "min_pixels",
+    "max_pixels",
+    "max_clip_pixels",
+    "frames_per_s",
+)
 GREY = 128  # pixel value of blank pictures
 Facts = Mapping[str, Any]
 Grid = tuple[int, int]  # rows and columns
@@ -101,8 +107,9 @@ Preparation = Mapping[str, Medium]  # the medium of each module that takes media
 
 def module_of(preparation: Preparation, kind: str) -> str:
     """Return the module that takes media of a kind; "" if none does."""
-    return next((m for m, medium in preparation.items()
-                 if any(k.name == kind for k in medium.kinds)), "")  # fmt: skip
+    return next(
+        (m for m, medium in preparation.items() if any(k.name == kind for k in medium.kinds)), ""
+    )
 
 
 def integer_facts(facts: Facts, *other_names: str, **defaults: int | None) -> list[int]:

@@ -136,8 +136,9 @@ class MelMedium(Medium):
         spec = self.spec
         n = min(header["samples"], spec.max_samples)
         windows, frames, n_tokens = (int(count) for count in sound_counts(np.array(n), spec))
-        full_then_rest = np.minimum(frames - np.arange(windows) * spec.window_frames,
-                                    spec.window_frames)  # fmt: skip
+        full_then_rest = np.minimum(
+            frames - np.arange(windows) * spec.window_frames, spec.window_frames
+        )
         fields = {
             "mel": log_mel(opened(n, spec.sample_rate), spec),
             "mel_frames": full_then_rest.astype(np.int32),

@@ -40,8 +40,12 @@ CAP_SLACK = 1.05  # a frame's pixel limit is at least the minimum pixels times t
 KEYED_BLOCKS, KEYED_FRAME_BLOCKS, KEYED_CLIP_BLOCKS = (4, 16384), (128, 768), 115_200
 VISION_MARKERS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
 CLIP_FACTS = (
-    "min_frames", "num_frames", "min_clip_pixels", "cap_pixels_per_frame", "max_video_tokens"
-)  # fmt: skip
+    "min_frames",
+    "num_frames",
+    "min_clip_pixels",
+    "cap_pixels_per_frame",
+    "max_video_tokens",
+)
 UNIT_BLOCKS = 3  # blocks per side of the smallest drawn picture
 
 Ids = tuple[int, ...]
@@ -324,8 +328,10 @@ def _build(facts: Facts, limits: DataConfig, tokenizer: AnyTokenizer | None) -> 
     pixels = limits.min_pixels, limits.max_pixels, limits.max_clip_pixels
     n = max(frames, limits.max_frames)
     native = Native(patch_px, merge, frames, *pixels, n, limits.frames_per_s, **clip_facts)
-    begin_ids, end_ids = (tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
-                  for token in VISION_MARKERS)  # fmt: skip
+    begin_ids, end_ids = (
+        tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
+        for token in VISION_MARKERS
+    )
     return NativeMedium(native, cached_encode(tokenizer), (begin_ids, end_ids))
 
 

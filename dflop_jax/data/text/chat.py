@@ -270,7 +270,7 @@ class ChatTokenizer(FileEncoding):
                     "their thinking), so only the last answer of such a chat is trained on; mark "
                     "answers with {%% generation %%} ... {%% endgeneration %%} to train on all",
                     self.folder,
-                )  # fmt: skip
+                )
         return spans
 
     def _answer_start(

@@ -157,8 +157,12 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
     def decode_with_special(self, ids: Iterable[int]) -> str:
-        names = {self.pad_id: b"<|pad|>", self.im_start_id: b"<|im_start|>",
-                 self.im_end_id: b"<|im_end|>", self.placeholder_id: b"<|media|>"}  # fmt: skip
+        names = {
+            self.pad_id: b"<|pad|>",
+            self.im_start_id: b"<|im_start|>",
+            self.im_end_id: b"<|im_end|>",
+            self.placeholder_id: b"<|media|>",
+        }
         return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
 
 

@@ -59,14 +59,32 @@ class _Effort:
 
 _EFFORTS = {
     "quick": _Effort(
-        6, first=4, finalists=1, batches=4, budget=24, work=300,
-        milp_batches=2, slacks=SLACKS[1:], cuts=(0.8, 1.2), last_lengths=4, other_lengths=1,
+        6,
+        first=4,
+        finalists=1,
+        batches=4,
+        budget=24,
+        work=300,
+        milp_batches=2,
+        slacks=SLACKS[1:],
+        cuts=(0.8, 1.2),
+        last_lengths=4,
+        other_lengths=1,
     ),
     "full": _Effort(
-        12, first=3, finalists=3, batches=12, budget=280, work=1000,
-        milp_batches=4, slacks=SLACKS, cuts=(0.5, 0.8, 1.2, 2.0), last_lengths=5, other_lengths=2,
+        12,
+        first=3,
+        finalists=3,
+        batches=12,
+        budget=280,
+        work=1000,
+        milp_batches=4,
+        slacks=SLACKS,
+        cuts=(0.5, 0.8, 1.2, 2.0),
+        last_lengths=5,
+        other_lengths=2,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

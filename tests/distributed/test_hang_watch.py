@@ -192,6 +192,7 @@ def test_a_disk_that_hangs_holds_up_no_end(jobs, monkeypatch):
     monkeypatch.setattr(hang_watch, "write_stacks", lambda *_: released.wait())
     with jobs.watching(0), jobs.watching(1), jobs.watching(2):
         wait_for(lambda: all(jobs.failures))
+    assert all(jobs.failures)
     released.set()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -157,29 +157,38 @@ def parse_record(
         if needs_media and not any(media.values()):
             media |= default_media
         turns, matched = _match_media(conversation, media, records.kinds)
-        used_keys = {kind.name: {*kind.keys} for kind in records.kinds}
         unread = conversation.unread | {
             str(k) for k, v in raw.items() if k not in columns.values() and v not in (None, "", [])
         }
-        files = []
-        for number, (kind, value, keys) in enumerate(matched):
-            files.append((kind, _media_file(kind, value, number, resolve)))
-            unread |= keys.keys() - used_keys[kind]
-        media_keys = tuple(
-            {key: v for key, v in keys.items() if key in used_keys[kind]}
-            for kind, _, keys in matched
-        )
+        files, media_keys, unused_keys = _resolve_media(matched, records.kinds, resolve)
         return Record(
             name,
             turns,
-            tuple(files),
+            files,
             media_keys,
             conversation.weights,
             conversation.template_fields,
-            (*sorted(unread),),
+            (*sorted(unread | unused_keys),),
         )
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from e.__cause__
+
+
+def _resolve_media(
+    matched: Sequence[tuple[str, Any, dict[str, Any]]],
+    kinds: Kinds,
+    resolve: Callable[[str], Path | Blob],
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...], set[str]]:
+    """Return the files of matched media, the keys of each that are used, and the unused names."""
+    used = {kind.name: {*kind.keys} for kind in kinds}
+    files = tuple(
+        (kind, _media_file(kind, value, number, resolve))
+        for number, (kind, value, _) in enumerate(matched)
+    )
+    media_keys = tuple(
+        {key: v for key, v in keys.items() if key in used[kind]} for kind, _, keys in matched
+    )
+    return files, media_keys, {k for kind, _, keys in matched for k in keys if k not in used[kind]}
 
 
 def _match_media(

@@ -76,8 +76,8 @@ class BatchCounts:
     loss_weights: dict[str, float]  # by module with a loss, the sum over its tokens
     supervised_tokens: int  # of the last module with a loss
     # By "group/feeding group", the largest number of features that a rank reads from another rank:
-    # see `Routes.route`.
-    max_crossing: dict[str, int]
+    # see `ExchangeIndex.rounds`.
+    max_requested: dict[str, int]
     in_node: dict[str, float]  # bytes that stay in a node
     across_nodes: dict[str, float]  # bytes between nodes
 
@@ -92,7 +92,7 @@ class BatchCounts:
             sum_of("flops"),
             sum_of("loss_weights"),
             sum(p.supervised_tokens for p in process_counts),
-            max_by_name(p.max_crossing for p in process_counts),
+            max_by_name(p.max_requested for p in process_counts),
             sum_of("in_node"),
             sum_of("across_nodes"),
         )
@@ -186,7 +186,7 @@ class Packer:
         padding = {m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()}
         groups: list[GroupArrays] = []
         for i, p in enumerate(packed):
-            crossing = {f: total.max_crossing[f"{i}/{f}"] for f in p.gathers}
+            crossing = {f: total.max_requested[f"{i}/{f}"] for f in p.gathers}
             groups.append(GroupArrays(p.fields, p.gathers, crossing))
         return PackedBatch(
             step=schedule.step,
@@ -222,7 +222,7 @@ class Packer:
         self, schedule: Schedule, packed: Sequence[PackedGroup]
     ) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
         """Return the last three of `BatchCounts`, for features that this process's ranks read."""
-        max_crossing: dict[str, int] = {}
+        max_requested: dict[str, int] = {}
         in_node: dict[str, float] = defaultdict(float)
         across_nodes: dict[str, float] = defaultdict(float)
         for g, arrays in enumerate(packed):
@@ -230,7 +230,7 @@ class Packer:
             for f, reads in arrays.read_counts.items():
                 feeder = schedule.groups[f]
                 crossed = crossing_traffic(reads, rank_nodes(self.plan, feeder.module))
-                max_crossing[f"{g}/{f}"] = int(crossed.max_amount)
+                max_requested[f"{g}/{f}"] = int(crossed.max_amount)
                 link_counts = crossed.for_target_ranks(sorted(self.ranks.counted[target]))
                 structs = (
                     features_struct(self.model.modules[feeder.module], edge, feeder.shape)
@@ -241,7 +241,7 @@ class Packer:
                 name = f"{feeder.module} > {target}"
                 in_node[name] += n_bytes * link_counts.intra_node_amount
                 across_nodes[name] += n_bytes * link_counts.inter_node_amount
-        return max_crossing, in_node, across_nodes
+        return max_requested, in_node, across_nodes
 
 
 def feed_batches(

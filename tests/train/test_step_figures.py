@@ -119,7 +119,7 @@ def test_memory_is_that_of_the_fullest_device_here():
 
 def test_counts_of_several_processes_add_up_and_bad_samples_count_once():
     ours = BatchCounts([4, 9], {"a": 1}, {"a": 4.0}, {"a": 1.5}, 2, {"1/0": 3}, {}, {})
-    total = BatchCounts.total([ours, replace(ours, bad=[2, 9], max_crossing={"1/0": 5})])
+    total = BatchCounts.total([ours, replace(ours, bad=[2, 9], max_requested={"1/0": 5})])
     assert total == BatchCounts([2, 4, 9], {"a": 2}, {"a": 8.0}, {"a": 3.0}, 4, {"1/0": 5}, {}, {})
 
 

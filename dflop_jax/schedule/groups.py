@@ -118,9 +118,9 @@ class PackingSpace:
 
 
 def greedy_assignment(space: PackingSpace, n_main_buckets: int) -> list[BucketRun]:
-    """Assign samples by first fit, fullest first, into one of the first `n_main_buckets` buckets; samples
-    that it cannot hold go to the cheapest bucket that can. Each run then moves to its cheapest
-    bucket. Return the cheapest result over the main buckets."""
+    """Assign samples by first fit, fullest first, into one of the first `n_main_buckets` buckets;
+    samples that it cannot hold go to the cheapest bucket that can. Each run then moves to its
+    cheapest bucket. Return the cheapest result over the main buckets."""
     budget = Budget(0)
     able_CN = space.can_hold_CN
     cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]

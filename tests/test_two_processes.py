@@ -61,7 +61,5 @@ def test_two_processes_exchange_messages_and_have_one_clock(pair):
     assert (first["gathered"], second["gathered"]) == ([["00", "11"]] * 3, [[]] * 3)
     assert first["all"] == second["all"] == [0.5, 1.5]
     assert first["left"] == []  # no message stays with the service
-    assert first["small_s"] < 0.1
-    assert first["big_s"] < 20
     assert first["offset_s"] == 0.0
     assert abs(second["offset_s"]) < 0.1

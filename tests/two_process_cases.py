@@ -118,7 +118,7 @@ SIZES = [0, 1, 1000, 10_000_000]  # bytes
 
 
 def messages() -> dict[str, Any]:
-    """What this process receives, and how long messages take."""
+    """What this process receives, and what is left with the service."""
     joined = connection()
     assert joined is not None
     group = ProcessGroup(joined.process_id, joined.num_processes, joined.client)
@@ -129,14 +129,6 @@ def messages() -> dict[str, Any]:
     ]
     found["gathered"] = [group.gather("same", str(group.process_index) * 2, str) for _ in range(3)]
     found["all"] = group.all_gather("all", group.process_index + 0.5, float)
-    start_s = time.perf_counter()
-    for step in range(50):
-        group.all_gather("small", 0.0, float, step=step)
-    found["small_s"] = (time.perf_counter() - start_s) / 50
-    start_s = time.perf_counter()
-    group.broadcast("big", values[-1] if group.is_primary else None, bytes)
-    group.barrier("big")
-    found["big_s"] = time.perf_counter() - start_s
     deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
     while not (group.is_primary or group.clock_offset_s or time.monotonic() > deadline):
         time.sleep(0.05)

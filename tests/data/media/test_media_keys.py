@@ -17,18 +17,13 @@ from dflop_jax.data.media.pictures import frame_tile
 from dflop_jax.data.media.video import Clip, read_numbered
 from tests.data.media.test_native import dataset
 from tests.data.media_cases import noise, picture_header, with_columns, write_clip
+from tests.verify.folders import load
 
 
 def keyed_size(height, width, low, high):
-    """Sides in blocks of 32 pixels, as qwen-vl-utils sizes a picture or a frame."""
-    rows, cols = max(1, round(height / 32)), max(1, round(width / 32))
-    if rows * cols * 1024 > high:
-        shrink = (height * width / high) ** 0.5
-        rows, cols = (max(1, int(side / shrink // 32)) for side in (height, width))
-    elif rows * cols * 1024 < low:
-        grow = (low / (height * width)) ** 0.5
-        rows, cols = (-int(-side * grow // 32) for side in (height, width))
-    return 2 * rows, 2 * cols
+    """Rows and columns of patches, as qwen-vl-utils sizes a picture or a frame."""
+    code = load("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    return tuple(side // 16 for side in code.smart_resize(height, width, 32, low, high))
 
 
 def test_keys_of_a_picture_say_its_size():

@@ -77,12 +77,9 @@ HloModule loops, is_scheduled=true
 
 %inner_body (p: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
   %p = (s32[], bf16[8,16]{1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
   %x = bf16[8,16]{1,0} get-tuple-element(%p), index=1
   %w = bf16[16,16]{1,0} constant({...})
-  %y = (bf16[8,16]{1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", metadata={op_name="a(b)"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"DEFAULT"}}
-  %z = bf16[8,16]{1,0} get-tuple-element(%y), index=0
-  ROOT %t = (s32[], bf16[8,16]{1,0}) tuple(%i, %z)
+  ROOT %y = (bf16[8,16]{1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", metadata={op_name="a(b)"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"DEFAULT"}}
 }
 
 %condition (p.1: (s32[], bf16[8,16])) -> pred[] {
@@ -106,9 +103,7 @@ HloModule loops, is_scheduled=true
 
 ENTRY %main (arg: bf16[8,16]) -> (s32[], bf16[8,16]) {
   %arg = bf16[8,16]{1,0} parameter(0)
-  %zero = s32[] constant(0)
-  %start = (s32[], bf16[8,16]{1,0}) tuple(%zero, %arg)
-  ROOT %loop = (s32[], /*index=1*/bf16[8,16]{1,0}) while(%start), condition=%condition, body=%outer_body, backend_config={"known_trip_count": {"n": "5"}}
+  ROOT %loop = (s32[], /*index=1*/bf16[8,16]{1,0}) while(%arg), condition=%condition, body=%outer_body, backend_config={"known_trip_count": {"n": "5"}}
 }
 """  # noqa: E501
 
@@ -125,19 +120,14 @@ def test_loops_branches_and_asynchronous_calls_count_their_runs():
     assert cost_of(text).flops == 5 * (2 * 8 * 16 * 16 + 2 * 8 * 16 * 4)
     assert (cost_of(text).unknown_loops, cost_of(LOOPS).unknown_loops) == (1, 0)
     flops, called = cost_of(LOOPS).flops, LOOPS.replace("ENTRY %main", "%main")
-    text = (
-        called
-        + """
+    ends = """
 ENTRY %all (start: bf16[8,16]) -> (s32[]) {
   %s = ((bf16[8,16]{1,0}), (s32[]), u32[]) async-start(%start), calls=%main
   ROOT %d = (s32[]) async-done(%s), calls=%main
 }
 """
-    )
-    assert cost_of(text).flops == flops
-    text = (
-        called
-        + """
+    assert cost_of(called + ends).flops == flops
+    ends = """
 %cheap (c: bf16[8,16]) -> (s32[], bf16[8,16]) {
   ROOT %c = bf16[8,16]{1,0} parameter(0)
 }
@@ -147,8 +137,7 @@ ENTRY %all (x.1: bf16[8,16]) -> bf16[8,16] {
   ROOT %r = (s32[], bf16[8,16]{1,0}) conditional(%x.1), branch_computations={%cheap, %main}
 }
 """
-    )
-    assert cost_of(text).flops == flops  # of the longest branch
+    assert cost_of(called + ends).flops == flops  # of the longest branch
     with pytest.raises(ValueError, match="ENTRY"):
         cost_of("nothing")
 
@@ -248,8 +237,7 @@ HloModule text, is_scheduled=true
 %fused_slice (p0: bf16[24,8,16], p1: s32[], p2: bf16[8,16]) -> bf16[8,16] {
   %p0 = bf16[24,8,16]{2,1,0} parameter(0)
   %p1 = s32[] parameter(1)
-  %z = s32[] constant(0)
-  %cut = bf16[1,8,16]{2,1,0} dynamic-slice(%p0, %p1, %z, %z), dynamic_slice_sizes={1,8,16}
+  %cut = bf16[1,8,16]{2,1,0} dynamic-slice(%p0, %p1, %p1, %p1), dynamic_slice_sizes={1,8,16}
   %flat = bf16[8,16]{1,0} bitcast(%cut)
   %p2 = bf16[8,16]{1,0} parameter(2)
   ROOT %sum = bf16[8,16]{1,0} add(%flat, %p2)
@@ -258,12 +246,11 @@ HloModule text, is_scheduled=true
 %fused_update (q0: f32[24,8,16], q1: s32[], q2: f32[8,16]) -> f32[24,8,16] {
   %q0 = f32[24,8,16]{2,1,0} parameter(0)
   %q1 = s32[] parameter(1)
-  %zz = s32[] constant(0)
-  %old = f32[1,8,16]{2,1,0} dynamic-slice(%q0, %q1, %zz, %zz), dynamic_slice_sizes={1,8,16}
+  %old = f32[1,8,16]{2,1,0} dynamic-slice(%q0, %q1, %q1, %q1), dynamic_slice_sizes={1,8,16}
   %q2 = f32[8,16]{1,0} parameter(2)
   %more = f32[1,8,16]{2,1,0} bitcast(%q2)
   %new = f32[1,8,16]{2,1,0} add(%old, %more)
-  ROOT %put = f32[24,8,16]{2,1,0} dynamic-update-slice(%q0, %new, %q1, %zz, %zz)
+  ROOT %put = f32[24,8,16]{2,1,0} dynamic-update-slice(%q0, %new, %q1, %q1, %q1)
 }
 
 %fused_lookup (r0: f32[1000,16], r1: s32[8]) -> f32[8,16] {

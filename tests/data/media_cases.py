@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 import wave
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,23 @@ def write_wav(path: Path, samples: np.ndarray, rate_hz: int) -> Path:
     return path
 
 
-def write_clip(path: Path, frames: int) -> Path:
-    """A clip of 64 x 48 pixels at 4 frames a second."""
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("mpeg4", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for _ in range(frames):
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(noise(48, 64), format="rgb24")))
-        out.mux(stream.encode())
+def write_clip(path: Path, frames: Any, rate: int = 4, codec="", times=(), encoder=None, **options):
+    """A clip of these pictures of 64 x 48 pixels, or of a number of equal ones; picture k is shown
+    at `times`[k] of 1 / rate seconds."""
+    pictures = [noise(48, 64)] * frames if isinstance(frames, int) else frames
+    codec = codec or {".webm": "libvpx", ".ts": "libx264"}.get(path.suffix, "mpeg4")
+    with av.open(str(path), "w", options=options) as out:
+        stream = out.add_stream(codec, rate=rate, options=encoder or {})
+        stream.width, stream.height = 64, 48
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.codec_context.time_base = Fraction(1, rate)
+        out.start_encoding()
+        for k, picture in enumerate(pictures):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts = times[k] if times else k
+            out.mux(stream.encode(frame))
+        if pictures:
+            out.mux(stream.encode())
     return path
 
 

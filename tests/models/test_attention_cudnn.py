@@ -109,30 +109,6 @@ def test_jax_binds_cudnn_as_is_known():
     assert attention_cudnn.AVAILABLE
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("packed", [False, True])
-def test_it_lowers_for_a_gpu(packed):
-    """One call of the library in each direction, with the masks and places that the case needs."""
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-    q, k, v = (jax.ShapeDtypeStruct((2, 192, n, 72), jnp.bfloat16) for n in (4, 2, 2))
-    ids = jax.ShapeDtypeStruct((2, 192), jnp.int32) if packed else None
-
-    def run(q, k, v, ids):
-        by = {"causal": packed, "kernel": "cudnn", "chip": "sm_90"}
-        out, pull = jax.vjp(lambda *a: attention(*a, ids, **by), q, k, v)
-        return pull(out)
-
-    device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(run).trace(q, k, v, ids)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("):
-        assert text.count(f"custom_call @{name}") == 1
-    assert text.count("PADDING_CAUSAL" if packed else "NO_MASK") == 2
-    assert re.findall(r"max_seg_per_batch\\22: (\d+)", text) == ["16" if packed else "1"] * 2
-
-
 # ---- what XLA is told ----
 
 

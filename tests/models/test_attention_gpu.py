@@ -1,5 +1,6 @@
 """Which blocks the GPU kernels visit, how they are chosen, and that they lower."""
 
+import re
 from functools import partial
 
 import jax
@@ -136,26 +137,35 @@ triton = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is depreca
 
 
 def lower(function, *args):
-    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return {name: lowered.count(f'"packed_attention_{name}"') for name in KERNELS}
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls_in(text):
+    return {name: text.count(f'"packed_attention_{name}"') for name in KERNELS}
 
 
 @triton
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("head_dim, segments", [(128, True), (72, False)])
-def test_the_kernels_lower_for_a_gpu(dtype, head_dim, segments):
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernel, dtype", [("pallas", F32), ("pallas", BF16), ("cudnn", BF16)])
+def test_attention_lowers_for_a_gpu(kernel, dtype, packed):
+    """By cuDNN with one call in each direction, and our kernels for rows of too many pieces."""
+    head_dim = 128 if packed else 72
     q, k, v = (jax.ShapeDtypeStruct((2, 384, n, head_dim), dtype) for n in (14, 2, 2))
-    ids = jax.ShapeDtypeStruct((2, 384), jnp.int32) if segments else None
+    ids = jax.ShapeDtypeStruct((2, 384), jnp.int32) if packed else None
 
     def run(q, k, v, ids):
-        def attend(*qkv):
-            return attention(*qkv, ids, causal=segments, kernel="pallas", chip="sm_90")
-
-        out, pull = jax.vjp(attend, q, k, v)
+        by = {"causal": packed, "kernel": kernel, "chip": "sm_90"}
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, ids, **by), q, k, v)
         return pull(out)
 
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)):
-        assert lower(run, q, k, v, ids) == {"forward": 1, "kv_gradient": 1, "q_gradient": 1}
+    text = lower(run, q, k, v, ids)
+    assert calls_in(text) == dict.fromkeys(KERNELS, int(kernel == "pallas" or packed))
+    if kernel == "cudnn":
+        for name in ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("):
+            assert text.count(f"custom_call @{name}") == 1
+        assert text.count("PADDING_CAUSAL" if packed else "NO_MASK") == 2
+        assert re.findall(r"max_seg_per_batch\\22: (\d+)", text) == ["16" if packed else "1"] * 2
 
 
 def varying(tree, *axes):
@@ -197,4 +207,5 @@ def test_they_lower_inside_the_pipeline(name):
     specs = {"in_specs": (P("stage"), P(), P("data")), "out_specs": P("data", "stage")}
     run = jax.shard_map(gradients, mesh=mesh, axis_names={"stage", "data"}, **specs)
     # A layer is computed again.
-    assert lower(run, layers, entry, batch) == {"forward": 2, "kv_gradient": 1, "q_gradient": 1}
+    text = jax.jit(run).trace(layers, entry, batch).lower(lowering_platforms=("cuda",)).as_text()
+    assert calls_in(text) == {"forward": 2, "kv_gradient": 1, "q_gradient": 1}

@@ -2,7 +2,6 @@
 frames by seeking are those of decoding from the start."""
 
 import logging
-from fractions import Fraction
 from functools import partial
 
 import av
@@ -12,9 +11,8 @@ import pytest
 from dflop_jax.data.media import video
 from dflop_jax.data.media.pictures import frame_tile
 from dflop_jax.data.media.video import read_frames, read_numbered
-from tests.data.media_cases import clip_of, count_frames
+from tests.data.media_cases import clip_of, count_frames, write_clip
 
-CODECS = {".webm": "libvpx", ".ts": "libx264"}
 VARIABLE = [*range(30), *range(30, 330, 10)]  # when 60 frames begin
 
 
@@ -22,29 +20,16 @@ def read_clip(path, n):
     return read_frames(path, n, partial(frame_tile, tile_px=16))
 
 
-def write_clip(path, n, rate=10, size=(64, 48), times=None, drawn=None, **options):
-    """A clip whose frame k is a flat grey of 255 * k / n, or as `drawn`, and shown at `times`[k] of
-    1 / rate seconds."""
-    with av.open(str(path), "w", options=options) as out:
-        stream = out.add_stream(CODECS.get(path.suffix, "mpeg4"), rate=rate)
-        stream.codec_context.gop_size = 12
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        stream.codec_context.time_base = Fraction(1, rate)
-        out.start_encoding()
-        for k in range(n):
-            grey = np.full((size[1], size[0], 3), 255 * k // n, np.uint8)
-            frame = av.VideoFrame.from_ndarray(grey if drawn is None else drawn, format="rgb24")
-            frame.pts = times[k] if times else k
-            out.mux(stream.encode(frame))
-        if n:
-            out.mux(stream.encode())
-    return path
+def write_grey(path, n, **options):
+    """A clip whose frame k is a flat grey of 255 * k / n."""
+    greys = [np.full((48, 64, 3), 255 * k // n, np.uint8) for k in range(n)]
+    return write_clip(path, greys, 10, encoder={"g": "12"}, **options)
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "avi", "mkv"])
 @pytest.mark.parametrize("n, count", [(0, 0), (1, 1), (4, 1), (20, 4), (60, 8)])
 def test_frames_follow_the_duration_up_to_the_cap(tmp_path, suffix, n, count):
-    path = write_clip(tmp_path / f"a.{suffix}", n)
+    path = write_grey(tmp_path / f"a.{suffix}", n)
     if not n:
         with pytest.raises(ValueError, match=rf"a\.{suffix}: not a readable video"):
             count_frames(path, 8)
@@ -74,14 +59,14 @@ def numbers_at(box, at, *numbers):
 
 def hidden_start(folder):
     """60 frames of 10 a second, the first 25 hidden by an edit list."""
-    with av.open(str(write_clip(folder / "a.mp4", 60))) as clip:
+    with av.open(str(write_grey(folder / "a.mp4", 60))) as clip:
         ticks = int(2.5 / clip.streams.video[0].time_base)
     return patched(folder / "a.mp4", b"elst", lambda box: numbers_at(box, 8, 3500, ticks))
 
 
 def wrong_avi(folder):
     """An AVI of 30 frames that says 50."""
-    path = write_clip(folder / "a.avi", 30)
+    path = write_grey(folder / "a.avi", 30)
     patched(path, b"avih", lambda box: box.__setitem__(20, 50))
     return patched(path, b"strh", lambda box: box.__setitem__(36, 50))
 
@@ -103,22 +88,22 @@ def reshaped(path, change):
 
 def referred_to(folder):
     """VP8 of which every tenth frame is not shown, others only refer to it."""
-    path = write_clip(folder / "a.webm", 60)
+    path = write_grey(folder / "a.webm", 60)
     return reshaped(
         path, lambda k, data: bytes([data[0] & 239]) + data[1:] if k % 10 == 5 else data
     )
 
 
 def cut_before_a_key_frame(folder):
-    return reshaped(write_clip(folder / "a.ts", 60), lambda k, data: data if k > 7 else None)
+    return reshaped(write_grey(folder / "a.ts", 60), lambda k, data: data if k > 7 else None)
 
 
 @pytest.mark.parametrize(
     "make, total, seconds",
     [(hidden_start, 35, 3.5), (wrong_avi, 30, 3.0), (referred_to, 54, 6.0),
-     (lambda folder: write_clip(folder / "a.mkv", 60, times=VARIABLE), 60, 32.1),
-     (lambda folder: write_clip(folder / "a.webm", 60, times=VARIABLE, live="1"), 60, 32.1),
-     (lambda folder: write_clip(folder / "a.mp4", 60, movflags="frag_keyframe"), 60, 6.0),
+     (lambda folder: write_grey(folder / "a.mkv", 60, times=VARIABLE), 60, 32.1),
+     (lambda folder: write_grey(folder / "a.webm", 60, times=VARIABLE, live="1"), 60, 32.1),
+     (lambda folder: write_grey(folder / "a.mp4", 60, movflags="frag_keyframe"), 60, 6.0),
      (cut_before_a_key_frame, 48, 4.8)],
 )  # fmt: skip
 def test_frames_are_those_that_a_decoder_shows(tmp_path, make, total, seconds):
@@ -143,7 +128,7 @@ def test_a_clip_is_stood_up_and_mirrored(tmp_path, matrix, corner):
     pixels = np.full((48, 64, 3), 235, np.uint8)
     pixels[:24, :32] = 20
     a, b, c, d = (k << 16 for k in matrix)
-    path = write_clip(tmp_path / "a.mp4", 3, drawn=pixels)
+    path = write_clip(tmp_path / "a.mp4", [pixels] * 3, 10)
     patched(path, b"tkhd", lambda box: numbers_at(box, 40, a, b, 0, c, d))
     sides = (48, 64) if b else (64, 48)
     assert clip_of(path)[:2] == sides
@@ -155,7 +140,7 @@ def test_a_clip_is_stood_up_and_mirrored(tmp_path, matrix, corner):
 
 
 def test_a_clip_that_breaks_off(tmp_path, shared_data, caplog):
-    whole = write_clip(tmp_path / "a.mp4", 60, movflags="faststart").read_bytes()
+    whole = write_grey(tmp_path / "a.mp4", 60, movflags="faststart").read_bytes()
     broken = tmp_path / "b.mp4"
     broken.write_bytes(whole[: int(len(whole) * 0.8)])
     with caplog.at_level(logging.WARNING):
@@ -168,18 +153,12 @@ def test_a_clip_that_breaks_off(tmp_path, shared_data, caplog):
 
 
 def write_long(path, codec, frames=240, **options):
-    """A clip of 64 x 48 pixels in which every frame differs, a key frame every 24."""
+    """A clip in which every frame differs, a key frame every 24."""
     rng = np.random.default_rng(0)
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream(codec, rate=10, options={"g": "24", **options})
-        stream.width, stream.height = 64, 48
-        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-        for k in range(frames):
-            image = np.full((48, 64, 3), k % 256, np.uint8)
-            image[rng.integers(0, 48, 200), rng.integers(0, 64, 200)] = 255
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-        out.mux(stream.encode())
-    return path
+    images = [np.full((48, 64, 3), k % 256, np.uint8) for k in range(frames)]
+    for image in images:
+        image[rng.integers(0, 48, 200), rng.integers(0, 64, 200)] = 255
+    return write_clip(path, images, 10, codec, encoder={"g": "24", **options})
 
 
 @pytest.mark.parametrize(

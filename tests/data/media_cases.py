@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dflop_jax.data.media.kind import IMAGE, Kind, with_keys
-from dflop_jax.data.media.pictures import read_picture
 from dflop_jax.data.media.video import Clip, clip_header
 from models.processors import IMAGENET_MEAN, IMAGENET_STD
 
@@ -26,11 +25,6 @@ def shared_files(kind: str) -> list[Path]:
     """Files of ../shared/data/images, videos or audio; none without it."""
     folder = SHARED / kind
     return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def read_upright(path) -> Image.Image:
-    """The whole picture, as it is prepared."""
-    return read_picture(path)
 
 
 def count_frames(path, most: int) -> int:

@@ -11,17 +11,12 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
-    Bucket,
     Edge,
     LayerTiming,
-    Layout,
     Link,
     MeshShape,
-    Plan,
     Recompute,
-    SegmentPlan,
     Shape,
-    SubmeshPlan,
     with_remat,
 )
 from tests import plans
@@ -114,21 +109,15 @@ def test_unmeasured_degrees_modules_and_policies_are_errors():
             predict(model, module, tp, SHAPES[0], quantity)
 
 
-def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=(), rounds=1):
+def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, edges=(), rounds=1):
     """Vision alone on device 0, the LLM's 4 layers in `parts` segments."""
-    size = stage * data * model
-    names = [f"l{i}" for i in range(parts)]
-    submeshes = [SubmeshPlan("vision", 0, 1, 1, 1)]
-    submeshes += [SubmeshPlan(n, 1 + i * size, stage, data, model) for i, n in enumerate(names)]
-    segments = [SegmentPlan("vision", "vision", 0, 4, "vision", True, True)]
-    k = 4 // parts
-    segments += [
-        SegmentPlan(n, "llm", i * k, (i + 1) * k, n, i == 0, i == parts - 1, rounds=rounds)
-        for i, n in enumerate(names)
-    ]
-    buckets = (bucket or Bucket.from_shapes({"vision": Shape(3, PATCHES), "llm": Shape(2, 64)}),)
-    return Plan(
-        "t", Layout(tuple(submeshes), tuple(segments), buckets, edges=edges, group_size=group_size)
+    size, k, mesh = stage * data * model, 4 // parts, (stage, data, model)
+    parts_of = {"vision": [(4, 0)], "llm": [(k + i * k, 1 + i * size, mesh) for i in range(parts)]}
+    shapes = {"vision": Shape(3, PATCHES), "llm": Shape(2, 64)}
+    plan = plans.graph_plan(None, parts_of, shapes, edges=edges, group_size=group_size)
+    vision, *llm = plan.layout.segments
+    return plan.with_layout(
+        segments=(vision, *(dataclasses.replace(s, rounds=rounds) for s in llm))
     )
 
 
@@ -153,7 +142,7 @@ def test_stages_take_m_plus_s_minus_1_ticks(stage, group_size, rounds):
     ticks = rounds * group_size + stage - 1
     layers = ticks * (4 / stage / rounds) * forward
     ends = (0.25 * ticks + 0.75 * group_size / stage) * 2 * forward
-    assert group_s(plan, CostModel(profile()), "l0") == pytest.approx(layers + ends)
+    assert group_s(plan, CostModel(profile()), "llm0") == pytest.approx(layers + ends)
 
 
 @pytest.mark.parametrize("node, bandwidth, latency_s", [(8, 1e9, 1e-3), (2, 1e8, 1e-2)])
@@ -166,7 +155,7 @@ def test_each_tick_sends_hidden_states_to_the_next_stage(node, bandwidth, latenc
     )
     plan = plan_of(stage=2, data=2, group_size=4, rounds=2)
     linked = dataclasses.replace(profile(), hardware=hardware)
-    took = group_s(plan, CostModel(linked), "l0") - group_s(plan, CostModel(profile()), "l0")
+    took = group_s(plan, CostModel(linked), "llm0") - group_s(plan, CostModel(profile()), "llm0")
     n_bytes = 100 * cost(LAYER, Shape(2, 64))  # see `test_peak_bytes_by_hand`
     assert took == pytest.approx(9 * (latency_s + n_bytes / bandwidth))
 
@@ -183,10 +172,10 @@ def test_each_tick_sends_hidden_states_to_the_next_stage(node, bandwidth, latenc
 def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency, factor):
     plan, costs = plan_of(data=data, model=model), CostModel(profile(concurrency=concurrency))
     alone = 6 * cost(LAYER, Shape(2, 64)) / model
-    assert group_s(plan, costs, "l0") == pytest.approx(alone * factor)
+    assert group_s(plan, costs, "llm0") == pytest.approx(alone * factor)
     pairs = CostModel(profile(with_pairs(1e-9), concurrency=concurrency))
-    mesh = plan.layout.submesh("l0").shape
-    got, *_ = pairs.segment(plan.layout.segment("l0"), mesh).content_s(1, FORWARD)
+    mesh = plan.layout.submesh("llm0").shape
+    got, *_ = pairs.segment(plan.layout.segment("llm0"), mesh).content_s(1, FORWARD)
     assert got == pytest.approx(4e-9 * factor)
 
 
@@ -212,16 +201,16 @@ def test_content_costs_every_layer_in_every_tick(stage, group_size, rounds, rema
     """M + S - 1 ticks are run for M microbatches; nobody reads the segment, so its task also runs
     forward."""
     plan = with_remat(plan_of(stage=stage, group_size=group_size, rounds=rounds), remat)
-    model, s = CostModel(profile(with_pairs(2e-9))), plan.layout.segment("l0")
-    mesh = plan.layout.submesh("l0").shape
+    model, s = CostModel(profile(with_pairs(2e-9))), plan.layout.segment("llm0")
+    mesh = plan.layout.submesh("llm0").shape
     ticks = (rounds * group_size + stage - 1) / rounds  # of a stage's layers
     want = 2e-9 * 4 / stage * ticks / group_size
     for direction, n in ((FORWARD, 1), (BACKWARD, 3 + n_forward)):
         (got,) = model.segment(s, mesh).content_s(group_size, direction)
         assert got == pytest.approx(n * want)
     # What a shape costs without content is what it costs without pairs.
-    plain = group_s(plan, CostModel(profile()), "l0", BACKWARD)
-    assert group_s(plan, model, "l0", BACKWARD) == plain
+    plain = group_s(plan, CostModel(profile()), "llm0", BACKWARD)
+    assert group_s(plan, model, "llm0", BACKWARD) == plain
 
 
 # A read segment's (passes through its forward, policy of its gradient) in a backward task.
@@ -239,8 +228,8 @@ def test_backward_task_costs_its_recomputation(remat, read):
     cost_s = {t.shape: t.recompute[policy] for t in timings("vision", [Shape(3, PATCHES)])}
     one, more = cost(LAYER, Shape(3, PATCHES)), cost_s[Shape(3, PATCHES)]
     want = (n_forward + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
-    assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
-    (got,) = model.segment(plan.layout.segment("vision"), MeshShape()).content_s(1, BACKWARD)
+    assert group_s(plan, model, "vision0", BACKWARD) == pytest.approx(want)
+    (got,) = model.segment(plan.layout.segment("vision0"), MeshShape()).content_s(1, BACKWARD)
     assert got == pytest.approx(4e-9 * (n_forward + 2 + (policy != "none")))
 
 
@@ -286,13 +275,13 @@ def test_peak_bytes_by_hand(remat, zero, half):
     n, n_llm = 4 * layer + ends, 2 * layer + ends
     vision = state_by_hand(n, 1, zero, half) + one(tiles, 4, 1, 2, False, 1, n)
     text = state_by_hand(n_llm, 2, zero, half) + one(llm, 2, 2, 1, True, 2, n_llm)
-    peak = peak_bytes(plan.layout, CostModel(model), {"vision": 2, "l0": 1})
-    assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits
+    peak = peak_bytes(plan.layout, CostModel(model), {"vision0": 2, "llm0": 1})
+    assert peak == pytest.approx({"vision0": vision, "llm0": text}, rel=1e-6)  # fits keep 24 bits
 
 
 def test_segments_on_one_submesh_add_their_bytes():
     """Only one program at a time has temporaries."""
-    layout, model, in_flight = plan_of().layout, CostModel(profile()), {"vision": 1, "l0": 1}
+    layout, model, in_flight = plan_of().layout, CostModel(profile()), {"vision0": 1, "llm0": 1}
     apart = peak_bytes(layout, model, in_flight)
     least = min(
         float(segment_bytes(model, s, MeshShape(), 1, shape.rows, shape.tokens).temporaries)

@@ -10,7 +10,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Bucket, Shape, Task
-from tests.plans import group_s, halved, profile_of
+from tests.plans import graph_plan, group_s, halved, profile_of
 
 HARDWARE = dataclasses.replace(find_hardware("a100-80"), devices_per_node=4)
 PARAMS = {"a": 24_000, "b": 43_200}  # of all layers and both ends
@@ -40,22 +40,16 @@ def linked(tied=()):
 
 def plan(a=(1, 1, 1), b=(1, 1, 1), *, segments=1, group_size=1, edges=1, tied=()):
     """`a` on the first devices, the 4 layers of `b` in segments on those that follow."""
-    meshes = [records.SubmeshPlan("a", 0, *a)]
-    parts, k = [records.SegmentPlan("a", "a", 0, 2, "a", True, True)], 4 // segments
-    for i in range(segments):
-        name, ends = f"b{i}", (i == 0, i == segments - 1)
-        meshes.append(records.SubmeshPlan(name, prod(a) + i * prod(b), *b))
-        parts.append(records.SegmentPlan(name, "b", i * k, (i + 1) * k, name, *ends))
-    buckets = (
-        Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 64)}),
-        Bucket.from_shapes({"b": Shape(2, 32)}),
-        Bucket.from_shapes({"a": Shape(2, 16), "b": Shape(1, 96)}),
-    )
-    lines = tuple(records.Edge("a", "b", f"f{i}") for i in range(edges))
-    layout = records.Layout(
-        tuple(meshes), tuple(parts), buckets, lines, group_size, tied=tuple(tied)
-    )
-    return records.Plan("t", layout)
+    k, size = 4 // segments, prod(b)
+    parts = {
+        "a": [(2, 0, a)],
+        "b": [(k + i * k, prod(a) + i * size, b) for i in range(segments)],
+    }
+    text = (Shape(1, 64), Shape(2, 32), Shape(1, 96))
+    shapes = ({"a": Shape(2, 16), "b": text[0]}, {"b": text[1]}, {"a": Shape(2, 16), "b": text[2]})
+    edges = tuple(records.Edge("a", "b", f"f{i}") for i in range(edges))
+    made = graph_plan(None, parts, shapes[0], edges=edges, group_size=group_size, tied=tuple(tied))
+    return made.with_layout(buckets=tuple(map(Bucket.from_shapes, shapes)))
 
 
 def with_zero(p, zero, shard_devices=0):
@@ -72,7 +66,7 @@ def test_every_program_has_a_price_by_its_shape():
     p, costs = plan(b=(2, 1, 1), group_size=2), CostModel(profile())
     prices = prices_of(p, profile())
     assert prices.concurrency == 8.0
-    want = {("a", Shape(2, 16))} | {("b0", Shape(*s)) for s in ((1, 64), (2, 32), (1, 96))}
+    want = {("a0", Shape(2, 16))} | {("b0", Shape(*s)) for s in ((1, 64), (2, 32), (1, 96))}
     assert {(k.segment, k.shape) for k in prices.programs} == want
     assert len(prices.programs) == 2 * len(want)
     for k, price in prices.programs.items():
@@ -104,12 +98,12 @@ def test_what_a_module_sends_another(first, across, edges):
     for shape in p.layout.shapes("b"):
         took = edges * send_s(10.0 * shape.size * 2, HARDWARE, across=across)
         for direction in (FORWARD, BACKWARD):
-            assert sends[records.SendId("a", "b0", shape, direction)] == pytest.approx(took)
+            assert sends[records.SendId("a0", "b0", shape, direction)] == pytest.approx(took)
 
 
 def test_what_passes_between_segments_of_one_module():
     sends = prices_of(plan(segments=2), linked()).sends
-    ends = {("a", "b0"), ("b0", "b1")}
+    ends = {("a0", "b0"), ("b0", "b1")}
     assert {(k.source, k.target) for k in sends} == ends
     assert len(sends) == 2 * 3 * 2
     one = records.SendId("b0", "b1", Shape(2, 32), BACKWARD)
@@ -127,7 +121,7 @@ def test_no_time_on_the_same_devices_or_without_hardware():
 
 def test_step_ends_with_reduction_and_update():
     got = prices_of(plan((1, 3, 2), (1, 8, 1)), linked()).step_end
-    for name, tp, ranks in (("a", 2, 3), ("b0", 1, 8)):
+    for name, tp, ranks in (("a0", 2, 3), ("b0", 1, 8)):
         own = PARAMS[name[0]] / tp
         reduced = reduce_scatter_s(own, ranks, HARDWARE, stride=tp)
         assert got[Task(name, NO_GROUP, REDUCE)] == pytest.approx(reduced)
@@ -149,14 +143,14 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
     for zero, reduces, gathers in ((1, True, True), (2, False, True), (3, False, False)):
         end = by_degree[zero].step_end
         reduced = reduce_scatter_s(PARAMS["a"], ranks, HARDWARE) * reduces
-        assert end[Task("a", NO_GROUP, REDUCE)] == pytest.approx(reduced)
+        assert end[Task("a0", NO_GROUP, REDUCE)] == pytest.approx(reduced)
         want = update + gathered * gathers
-        assert end[Task("a", NO_GROUP, UPDATE)] == pytest.approx(want)
+        assert end[Task("a0", NO_GROUP, UPDATE)] == pytest.approx(want)
     # Two layers of a millisecond hide what is moved but for the first layer's and the ends'.
     bring = sum(all_gather_s(n * share, ranks, HARDWARE) for n in (layer, ends))
     scatter = sum(reduce_scatter_s(n, ranks, HARDWARE) for n in (layer, ends))
     for direction, more in ((FORWARD, (0.0, bring)), (BACKWARD, (scatter, bring + scatter))):
-        key = records.ProgramId("a", Shape(2, 16), direction)
+        key = records.ProgramId("a0", Shape(2, 16), direction)
         took = [by_degree[zero].programs[key].static_s for zero in (1, 2, 3)]
         compute_s = 1e-6 * 32 * (2 if direction == BACKWARD else 1)
         for zero, extra in zip((2, 3), more, strict=True):
@@ -181,13 +175,13 @@ def test_blocks_gather_inside_and_add_up_between():
     within = reduce_scatter_s(PARAMS["a"], 4, HARDWARE)
     for zero in (1, 2, 3):
         end = prices(zero, 4).step_end
-        reduced = end[Task("a", NO_GROUP, REDUCE)]
+        reduced = end[Task("a0", NO_GROUP, REDUCE)]
         assert reduced == pytest.approx(between + within * (zero == 1))
         gathered = all_gather_s(PARAMS["a"], 4, HARDWARE) * (zero < 3)
-        assert end[Task("a", NO_GROUP, UPDATE)] == pytest.approx(update + gathered)
+        assert end[Task("a0", NO_GROUP, UPDATE)] == pytest.approx(update + gathered)
     four = prices_of(with_zero(plan((1, 4, 1)), 3), model).programs
     for key, price in prices(3, 4).programs.items():
-        assert price.static_s == pytest.approx(four[key].static_s) or key.segment != "a"
+        assert price.static_s == pytest.approx(four[key].static_s) or key.segment != "a0"
     # Blocks of 3 devices do not divide 8 ranks.
     assert prices(3, 3) == prices(3, 0)
 

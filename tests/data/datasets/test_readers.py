@@ -12,8 +12,8 @@ from PIL import Image
 
 from dflop_jax.data.datasets.blob import Blob, open_media
 from dflop_jax.data.datasets.readers import find_files, open_reader
-from dflop_jax.data.media.pictures import picture_size
-from tests.data.media_cases import add_bytes, made_dataset, make_shards, read_upright, talk
+from dflop_jax.data.media.pictures import picture_size, read_picture
+from tests.data.media_cases import add_bytes, made_dataset, make_shards, talk
 
 
 def records(reader):
@@ -61,7 +61,7 @@ def test_media_names_when_a_record_names_none(tmp_path):
     assert two.turns == (("human", "<image>\nDescribe the image."), ("gpt", "A red field."))
     blob = two.media[0][1]
     assert picture_size(blob) == (7, 5)
-    assert np.asarray(read_upright(blob)).tolist() == [[[255, 0, 0]] * 7] * 5
+    assert np.asarray(read_picture(blob)).tolist() == [[[255, 0, 0]] * 7] * 5
     why = ["no .json or .txt", "0 media", "not JSON", "missing file 6"]
     assert all(expected in reason for reason, expected in zip(bad, why, strict=True))
 

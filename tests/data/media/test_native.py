@@ -20,7 +20,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.media.kind import IMAGE
 from dflop_jax.data.media.native import Native
-from dflop_jax.data.media.pictures import picture_size
+from dflop_jax.data.media.pictures import picture_size, read_picture
 from dflop_jax.data.media.video import Clip, read_numbered
 from tests.data.media.test_video import write_long
 from tests.data.media_cases import (
@@ -28,7 +28,6 @@ from tests.data.media_cases import (
     made_pictures,
     noise,
     picture_header,
-    read_upright,
     shared_files,
     talk,
     with_columns,
@@ -258,7 +257,7 @@ def test_samples_are_the_published_ones(published, tmp_path):
         kinds = np.select([ids == image, ids == video], [1, 2])
         fields = source.sample(i).fields
         if images and not videos:
-            shown = [read_upright(found(n)) for n in record["image"]]
+            shown = [read_picture(found(n)) for n in record["image"]]
             expected = pictures(shown, return_tensors="np")["pixel_values"]
             ours = fields["vision"]["patches"] / 127.5 - 1
             np.testing.assert_allclose(ours, expected, atol=1e-6)

@@ -14,7 +14,7 @@ from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.pictures import picture_size, read_picture
 from dflop_jax.data.media.tiles import DynamicTiling, SimpleTiles, choose_grid
 from models.processors import IMAGENET_MEAN, IMAGENET_STD
-from tests.data.media_cases import made_pictures, normalized, read_upright, shared_files, upright
+from tests.data.media_cases import made_pictures, normalized, shared_files, upright
 from tests.verify.folders import load
 
 SPEC = AnyRes()
@@ -140,7 +140,7 @@ def test_several_pictures_are_squares(reference, tmp_path):
     assert {tuple(c.tolist()) for c in np.stack(counts, 1)} == {(1, 730)}
     assert len(SPEC.token_sources(5, 9, alone=False)) == 730
     for path, pixels in zip(paths, expected, strict=True):
-        image = read_upright(path)
+        image = read_picture(path)
         assert np.array_equal(SPEC.cut_tiles(image, False, image.size), pixels), path
 
 
@@ -175,7 +175,7 @@ def test_dynamic_counts_are_the_processor_s(internvl, max_tiles):
 
 def test_every_kind_of_picture_is_cut_as_published(reference, internvl, tmp_path):
     for k, path in enumerate([*shared_files("images")[::5], *made_pictures(tmp_path)]):
-        given, image = upright(path), read_upright(path)
+        given, image = upright(path), read_picture(path)
         assert image.size == given.size
         sides = np.array([image.size]).T
 

@@ -75,15 +75,11 @@ def graph_plan(model, parts_of, shapes, **more) -> Plan:
             ends = i == 0, i == len(parts) - 1
             segments.append(SegmentPlan(name, module, start, stop, name, *ends, remat))
             start = stop
-    given = (
-        {}
-        if model is None
-        else {
-            "edges": edges_of(model),
-            "group_size": max(m.stage for m in submeshes),
-            "tied": tuple(m for m, module in model.modules.items() if module.tied),
-        }
-    )
+    given = {}
+    if model is not None:
+        tied = tuple(m for m, module in model.modules.items() if module.tied)
+        stages = max(m.stage for m in submeshes)
+        given = {"edges": edges_of(model), "group_size": stages, "tied": tied}
     buckets = (Bucket.from_shapes(shapes),)
     return Plan("test", Layout(tuple(submeshes), tuple(segments), buckets, **(given | more)))
 

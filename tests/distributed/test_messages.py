@@ -150,10 +150,8 @@ def test_a_silent_process_ends_the_run(job):
     silent, hung = many.groups[1], []
     many.groups[0].on_hang = hung.append
     silent.status = lambda: time.sleep(3 * SILENCE_S) or b""
-    start = time.monotonic()
     others = [0, 2, 3]
     many.wait_for_failures(others)
-    assert SILENCE_S / 2 < time.monotonic() - start < 5 * SILENCE_S
     for p in others:
         ((line, code),) = many.failures[p]
         assert re.match(r"process 1 \(.*pid.*has been silent for", line)

@@ -233,7 +233,7 @@ def test_the_end_token_ends_the_answer():
     llm["exit"]["norm"]["scale"] = jnp.zeros_like(llm["exit"]["norm"]["scale"])
     answer = generator.answer("?", {}, Sampling(3))
     assert (answer.tokens, answer.stopped) == ((0, 0, 0), "length")
-    generator.ends |= {0}
+    generator.end_ids |= {0}
     shown = []
     answer = generator.answer("?", {}, Sampling(3), shown.append)
     assert (answer.tokens, answer.stopped, answer.answer, shown) == ((), "end", "", [])

@@ -9,14 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_fields import packed_segments
-from test_attention import make_qkv
+from test_attention import make_qkv, wave_like
 
 from models import attention_cudnn
 from models.attention import attention
 from models.attention_split import AttentionKernel, run_split
-
-F32 = np.float32
-
 
 # ---- a library that computes what cuDNN is documented to: NaN where no piece is ----
 
@@ -64,22 +61,19 @@ def by_library(monkeypatch):
     monkeypatch.setattr(attention_cudnn, "call_backward", library_backward)
 
 
-def both(function, qkv):
-    """Output and gradients."""
-    wave = np.sin(np.arange(qkv[0].size)).reshape(qkv[0].shape).astype(F32)
-    out, pull = jax.vjp(function, *qkv)
-    return [out, *pull(wave)]
-
-
 def check(qkv, ids, causal):
+    """Output and gradients."""
     kernel = AttentionKernel(
         attention_cudnn.forward, attention_cudnn.backward, causal, True, qkv[0].shape[-1] ** -0.5
     )
 
-    found = jax.jit(lambda *qkv: both(lambda *a: run_split(kernel, *a, ids), qkv))(*qkv)
+    def both(function):
+        out, pull = jax.vjp(function, *qkv)
+        return [out, *pull(wave_like(out))]
+
     plain = partial(attention, token_mask=ids, causal=causal, kernel="xla")
-    want = jax.jit(lambda *qkv: both(plain, qkv))(*qkv)
-    for x, y in zip(found, want, strict=True):
+    found = jax.jit(lambda: both(lambda *a: run_split(kernel, *a, ids)))()
+    for x, y in zip(found, jax.jit(lambda: both(plain))(), strict=True):
         y = y if ids is None else np.where(np.asarray(ids)[:, :, None, None] > 0, y, 0)
         np.testing.assert_allclose(x, y, atol=1e-5)
 

@@ -141,6 +141,6 @@ def test_samples_and_timings_of_other_features_are_refused():
     data = DataProfile("d", 1, (Load({"llm": (7,)}),))
     with pytest.raises(ValueError, match=f"content of 'llm' .2 features.*{said}"):
         Profile(model, data)
-    with pytest.raises(ValueError, match=f"no content .'piece'.*{said}"):
+    with pytest.raises(ValueError, match=f"lacks features .'piece'.*{said}"):
         dataclasses.replace(model, content={})
     assert Profile(model, dataclasses.replace(data, loads=tuple(LOADS))).data.loads[0] == LOADS[0]

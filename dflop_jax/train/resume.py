@@ -155,7 +155,7 @@ def reuse_state(
     if _FROZEN in changes:
         raise ValueError(
             f"the checkpoint was trained with {before[_FROZEN]} frozen, this run with "
-            f"{now[_FROZEN]}: it is of another model or choice of frozen parts; give the same "
+            f"{now[_FROZEN]}: it is from another model or choice of frozen parts; give the same "
             "train.stage, train.freeze and train.lora_rank, or start a new run"
         )
     if profile is None and not _PROFILE_SETTINGS & changes.keys():

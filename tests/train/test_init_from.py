@@ -88,7 +88,7 @@ def test_what_cannot_be_begun_with_is_said(whole, tmp_path):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for path, says in (
         (f"{whole}@7", r"no checkpoint of step 7; existing steps: 12, 9, 6, 3"),
-        (f"{whole}@last", "'last' is no step"),
+        (f"{whole}@last", "'last' is not a step"),
         (f"{tmp_path}/empty", "no checkpoint in it"),
     ):
         with pytest.raises(ValueError, match=says):

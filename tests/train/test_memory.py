@@ -87,6 +87,6 @@ def test_a_given_plan_that_memory_does_not_hold(monkeypatch, part, what):
     watched(monkeypatch, part, fails=1)
     plan = NANO.with_layout(buckets=(bucket(8, 96),))
     with pytest.raises(
-        ValueError, match=rf"^plan dflop: vision .* {what}.*; give a smaller --plan"
+        ValueError, match=rf"^plan dflop: vision .* {what}.*; use a smaller --plan"
     ):
         Trainer(CONFIG, plan=plan, profile=nano_profile()).fit()

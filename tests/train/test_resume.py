@@ -130,7 +130,7 @@ def test_a_run_whose_hours_are_over_saves_and_ends(whole, capsys):
 def test_the_optimizer_may_begin_anew(whole, monkeypatch, capsys):
     """And it may be another one."""
     monkeypatch.setattr(Executor, "compile", compile_all)
-    with pytest.raises(ValueError, match="use the same, --reset-optimizer, or start a new run"):
+    with pytest.raises(ValueError, match="use the same, or --reset-optimizer, or start a new run"):
         fit(copy_of(whole), "resume", train=lion())
     for train in (CONFIG.train, lion()):
         shutil.rmtree("run")

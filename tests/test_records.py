@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax import records
+from dflop_jax.hardware import chip_peak_flops
 from dflop_jax.records import (
     AXES,
     NO_GROUP,
@@ -42,7 +43,9 @@ from dflop_jax.records import (
     Task,
     Trace,
     first_piece_numbers,
+    from_json,
     piece_tokens,
+    to_json,
 )
 from dflop_jax.records.files import VERSION, load, save
 from tests.rows import group_of_rows
@@ -273,3 +276,52 @@ def test_a_record_cut_short_while_written_leaves_what_was_there(tmp_path, monkey
     with pytest.raises(OSError, match="no space"):
         save(BUCKET, file)
     assert load(Shape, file) == SHAPE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_places_of_pieces_are_what_loops_over_rows_say(seed):
+    """Segment ids, and tokens before a piece in its row, in whatever order the entries stand."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(0, 30)) if seed else 0
+    places = PackedPieces(np.stack((rng.permutation(n), *rng.integers(0, 3, (3, n)))))
+    length = rng.integers(1, 50, n)
+    seen = {}
+    for entry, (_, *row) in enumerate(places.columns.T.tolist()):
+        before = seen.setdefault(tuple(row), [])
+        assert places.segment[entry] == len(before) + 1
+        assert places.row_offsets(length)[entry] == sum(before)
+        before.append(length[entry])
+    rows = places.sorted_by_row()
+    ordered = sorted(map(tuple, places.columns.T.tolist()), key=lambda e: (*e[1:], e[0]))
+    assert list(map(tuple, rows.columns.T.tolist())) == ordered
+    assert from_json(to_json(rows), PackedPieces) == rows
+
+
+@pytest.mark.parametrize(
+    "columns", ['[4, "eJw"]', '[4, "eJxjAAAAAQAB"]', '[3, ""]', "5", '["x", ""]', "[4, 7]", "null"]
+)
+def test_damaged_places_are_refused_in_one_line(columns, tmp_path):
+    text = json.dumps({"record": "PackedPieces", "version": 3, "value": {"columns": 0}})
+    (tmp_path / "r.json").write_text(text.replace('"columns": 0', f'"columns": {columns}'))
+    with pytest.raises(ValueError, match=r"r\.json") as failed:
+        load(PackedPieces, tmp_path / "r.json")
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", "float32", 156e12),
+        ("NVIDIA H100 80GB HBM3", "float32", 494.7e12),
+        ("NVIDIA L40S", "float32", 183e12),
+        ("NVIDIA H200", "bfloat16", 989.4e12),
+        # Slower ones of the same name, and parts of one, must be stated.
+        ("NVIDIA H100 PCIe", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
+        ("cpu", "float32", None),
+        ("", "float32", None),
+    ],
+)
+def test_peaks_of_chips_by_what_jax_calls_them(kind, dtype, peak):
+    assert chip_peak_flops(kind, dtype) == peak

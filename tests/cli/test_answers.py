@@ -24,7 +24,7 @@ MODEL = llava.build("anyres-nano")
 PROFILE, PLAN = ("--profile-file", "nano_profile.json"), ("--plan-file", "nano_plan.json")
 PROFILE_NAME = "profile_file-nano_profile.json"
 # Of what is measured or predicted; the last where XLA's compiler for GPUs is not installed.
-TOLD = ("devices: ", "data: ", "predicting prices", "prices come from data sheets")
+TOLD = ("devices: ", "data: ", "predicting times", "prices come from data sheets")
 ABSENT = ("--plan.hardware", "h100", "--plan.devices", "8")
 # Of each command: what it is asked of the folder "run", its exit code, and what it leaves.
 ASKED = {

@@ -1,4 +1,4 @@
-"""DIP's and OrchMLLM's results from end to end on a small model."""
+"""The papers' results from end to end on a small model."""
 
 from dataclasses import dataclass, replace
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import Load
-from experiments.paper import dip, feature_exchange, orch, policies
+from experiments.paper import dflop, dip, feature_exchange, orch, report, results, setups
 from experiments.paper.cases import Case, evaluation_batches
-from experiments.paper.evaluation import evaluate, mean_step_s
+from experiments.paper.evaluation import DFLOP, MEGATRON, PYTORCH, evaluate, mean_step_s
 from models import omni
 
 
@@ -29,8 +29,7 @@ class Drawn:
 
 
 TINY = Case("VLM-tiny", Model(), Drawn(), 4, 16)
-
-
+CLUSTER = Case("tiny + nano", Model(), Drawn(), 8, 32, setups.CLUSTER)
 pytestmark = pytest.mark.usefixtures("small_profiles")
 
 
@@ -53,18 +52,6 @@ def test_dip_beside_its_baseline_and_part_by_part():
     plain = dip.simulate_1f1b(TINY, best.plan, best.steps)
     assert [s.schedule.groups for s in plain] == [s.schedule.groups for s in best.steps]
     assert mean_step_s(best.steps) <= mean_step_s(plain) * (1 + 1e-9)
-
-
-@pytest.mark.slow
-def test_every_policy_and_the_choice():
-    (row,) = policies.compare_policies([TINY]).rows
-    evaluations = {p: evaluate(TINY, p) for p in policies.SEARCHED}
-    auto = evaluate(TINY, "auto")
-    assert row[7] == auto.plan.policy
-    same = evaluations[auto.plan.policy]
-    assert auto.plan.predicted.makespan_s == same.plan.predicted.makespan_s
-    min_step_s = min(a.plan.predicted.makespan_s for a in evaluations.values())
-    assert auto.plan.predicted.makespan_s == pytest.approx(min_step_s, rel=1e-2)
 
 
 def test_exchange_against_a_loop_over_pieces():
@@ -113,3 +100,30 @@ def placed(group, loads):
         (numbered[piece][0], rank, numbered[piece][1])
         for piece, _, rank, _ in group.pieces.columns.T.tolist()
     ]
+
+
+@pytest.mark.slow
+def test_an_experiment_runs_and_is_reported(tmp_path, capsys):
+    result = dflop.compare_nodes(CLUSTER, nodes=(1,))
+    assert [row[:2] for row in result.rows] == [["1", "256"], ["1", "32"]]
+    for batch in (256, 32):
+        case = dflop.resize_case(CLUSTER, 1, batch)
+        evaluations = p, m, d = [evaluate(case, s) for s in (PYTORCH, MEGATRON, DFLOP)]  # cached
+        assert all(0 <= a.idle_share < 1 and a.idle_device_s >= 0 for a in evaluations)
+        assert all(len(a.steps) == case.batches for a in evaluations)
+        row = next(row for row in result.rows if row[1] == str(batch))
+        assert row[2:5] == [f"{batch / a.step_s:.2f}" for a in evaluations]
+        assert row[5:] == [f"{a.step_s / d.step_s:.2f}x" for a in (p, m)]
+    results.print_result(result)
+    assert "the gap widens with nodes" in capsys.readouterr().out
+    report.draw_bars(result, tmp_path / "scaling.png")
+    page = report.write_timelines(CLUSTER, tmp_path)
+    text = report.write_report([result], tmp_path, page, 1.0).read_text(encoding="utf-8")
+    for row in result.rows:
+        assert "| " + " | ".join(row) + " |" in text
+    assert "![" + result.title + "](scaling.png)" in text
+    assert "CC BY 4.0" in text
+    assert (tmp_path / "scaling.png").stat().st_size > 5000
+    html = page.read_text(encoding="utf-8")
+    assert "pytorch, simulated" in html
+    assert "arrival" in html

@@ -45,7 +45,7 @@ def quick(compiled_once, tmp_path_factory):
         yield
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _in_a_folder_of_its_own(quick, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

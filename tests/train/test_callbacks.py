@@ -24,16 +24,9 @@ from tests.data.media_cases import talk
 from tests.report.runs import cells_of
 
 from ..plans import nano_profile
-from .resume_cases import (  # noqa: F401  # noqa: F401  # noqa: F401
-    CACHE,
-    CONFIG,
-    PLAN,
-    STEPS,
-    _in_a_folder_of_its_own,
-    fit,
-    quick,
-    steps_saved,
-)
+from .resume_cases import CACHE, CONFIG, PLAN, STEPS, fit, steps_saved
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 
 class Seen(Callback):

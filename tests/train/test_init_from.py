@@ -29,15 +29,9 @@ from ..plans import nano_profile
 from ..runtime.plain import whole_of
 from ..weights.conftest import MODEL
 from ..weights.conftest import PLAN as SEGMENT_PLAN
-from .resume_cases import (  # noqa: F401
-    CACHE,
-    CONFIG,
-    PLAN,
-    STEPS,
-    _in_a_folder_of_its_own,
-    quick,
-    whole,
-)
+from .resume_cases import CACHE, CONFIG, PLAN, STEPS
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 
 class Begun(Exception):

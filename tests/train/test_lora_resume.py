@@ -11,7 +11,9 @@ from dflop_jax.cli import main
 
 from ..report.test_tensorboard import events_of
 from . import resume_cases
-from .resume_cases import CONFIG, NANO_MODEL, STEPS, _in_a_folder_of_its_own, fit, quick  # noqa: F401
+from .resume_cases import CONFIG, NANO_MODEL, STEPS, fit
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 
 @pytest.mark.slow

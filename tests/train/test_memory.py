@@ -86,7 +86,5 @@ def test_the_next_plan_is_taken_and_trains_as_if_nothing_had_been(monkeypatch, c
 def test_a_given_plan_that_memory_does_not_hold(monkeypatch, part, what):
     watched(monkeypatch, part, fails=1)
     plan = NANO.with_layout(buckets=(bucket(8, 96),))
-    with pytest.raises(
-        ValueError, match=rf"^plan dflop: vision .* {what}.*; use a smaller --plan"
-    ):
+    with pytest.raises(ValueError, match=rf"^plan dflop: vision .* {what}.*; use a smaller --plan"):
         Trainer(CONFIG, plan=plan, profile=nano_profile()).fit()

@@ -20,15 +20,9 @@ from tests.report.runs import cells_of
 from .. import small
 from ..plans import nano_profile
 from .many import TWO, Jobs
-from .resume_cases import (  # noqa: F401
-    CONFIG,
-    NANO_MODEL,
-    PLAN,
-    _in_a_folder_of_its_own,
-    fit,
-    quick,
-    refused,
-)
+from .resume_cases import CONFIG, NANO_MODEL, PLAN, fit
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 NANO = {"model": NANO_MODEL}  # a model whose attention counts
 PEAK, STEPS = 3e9, 4

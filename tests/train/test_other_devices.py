@@ -15,16 +15,9 @@ from dflop_jax.train import choose_plan, planning, profiling, run_context
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import load as load_of
-from .resume_cases import (  # noqa: F401
-    CACHE,
-    CONFIG,
-    STEPS,
-    _in_a_folder_of_its_own,
-    as_killed,
-    essence,
-    quick,
-    whole,
-)
+from .resume_cases import CACHE, CONFIG, STEPS, as_killed, essence
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 compile_all = Executor.compile  # before `quick` has one plan's for all
 FEWER = PlanConfig(

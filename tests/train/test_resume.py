@@ -25,24 +25,20 @@ from dflop_jax.schedule.worker import BatchRequest
 from dflop_jax.train import correction as correction_module
 
 from ..data.media_cases import talk
-from .resume_cases import (  # noqa: F401  # noqa: F401
-    CACHE,
+from .resume_cases import (
     CONFIG,
-    NANO_MODEL,
-    PLAN,
     STEPS,
-    _in_a_folder_of_its_own,
     as_killed,
     assert_as_whole,
     copy_of,
     essence,
     evaluations,
     fit,
-    quick,
     refused,
     steps_saved,
-    whole,
 )
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 compile_all = Executor.compile  # before `quick` has one plan's for all
 

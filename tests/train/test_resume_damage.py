@@ -25,9 +25,7 @@ from dflop_jax.train.resume import (
 )
 
 from ..plans import NANO, bucket, nano_profile
-from .resume_cases import (  # noqa: F401
-    PLAN,
-    _in_a_folder_of_its_own,
+from .resume_cases import (
     as_killed,
     assert_as_whole,
     copy_of,
@@ -36,11 +34,11 @@ from .resume_cases import (  # noqa: F401
     essence,
     fit,
     manifest,
-    quick,
     refused,
     steps_saved,
-    whole,
 )
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 
 def warnings_of(caplog) -> list[str]:

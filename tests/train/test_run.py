@@ -11,7 +11,8 @@ from dflop_jax.schedule import worker as schedule_worker
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, bucket, nano_profile
-from .resume_cases import _in_a_folder_of_its_own, quick  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 K = 3
 STEPS = 14  # of the runs that are compared

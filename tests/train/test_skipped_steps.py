@@ -23,16 +23,9 @@ from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.step_figures import MIN_NORMS, NORM_WINDOW, SkippedSteps
 from tests.report.runs import cells_of
 
-from .resume_cases import (
-    CONFIG,
-    STEPS,
-    _in_a_folder_of_its_own,  # noqa: F401
-    as_killed,
-    essence,
-    evaluations,
-    fit,
-    quick,  # noqa: F401
-)  # the fixtures come by their names
+from .resume_cases import CONFIG, STEPS, as_killed, essence, evaluations, fit
+
+pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 BAD = 8  # the step whose loss is scaled beyond all numbers
 

@@ -355,6 +355,7 @@ class ProcessGroup:
             while self.is_primary and time.monotonic() < deadline:
                 acknowledged = client.key_value_dir_get_bytes(_ACKNOWLEDGED_KEYS)
                 if {_last_number(k) for k, _ in acknowledged} >= self._responsive:
+                    time.sleep(HEARTBEAT_S / 2)  # they exit now; jax aborts those that are slower
                     return
                 time.sleep(HEARTBEAT_S / 20)
 

@@ -68,7 +68,6 @@ class StepLog:
         self._ended_s: float | None = None
         self._trace_and_batch: tuple[Trace, PackedBatch] | None = None
         self.n_unsupervised = 0  # steps of this process without a supervised token
-        self._is_supervised = run.state.step > 0  # whether some token was, so far
         self._min_samples = config.plan.profile_samples
 
     def finish(
@@ -208,13 +207,13 @@ class StepLog:
         ValueError if none of the first samples, as many as a profile reads, is supervised.
         """
         if batch.loss.is_supervised:
-            self._is_supervised = True
             return
         self.n_unsupervised += 1
         if self.n_unsupervised == 1:
             self._run.progress.log(f"step {batch.step} has no supervised token; others are counted")
         n, limit = (batch.step + 1) * self._config.global_batch, self._min_samples
-        if not self._is_supervised and (n >= limit or batch.step == self._last_step):
+        none_supervised = self.n_unsupervised == batch.step + 1
+        if none_supervised and (n >= limit or batch.step == self._last_step):
             raise ValueError(
                 f"none of the first {n} samples has a supervised token; give answers a weight "
                 "above 0 (weight, loss and train of their turns), or raise data.max_tokens if "

@@ -8,7 +8,7 @@ Expected: steps within 15% of the planned, memory within 5% of the planned and n
           at every step; no compile after the first step; of `exact` a stopped and resumed run has
           the losses of the whole one bit for bit, and a CPU has them to 1e-4
 
-Each row is a process that trains with random weights on the embedded scenes as `dflop train` does:
+Each row is a process that trains with random weights on the built-in scenes as `dflop train` does:
 it profiles, plans, times the finalists' programs and trains, in bfloat16 with float32 masters.
 `planned_s` is what plan.json says of a step, `measured_s` the mean of the steps after the third,
 whose batches differ in size; `over_schedule` is the median of a step over its own schedule.

@@ -6,7 +6,7 @@ Expected: `auto` in about 20 s for 8 to 1,024 devices with plan.effort quick, on
           VM without AVX-512 in 43 to 52 s (docs/results.md)
 
 LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto, dflop and dip, tensor
-parallelism and pipelines up to 8, up to 64 microbatches, the embedded samples. Profiling is not
+parallelism and pipelines up to 8, up to 64 microbatches, the built-in samples. Profiling is not
 part of the time; it depends on the model only. `gain` is the uniform baseline's step over the
 planned one, both simulated.
 """

@@ -5,7 +5,7 @@ Minutes:  about 3 on 2 cores
 Expected: one table; the data-aware policies pad less and take less time per step than `blind`, at
           equal loss; a line says which of them `auto` takes, and why.
 
-All runs train the same tiny LLaVA on the embedded scenes, from the same initial parameters and on
+All runs train the same tiny LLaVA on the built-in scenes, from the same initial parameters and on
 the same batches. Where there are two cores, on two processes with a core each, so that step times
 are wall time; elsewhere on 8 pretended devices of one process. `dflop train experiments/demo.py`
 runs one of them so.
@@ -59,9 +59,9 @@ def config(policy: Policy = "dflop") -> Config:
 
 
 def train(two_processes: bool) -> None:
-    from dflop_jax import Trainer  # takes seconds, which the launching process need not wait for
+    from dflop_jax import Trainer  # the import takes seconds that the launching process saves
 
-    profile = None  # of the first run, since all have the same model and devices
+    profile = None  # measured by the first run; all have the same model and devices
     for name in RUNS:
         run = config(name)
         if two_processes:
@@ -88,14 +88,13 @@ def keep_auto(trainer: Trainer) -> None:
 
 
 def choice(folders: list[Path]) -> str:
-    """Which policy `auto` takes, and what the profile said of each."""
+    """Return which policy `auto` chooses, and the step time that the profile predicts for each."""
     from dflop_jax.report.run_folder import read_plan
 
     plans = [plan for f in folders if (plan := read_plan(f)).policy != "blind"]
     expected = ", ".join(f"{p.policy} {1e3 * p.predicted.chosen_by_s:,.0f} ms" for p in plans)
     return (
-        f"auto takes {read_plan(AUTO).policy}, judged by batches of which some have drifted; of "
-        f"others the profile said, before any program was compiled: {expected} a step"
+        f"auto chooses {read_plan(AUTO).policy}; step times predicted from the profile: {expected}"
     )
 
 

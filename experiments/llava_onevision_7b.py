@@ -6,7 +6,7 @@ Minutes:  not known: it has not been run on a GPU; `dflop plan` with --plan.hard
 Expected: the loss falls from that of the published weights; summary.md shows the MFU
 
 HF is the folder of llava-hf/llava-onevision-qwen2-7b-ov-hf. Without those two flags the same model
-begins at random, on embedded scenes: what the node does is then seen before anything is downloaded.
+begins at random, on built-in scenes: what the node does is then seen before anything is downloaded.
 Rates are those of the published last stage: 1e-5, and 2e-6 in the vision tower.
 """
 

@@ -6,8 +6,8 @@ Expected: the loss falls from 6.5 to about 2; no compile after warm-up; summary.
           of both modules
 
 A published folder needs no experiment: dflop train --model HF_FOLDER --data DIR_OR_JSON_OR_YAML
-takes its limits of pixels and frames from there. The small model here reads patches of 8 x 8 pixels
-of the embedded scenes, from 16 to 324 a picture.
+takes its limits of pixels and frames from there. The small model here trains on the built-in
+scenes, whose pictures have 16 to 324 patches of 8 x 8 pixels.
 """
 
 from __future__ import annotations

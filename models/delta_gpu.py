@@ -65,7 +65,7 @@ def scan_gradients(
 
 
 def _split_heads(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a call on every tensor rank with the rank's heads."""
+    """Return `call` sharded over tensor ranks: each rank runs it with its heads."""
     if tp_degree() == 1:
         return call
     return shard_over_heads(call, (_HEADS, _HEADS, _HEADS), (_HEADS, _HEADS))

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class _Check:
-    """Results of a check: facts, and either a report on the data or why none were read."""
+    """Results of a check: facts, and a report on the data or the reason why there is none."""
 
     config: Config
     file: Path

@@ -52,12 +52,12 @@ def make_source(
     in_processes: bool = True,
     check_media: bool = True,
 ) -> Source:
-    """Return the dataset or YAML mixture of `config.path` (see `datasets.readers`), or the embedded
+    """Return the dataset or YAML mixture of `config.path` (see `datasets.readers`), or the built-in
     scenes if the path is empty.
 
     Args:
       n_held_out: number of records, or their fraction (a float), that only the eval split has. For
-        the embedded scenes it is the size of the eval split; 0: `n_samples`.
+        the built-in scenes it is the size of the eval split; 0: `n_samples`.
       index_dir: folder of the index file of headers.
       in_processes: make the index in processes that can be killed (see `process_pool`).
       check_media: see `IndexRules`; set it in one process of a run.
@@ -69,7 +69,7 @@ def make_source(
         records = RecordDataset(config, spec, vocab_size, split, n_held_out, str(index_dir))
         return records.source(in_processes=in_processes, check_media=check_media)
     if config.tokenizer and Path(config.tokenizer).is_dir():
-        raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
+        raise ValueError("the built-in scenes take no chat template: leave data.tokenizer empty")
     if config.loss_on_prompts:
         raise ValueError("data.loss_on_prompts needs records: give data.path, or leave it out")
     tokenizer = open_tokenizer(config.tokenizer, vocab_size)

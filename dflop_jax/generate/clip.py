@@ -32,7 +32,7 @@ from dflop_jax.train.run_context import build_model, build_trained_model
 
 STRIP_FILE, GIF_FILE, LATENTS_FILE = "clip.png", "clip.gif", "latents.npy"
 ENLARGEMENT = 8  # side in pixels of the square that shows one pixel of a frame
-DEFAULT_FRAMES = 4  # of an embedded clip; also the frames per second of the moving picture
+DEFAULT_FRAMES = 4  # of a built-in clip; also the frames per second of the moving picture
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ClipAnswer:
 
     prompt: str
     shape: tuple[int, ...]  # of the latents, [channels, time, rows, columns]
-    files: tuple[str, ...]  # the latents, and pictures if the clip is an embedded one
+    files: tuple[str, ...]  # the latents, and pictures if the clip is a built-in one
     flow_steps: int  # Euler steps from noise to the clip
     took_s: float  # seconds of generation, compilation included
     step: int  # optimizer steps of the checkpoint
@@ -66,7 +66,7 @@ def make_clip(
 
     Args:
       run: a run folder (its newest complete checkpoint) or a checkpoint in it.
-      size: time, rows and columns of the latents; None: the size of the embedded data's clips.
+      size: time, rows and columns of the latents; None: the size of the built-in data's clips.
 
     Raises:
       ValueError: the model does not generate clips, or the checkpoint or the caption is missing.
@@ -74,10 +74,10 @@ def make_clip(
     model = build_trained_model(config)
     form, tokenizer = clip_format_of(model), open_tokenizer(config.data.tokenizer, model.vocab_size)
     ids = caption_ids(prompt, tokenizer, config.data, "--prompt")
-    embedded = not config.data.path
-    if size is None and not embedded:
+    is_built_in = not config.data.path
+    if size is None and not is_built_in:
         raise ValueError("the clip needs a size; give --latents TIME,ROWS,COLUMNS")
-    side = SIDE_PX // block_side(form.channels) if embedded else 0
+    side = SIDE_PX // block_side(form.channels) if is_built_in else 0
     if flow_steps < 1:
         raise ValueError(f"--flow-steps {flow_steps}: must be at least 1")
     shape = form.channels, *(size or (DEFAULT_FRAMES, side, side))
@@ -93,7 +93,7 @@ def make_clip(
     integrate = jax.jit(partial(integrate_flow, model, chip_of(device)))
     patches_by_token = integrate(loaded.params, rows, np.array(levels, np.float32))
     patches = np.asarray(patches_by_token)[rows.fields["role"][0] == form.clip]
-    files = write_clip(Path(folder), form.latents(patches, grid), embedded)
+    files = write_clip(Path(folder), form.latents(patches, grid), is_built_in)
     return ClipAnswer(
         prompt=prompt,
         shape=shape,
@@ -127,12 +127,12 @@ def integrate_flow(
     return jax.lax.scan(advance, fields["latents"][0], spans)[0]
 
 
-def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
-    """Write latents; for an embedded clip, also a strip of its frames and a moving picture."""
+def write_clip(folder: Path, latents: np.ndarray, is_built_in: bool) -> list[Path]:
+    """Write latents; for a built-in clip, also a strip of its frames and a moving picture."""
     make_folder(folder, "choose another --out")
     files = [folder / LATENTS_FILE]
     np.save(files[0], latents)
-    if embedded:
+    if is_built_in:
         frames = latents_to_frames(latents, block_side(latents.shape[0]))
         large = frames.repeat(ENLARGEMENT, axis=1).repeat(ENLARGEMENT, axis=2)
         Image.fromarray(np.concatenate(large, axis=1)).save(folder / STRIP_FILE)

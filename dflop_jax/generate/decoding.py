@@ -24,7 +24,7 @@ from dflop_jax.contract import (
     layer_kinds_of,
     with_adapter,
 )
-from dflop_jax.generate.row import LLM, NO_CACHES, Mix, run_layers
+from dflop_jax.generate.row import LLM, NO_CACHES, TokenMixer, run_layers
 
 
 class Memory(Protocol):
@@ -156,7 +156,7 @@ def run_decoder(
     params: Params,
     batch: Mapping[str, Array],
     inlets: Mapping[str, int],
-    mix: Mix | None = None,
+    mix: TokenMixer | None = None,
     caches: Mapping[str, Any] = NO_CACHES,
 ) -> tuple[Array, dict[str, Any]]:
     """Return hidden states [B, T, D] after all layers, and the layers' stacked caches by kind.

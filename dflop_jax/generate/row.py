@@ -38,7 +38,7 @@ from dflop_jax.schedule.batch import first_fit_decreasing
 
 LLM = "llm"  # name of the module that generates text
 NO_CACHES: Mapping[str, Any] = MappingProxyType({})
-Mix = Callable[..., tuple[Array, Any]]
+TokenMixer = Callable[..., tuple[Array, Any]]
 
 
 class AnswerRows(NamedTuple):
@@ -161,7 +161,7 @@ def run_layers(
     batch: Mapping[str, Array],
     start: int,
     stop: int,
-    mix: Mix | None = None,
+    mix: TokenMixer | None = None,
     caches: Mapping[str, Any] = NO_CACHES,
 ) -> tuple[Array, dict[str, Any]]:
     """Run layers `start` to `stop` - 1. Return hidden states, and stacked caches by kind: of all
@@ -192,7 +192,7 @@ def _run_period(
     module: Module,
     kinds: Sequence[str],
     batch: Mapping[str, Array],
-    mix: Mix | None,
+    mix: TokenMixer | None,
     carry: tuple[Array, dict[str, Any]],
     layers: Sequence[tuple[Array, Params]],
 ) -> tuple[tuple[Array, dict[str, Any]], tuple[Any, ...]]:

@@ -209,7 +209,7 @@ class Candidate:
             makespan_s = float(np.mean([self.simulator.makespan_s(n) for n in groups]))
             return [replace(self, lower_bound_s=makespan_s, is_exact=True)]
         if batch == len(groups):
-            return self._choose_each(evaluator.context, space, p, c)
+            return self._candidates_by_choice(evaluator.context, space, p, c)
         # The number of groups does not depend on options. The bound from volumes may exceed it:
         # counting assumes the maximum number of sub-microbatches per group, the bound the mean.
         n_groups = max(groups[batch], evaluator.count_groups(self.plan.layout, batch))
@@ -225,7 +225,9 @@ class Candidate:
         lower_bound_s = float(batch_bounds_s.mean(axis=0).min())
         return replace(self, batch_bounds_s=batch_bounds_s, lower_bound_s=lower_bound_s, **changes)
 
-    def _choose_each(self, context: SearchContext, space: Space, p: int, c: int) -> list[Candidate]:
+    def _candidates_by_choice(
+        self, context: SearchContext, space: Space, p: int, c: int
+    ) -> list[Candidate]:
         """Return a candidate for each choice of options."""
         contents, n_subs = space.contents_at(p, c), space.sub_microbatches_at(c)
         choices = list(range(len(self.fitting_options)))

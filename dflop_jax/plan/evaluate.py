@@ -178,8 +178,8 @@ class PlanEvaluator:
             schedule_batch(b, plan, *priced, step=i, work=work) for i, b in enumerate(batches)
         ]
         if prices is None:  # else programs are already compiled for the plan's capacities
-            rooms = exchange_capacities(plan.layout, schedules, batches)
-            plan = plan.with_layout(exchange_capacities=rooms)
+            capacities = exchange_capacities(plan.layout, schedules, batches)
+            plan = plan.with_layout(exchange_capacities=capacities)
         traces = [simulate_step(plan, s, *priced) for s in schedules]
         plan = self._with_prediction(plan, schedules, traces)
         return plan.with_scheduling(work_budget=budget(plan.predicted.makespan_s))

@@ -40,8 +40,9 @@ def refine_candidates(
     """Return plans of the best candidates with chosen buckets, fastest first by mean trial time.
 
     The fastest ranked candidates and the first of other policies get chosen buckets, with effort
-    "full" at several granularities; the fastest of these also from the integer program. Plans get a
-    bucket for large samples of `tail`, and variants with second recompute policies are tried.
+    "full" at several granularities; the fastest of these also from the integer program. Each
+    plan gets a bucket for the large samples of `tail`. Variants are tried in which segments have a
+    second recompute policy, which stores more and runs while memory is free.
     """
     evaluator = search.evaluator
     if ranked[0].plan.scheduling.grouping == "arrival":

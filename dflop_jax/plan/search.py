@@ -63,7 +63,8 @@ def search_plan(
     """Return the plan with the least expected makespan that fits into memory.
 
     Args:
-      spec: the search's settings; `changes` replace its fields, or give all of them.
+      spec: the search's settings; `changes` replace its fields. Without `spec`, `changes` are the
+        fields of a new SearchSpec.
       time_plan: compiles and times a plan's programs; the final choice uses these times.
       try_step: runs a step of the plan before it is chosen. Both callbacks raise PlanTooLarge if
         the plan does not fit on the devices; then the next plan is tried.

@@ -21,7 +21,7 @@ from dflop_jax.hardware import GIB, TASK_HOST_S, hardware_of_kind
 from dflop_jax.profile import timed_programs
 from dflop_jax.profile.links import Call, collective_call
 from dflop_jax.profile.roofline import Predictor, build_profile, edge_fields
-from dflop_jax.profile.shallow import shallow_segment, single_kind_module
+from dflop_jax.profile.shallow import restrict_to_layer_kind, shallow_segment
 from dflop_jax.profile.timed_programs import TimedPrograms, TimingJob, measure_overhead_s
 from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import BACKWARD, DataProfile, LayerTiming, MeshShape, ModelProfile, Shape
@@ -213,7 +213,7 @@ def model_profile(
     device, with_policies = devices[0], []
     for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in timings):
         predictor = Predictor(
-            single_kind_module(on_chip(model.modules[module], chip_of(device)), kind),
+            restrict_to_layer_kind(on_chip(model.modules[module], chip_of(device)), kind),
             edge_fields(model, module),
             tp,
             hardware_of_kind(device.device_kind),

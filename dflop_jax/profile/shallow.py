@@ -19,10 +19,10 @@ from dflop_jax.runtime.segment import Segment
 def single_kind_modules(module: contract.Module) -> dict[str, contract.Module]:
     """Return the module restricted to each kind of layers, by kind in order of first use."""
     kinds = dict.fromkeys(contract.layer_kinds_of(module))
-    return {kind: single_kind_module(module, kind) for kind in kinds}
+    return {kind: restrict_to_layer_kind(module, kind) for kind in kinds}
 
 
-def single_kind_module(module: contract.Module, kind: str) -> contract.Module:
+def restrict_to_layer_kind(module: contract.Module, kind: str) -> contract.Module:
     """Return the module restricted to one kind of layers, under the name "layers"."""
     return _SingleKindModule(module, kind) if hasattr(module, "layer_kinds") else module
 
@@ -97,7 +97,7 @@ def shallow_segment(
     first = 0 if ends else 2  # after the edges that enter after the first layer
     plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
     on_chip: Any = contract.on_chip(model.modules[module], contract.chip_of(devices[0]))
-    single_kind: Any = single_kind_module(on_chip, kind or contract.layer_kinds_of(on_chip)[0])
+    single_kind: Any = restrict_to_layer_kind(on_chip, kind or contract.layer_kinds_of(on_chip)[0])
     single_kind = _ShallowModule(single_kind) if contract.taps_of(single_kind) else single_kind
     received = {e.name for e in edges if plan.reads(e)} if ends else {"hidden"}
     return Segment(

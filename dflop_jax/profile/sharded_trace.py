@@ -97,14 +97,14 @@ def _walk(jaxpr: Any, inputs: Sequence[Value], tp: int) -> Region:
         name, params, args = eqn.primitive.name, eqn.params, [read(a) for a in eqn.invars]
         called_jaxpr = _called_jaxpr(params)
         if name == "scan":
-            op = _scan(eqn, args, tp)
+            op = _trace_scan(eqn, args, tp)
         elif called_jaxpr is not None and len(called_jaxpr.invars) == len(args):
             called = _walk(called_jaxpr, args, tp)
             region.ops += called.ops
             env.update(zip(eqn.outvars, called.outputs, strict=True))
             continue
         elif name == "while":
-            op = _while(params, args, tp)
+            op = _trace_while(params, args, tp)
         else:
             op = Op(name, args, [_value(v, tp) for v in eqn.outvars], params)
             for output in op.outputs:
@@ -121,7 +121,7 @@ def _called_jaxpr(params: dict[str, Any]) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _scan(eqn: Any, args: list[Value], tp: int) -> Op:
+def _trace_scan(eqn: Any, args: list[Value], tp: int) -> Op:
     """Return a loop whose carries are sharded as its body's outputs."""
     jaxpr, length = eqn.params["jaxpr"].jaxpr, eqn.params["length"]
     # Only scanned arrays have one more dim outside than inside; ranks give the counts for every
@@ -155,7 +155,7 @@ def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(rank(a) == rank(b) for a, b in zip(outside, inside, strict=True))
 
 
-def _while(params: dict[str, Any], args: list[Value], tp: int) -> Op:
+def _trace_while(params: dict[str, Any], args: list[Value], tp: int) -> Op:
     n_cond_consts, n_consts = params["cond_nconsts"], params["body_nconsts"]
     body = _walk(params["body_jaxpr"].jaxpr, args[n_cond_consts:], tp)
     carry = args[n_cond_consts + n_consts :]

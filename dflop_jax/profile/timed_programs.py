@@ -26,7 +26,7 @@ import numpy as np
 
 from dflop_jax.contract import MultimodalModel, chip_of, content_flops_of, on_chip
 from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
-from dflop_jax.profile.shallow import shallow_segment, single_kind_module
+from dflop_jax.profile.shallow import restrict_to_layer_kind, shallow_segment
 from dflop_jax.profile.traced_parts import hidden_bytes
 from dflop_jax.records import BACKWARD, FORWARD, LAYERS, LayerTiming, MeshShape, Recompute, Shape
 from dflop_jax.runtime import calibration
@@ -70,7 +70,9 @@ def time_layer(
 ) -> LayerTiming:
     """Time a module at a shape. `sync` waits for the job's processes after compilation."""
     shape, devices = job.shape, job.devices
-    module = single_kind_module(on_chip(model.modules[job.module], chip_of(devices[0])), job.kind)
+    module = restrict_to_layer_kind(
+        on_chip(model.modules[job.module], chip_of(devices[0])), job.kind
+    )
     # If each row is one piece, the shape determines the content.
     flops = {} if job.module in model.piece_tokens else content_flops_of(module)
     piece_counts = _PIECE_COUNTS[: len(flops) + 1] if flops else (PIECES_PER_ROW,)

@@ -27,7 +27,7 @@ from dflop_jax.profile.sharded_trace import Region, Value, trace
 from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, layer_key, token_dim
 from dflop_jax.runtime.module_parts import exit_struct, hidden_struct, logical_axes, part_struct
 from dflop_jax.runtime.residuals import REMAT, SplitVjp
-from dflop_jax.runtime.token_split import rows_and_tokens, run_module_part, tensor_dims
+from dflop_jax.runtime.token_split import rows_and_tokens, run_module_part, tensor_parallel_dims
 from dflop_jax.runtime.update import Optimizer, map_optimizer_state
 
 Tree = Any
@@ -71,7 +71,7 @@ def _at_traced_degree(spec: TraceSpec) -> TraceSpec:
 
     def laid_out(tp: int) -> tuple[Any, ...]:
         rows, tokens = rows_and_tokens(hidden_struct(spec.module, spec.shape))
-        return token_dim(rows, tokens, tp), tensor_dims(spec.module, spec.part, tp)
+        return token_dim(rows, tokens, tp), tensor_parallel_dims(spec.module, spec.part, tp)
 
     same_split = spec.tp > 2 and laid_out(2) == laid_out(spec.tp)
     return replace(spec, tp=2) if same_split else spec

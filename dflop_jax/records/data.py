@@ -99,8 +99,9 @@ class Load:
 
 @dataclass(frozen=True)
 class DataProfile:
-    """Loads of (a part of) a dataset of `n_total` samples. `tail` has the largest loads of the
-    whole dataset, if the source knows them; together they reach the maxima over all samples."""
+    """Loads of all or some samples of a dataset, which has `n_total` samples. `tail` has the
+    largest loads of the whole dataset, if the source knows them; together they reach the maxima
+    over all samples."""
 
     source: str
     n_total: int

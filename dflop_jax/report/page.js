@@ -4,9 +4,9 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SPAN = Math.max(0, ...DATA.panels.map((p) => p.makespan_s));
-const MOST_BYTES = Math.max(0, ...DATA.panels.flatMap((p) => p.memory.map((m) => m.peak)));
-const STRIP = 84, NARROW = 600;
-// Pixels of a row: whole, from its top to its bar, the bar; rows of links between submeshes are thin.
+const MAX_BYTES = Math.max(0, ...DATA.panels.flatMap((p) => p.memory.map((m) => m.peak)));
+const MEMORY_HEIGHT = 84, NARROW = 600; // pixels
+// Pixels: height of a row, top of the row to top of its bar, height of the bar; link rows are thin.
 const ROWS = { wide: [27, 3, 20], wideLink: [15, 3, 9], narrow: [42, 20, 20], narrowLink: [29, 18, 8] };
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 const root = document.getElementById("timelines");
@@ -49,7 +49,7 @@ function duration(seconds) {
   return `${grouped(value, value >= 100 || value === 0 ? 0 : value >= 10 ? 1 : 2)} ${unit}`;
 }
 
-/** A moment, fine enough to tell a thousandth of the visible range. */
+/** A time with enough digits to distinguish a thousandth of the visible range. */
 function moment(seconds, withUnit = true) {
   const [unit, per] = unitOf(view.to - view.from);
   const text = grouped(seconds * per, decimals(((view.to - view.from) * per) / 1000));
@@ -63,7 +63,7 @@ function bytes(value) {
   return `${grouped(scaled, power === 0 || scaled >= 100 ? 0 : 1)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 
-/** Round values from `from` to `to`, about `n` of them, and their distance. */
+/** [about `n` round values from `from` to `to`, the distance between them]. */
 function ticks(from, to, n) {
   const rough = (to - from) / n, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((k) => k * power >= rough * 0.999);
@@ -72,9 +72,9 @@ function ticks(from, to, n) {
   return [values, step];
 }
 
-function byteTicks(most) {
-  const unit = 1024 ** Math.max(0, Math.floor(Math.log2(Math.max(most, 1)) / 10));
-  return ticks(0, most / unit, 2)[0].slice(1).map((v) => v * unit);
+function byteTicks(max) {
+  const unit = 1024 ** Math.max(0, Math.floor(Math.log2(Math.max(max, 1)) / 10));
+  return ticks(0, max / unit, 2)[0].slice(1).map((v) => v * unit);
 }
 
 // ---- layout: once per width ----
@@ -99,11 +99,11 @@ function makePanel(data, index) {
   html(caption, "b", {}, data.title);
   html(caption, "span", {}, `makespan ${duration(data.makespan_s)}`);
   if (data.note) html(caption, "span", {}, data.note);
-  const below = data.memory.length ? STRIP + 26 : 0;
+  const below = data.memory.length ? MEMORY_HEIGHT + 26 : 0;
   const rows = placed(data.rows), bars = rows.foot, height = bars + below + 2;
   const out = svg(figure, "svg", { height, role: "group", "aria-label": `Timeline of ${data.title}` });
-  const panel = { data, index, out, rows, bars: [], curves: [], byRow: data.rows.map(() => []), spot: [] };
-  // Clipped, it would be a stop of the tab key; so it only takes the focus of a click, for the keys.
+  const panel = { data, index, out, rows, bars: [], curves: [], byRow: data.rows.map(() => []), position: [] };
+  // tabindex -1: a click focuses the plot, so that keys work; the tab key skips it.
   panel.plot = svg(out, "svg", { class: "plot", x: box.left, width: box.inner, height, tabindex: -1 });
   svg(panel.plot, "rect", { class: "catch", width: box.inner, height });
   panel.grounds = data.rows.map((row, r) => {
@@ -126,7 +126,7 @@ function makePanel(data, index) {
   });
   for (const mine of panel.byRow) {
     mine.sort((a, b) => data.tasks[a][1] - data.tasks[b][1] || a - b);
-    mine.forEach((i, at) => { panel.spot[i] = at; });
+    mine.forEach((i, at) => { panel.position[i] = at; });
   }
   panel.bars[panel.byRow.flat()[0]]?.setAttribute("tabindex", "0");
   panel.numbers = svg(panel.plot, "g");
@@ -137,7 +137,7 @@ function makePanel(data, index) {
   return panel;
 }
 
-/** [top of its bar, height of its bar] of each row, and where the last one ends. */
+/** [top, height] of each row's bar; `foot` is the bottom of the last row. */
 function placed(rows) {
   let top = box.head;
   const places = rows.map((row) => {
@@ -149,15 +149,15 @@ function placed(rows) {
 }
 
 function shortened(name) {
-  const room = box.narrow ? 34 : 24;
-  return name.length <= room ? name : `${name.slice(0, room - 1)}…`;
+  const maxLength = box.narrow ? 34 : 24;
+  return name.length <= maxLength ? name : `${name.slice(0, maxLength - 1)}…`;
 }
 
 function makeMemory(panel, figure, top) {
-  const { out, plot, data } = panel, bottom = top + STRIP;
-  const y = (value) => bottom - (value / (MOST_BYTES * 1.04)) * STRIP;
+  const { out, plot, data } = panel, bottom = top + MEMORY_HEIGHT;
+  const y = (value) => bottom - (value / (MAX_BYTES * 1.04)) * MEMORY_HEIGHT;
   svg(out, "text", { x: box.left, y: top - 7, class: "faint" }, "memory per device");
-  for (const value of [0, ...byteTicks(MOST_BYTES)]) {
+  for (const value of [0, ...byteTicks(MAX_BYTES)]) {
     svg(out, "line", { class: "gridline", x1: box.left, x2: box.left + box.inner, y1: y(value), y2: y(value) });
     const x = box.narrow ? box.width : box.left - 10;
     if (!box.narrow || value) {
@@ -230,7 +230,7 @@ function drawPanel(panel, lines) {
     const left = inside(xOf(from)), width = Math.max(0.6, inside(xOf(to)) - left);
     bar.setAttribute("x", left);
     bar.setAttribute("width", width);
-    bar.classList.toggle("wide", width >= 4); // an edge would eat the colour of a narrow one
+    bar.classList.toggle("wide", width >= 4); // a narrow bar has no border, which would hide its colour
     const first = Math.max(0, left), shown = Math.min(box.inner, left + width) - first, text = `${group}`;
     if (group < 0 || data.rows[row].link || shown < 7 * text.length + 6) return;
     const [top, height] = panel.rows[row];
@@ -238,10 +238,10 @@ function drawPanel(panel, lines) {
     number.style.fill = `var(--c${colour}-ink)`;
   });
   panel.curves.forEach((curve, i) => {
-    const { times_s: times, bytes: held } = data.memory[i], { y } = panel.memory;
+    const { times_s: times, bytes: values } = data.memory[i], { y } = panel.memory;
     let path = "";
     for (let k = 0; k < times.length; k++) {
-      path += k === 0 ? `M${inside(xOf(times[k]))} ${y(held[k])}` : `H${inside(xOf(times[k]))}V${y(held[k])}`;
+      path += k === 0 ? `M${inside(xOf(times[k]))} ${y(values[k])}` : `H${inside(xOf(times[k]))}V${y(values[k])}`;
     }
     curve.setAttribute("d", path);
   });

@@ -3,23 +3,23 @@
 const CHART = { height: 168, left: 66, right: 10, top: 8, bottom: 20 };
 const figures = new Map(); // title -> its figure
 
-/** What a unit's values are multiplied by, and called, where the largest is `most`. */
-function scaleOf(unit, most) {
-  if (unit === "s") { const [name, per] = unitOf(most); return [` ${name}`, per]; }
+/** [unit's name, factor] that show values of a unit whose largest value is `max`. */
+function scaleOf(unit, max) {
+  if (unit === "s") { const [name, per] = unitOf(max); return [` ${name}`, per]; }
   if (unit === "%") return ["%", 100];
   if (unit === "bytes") {
-    const power = most >= 1 ? Math.min(4, Math.floor(Math.log2(most) / 10)) : 0;
+    const power = max >= 1 ? Math.min(4, Math.floor(Math.log2(max) / 10)) : 0;
     return [` ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`, 1024 ** -power];
   }
   if (unit === "FLOP/s") {
-    const power = most >= 1 ? Math.min(5, Math.floor(Math.log10(most) / 3)) : 0;
+    const power = max >= 1 ? Math.min(5, Math.floor(Math.log10(max) / 3)) : 0;
     return [` ${["", "K", "M", "G", "T", "P"][power]}FLOP/s`, 1000 ** -power];
   }
   return ["", 1];
 }
 
-/** A value at three significant digits or more, with its unit. */
-function told(unit, value) {
+/** A value with at least three significant digits and its unit. */
+function formatValue(unit, value) {
   if (value === null || value === undefined) return "–";
   const [name, per] = scaleOf(unit, Math.abs(value)), scaled = value * per;
   const size = scaled === 0 ? 0 : Math.floor(Math.log10(Math.abs(scaled)));
@@ -28,21 +28,21 @@ function told(unit, value) {
   return `${grouped(scaled, Math.min(digits, 6))}${name}`;
 }
 
-function known(values) {
+function present(values) {
   return values.filter((v) => v !== null);
 }
 
-/** [lowest, highest] of values, never one and the same. */
+/** [low, high] limits of an axis, with low < high. */
 function rangeOf(values, fromZero) {
   let low = fromZero ? 0 : Infinity, high = -Infinity;
   for (const v of values) { low = Math.min(low, v); high = Math.max(high, v); }
   if (!(high >= low)) return [0, 1];
   if (high === low) return fromZero ? [0, high || 1] : [low - (Math.abs(low) / 10 || 0.5), high + (Math.abs(high) / 10 || 0.5)];
-  const room = 0.05 * (high - low);
-  return [fromZero && low === 0 ? 0 : low - room, high + room];
+  const margin = 0.05 * (high - low);
+  return [fromZero && low === 0 ? 0 : low - margin, high + margin];
 }
 
-/** What is drawn of each line: its values, or those of a stack up to it. */
+/** The height of each line: its values, or for a stack the sum of all lines up to it. */
 function heightsOf(chart) {
   if (!chart.stacked) return chart.lines.map((line) => line.y);
   let below = [];
@@ -77,7 +77,7 @@ function drawChart(made, chart) {
   const heights = heightsOf(chart), xs = chart.lines.map((line) => DATA.axes[line.axis]);
   const places = xs.flat(), ends = [Math.min(...places), Math.max(...places)];
   const [first, last] = ends[0] < ends[1] ? ends : rangeOf(places, false);
-  const [low, high] = rangeOf(known(heights.flat()), chart.from_zero);
+  const [low, high] = rangeOf(present(heights.flat()), chart.from_zero);
   const x = (v) => left + ((v - first) / (last - first)) * (width - left - right);
   const y = (v) => top + ((high - v) / (high - low)) * (height - top - bottom);
   Object.assign(made, { chart, xs, x });
@@ -101,15 +101,15 @@ function drawChart(made, chart) {
   });
   made.hair = svg(out, "line", { class: "hair", y1: top, y2: height - bottom, visibility: "hidden" });
   key.replaceChildren();
-  const lasts = chart.lines.map((line) => known(line.y).at(-1));
+  const lasts = chart.lines.map((line) => present(line.y).at(-1));
   chart.lines.forEach((line, i) => {
     const item = html(key, "li"), swatch = html(item, "i");
     swatch.style.background = line.colour;
     item.append(`${line.name} `);
-    html(item, "b", {}, told(chart.unit, lasts[i]));
+    html(item, "b", {}, formatValue(chart.unit, lasts[i]));
   });
-  const said = chart.lines.map((line, i) => `${line.name} ${told(chart.unit, lasts[i])}`);
-  out.setAttribute("aria-label", `${chart.title}, at last ${said.join(", ")}`);
+  const lastValues = chart.lines.map((line, i) => `${line.name} ${formatValue(chart.unit, lasts[i])}`);
+  out.setAttribute("aria-label", `${chart.title}, last values: ${lastValues.join(", ")}`);
 }
 
 function drawLine(out, line, xs, ys, below) {
@@ -127,7 +127,7 @@ function drawLine(out, line, xs, ys, below) {
   });
   const dash = DASHES[line.dash % DASHES.length];
   svg(out, "path", { class: "curve", d: path, "stroke-dasharray": dash }).style.stroke = line.colour;
-  if (drawn > 24) return; // few points are marked, so that single ones are seen
+  if (drawn > 24) return; // circles make single points visible
   ys.forEach((y, i) => {
     if (y !== null) svg(out, "circle", { cx: xs[i], cy: y, r: 2.2 }).style.fill = line.colour;
   });
@@ -150,8 +150,8 @@ function showAt(made, at, tipX, tipY) {
   hair.setAttribute("x1", x(here));
   hair.setAttribute("x2", x(here));
   hair.setAttribute("visibility", "visible");
-  const rows = chart.lines.map((line, i) => [line.name, told(chart.unit, line.y[nearest(xs[i], here)])]);
-  showTip(`step ${told("", here)}`, rows, tipX, tipY);
+  const rows = chart.lines.map((line, i) => [line.name, formatValue(chart.unit, line.y[nearest(xs[i], here)])]);
+  showTip(`step ${formatValue("", here)}`, rows, tipX, tipY);
 }
 
 function hideAt(made) {

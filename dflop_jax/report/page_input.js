@@ -1,6 +1,6 @@
 // Wheel, pointer, keys and buttons: they change `view`, show a task's details, follow the pointer.
 
-const LEAST = SPAN / 1e5; // shortest range that can be looked at
+const MIN_RANGE_S = SPAN / 1e5; // shortest visible range
 const tip = document.getElementById("tip");
 const pointers = new Map(); // of a touch: id -> clientX
 let drag = null;
@@ -10,7 +10,7 @@ function zoomed() {
 }
 
 function setView(from, to) {
-  const length = Math.min(SPAN, Math.max(LEAST, to - from));
+  const length = Math.min(SPAN, Math.max(MIN_RANGE_S, to - from));
   view.from = Math.max(0, Math.min(SPAN - length, from));
   view.to = view.from + length;
   root.classList.toggle("zoomed", zoomed());
@@ -65,17 +65,17 @@ function showTask(panel, i, x, y) {
   showTip(title, rows, x, y);
 }
 
-function heldAt(curve, seconds) {
+function bytesAt(curve, seconds) {
   let k = 0;
   while (k + 1 < curve.times_s.length && curve.times_s[k + 1] <= seconds) k++;
   return curve.bytes[k];
 }
 
 function showMemory(panel, seconds, x, y) {
-  const rows = panel.data.memory.map((m) => [m.name, heldAt(m, seconds)]);
+  const rows = panel.data.memory.map((m) => [m.name, bytesAt(m, seconds)]);
   rows.sort((a, b) => b[1] - a[1]);
-  const shown = rows.slice(0, 8).map(([name, held]) => [name, bytes(held)]);
-  if (rows.length > 8) shown.push(["", `and ${rows.length - 8} that hold less`]);
+  const shown = rows.slice(0, 8).map(([name, value]) => [name, bytes(value)]);
+  if (rows.length > 8) shown.push(["", `and ${rows.length - 8} with less memory`]);
   showTip(`memory at ${moment(seconds)}`, shown, x, y);
 }
 
@@ -107,7 +107,7 @@ function press(event, panel) {
   const range = { ...view };
   if (pointers.size === 2) {
     const [a, b] = [...pointers.values()];
-    drag = { kind: "pinch", held: [timeAt(a), timeAt(b)] };
+    drag = { kind: "pinch", times: [timeAt(a), timeAt(b)] };
   } else {
     const kind = event.shiftKey || !zoomed() ? "band" : "move";
     drag = { kind, x: event.clientX, at: timeAt(event.clientX), range, target: event.target, moved: false };
@@ -120,8 +120,8 @@ function move(event, panel) {
   if (drag.kind === "pinch" && pointers.size === 2) {
     const left = panel.plot.getBoundingClientRect().left;
     const [a, b] = [...pointers.values()].map((x) => (x - left) / box.inner);
-    const length = (drag.held[1] - drag.held[0]) / (b - a || 1e-9);
-    if (length > 0) setView(drag.held[0] - a * length, drag.held[0] - a * length + length);
+    const length = (drag.times[1] - drag.times[0]) / (b - a || 1e-9);
+    if (length > 0) setView(drag.times[0] - a * length, drag.times[0] - a * length + length);
     return;
   }
   drag.moved ||= Math.abs(event.clientX - drag.x) > 4;
@@ -158,7 +158,7 @@ function release(event, panel) {
 function wheel(event) {
   const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
   const by = event.deltaMode === 0 ? 1 : 30;
-  // With everything in view there is nothing to zoom out of or to move: the page scrolls.
+  // When everything is visible, zooming out and moving do nothing, so the page scrolls.
   if (!zoomed() && (sideways || event.deltaY > 0)) return;
   event.preventDefault();
   if (sideways) pan((((event.deltaX || event.deltaY) * by) / box.inner));
@@ -178,11 +178,11 @@ function focusTask(panel, i) {
   bar.focus({ preventScroll: false });
 }
 
-/** The task that an arrow key leads to: along its submesh, or the nearest on the next one. */
+/** The task that an arrow key selects: the next of the submesh, or the nearest of the next submesh. */
 function neighbour(panel, i, key) {
   const [row, from, to] = panel.data.tasks[i];
   if (key === "ArrowLeft" || key === "ArrowRight") {
-    return panel.byRow[row][panel.spot[i] + (key === "ArrowRight" ? 1 : -1)];
+    return panel.byRow[row][panel.position[i] + (key === "ArrowRight" ? 1 : -1)];
   }
   const step = key === "ArrowDown" ? 1 : -1, middle = (k) => panel.data.tasks[k][1] + panel.data.tasks[k][2];
   let next = row + step;

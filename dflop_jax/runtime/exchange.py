@@ -45,8 +45,6 @@ class Exchange:
     `sources`: number of features that an input position sums, with weights if above 1.
     `capacity_fraction`: share of a data rank's features that one round can send to one other rank;
     None: an even share.
-    `capacity_fraction`: share of a data rank's features that one round can send to one other rank;
-    None: an even share.
     """
 
     features: jax.ShapeDtypeStruct
@@ -219,7 +217,8 @@ class Exchange:
         ]
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
-        """Send blocks of the source's side to the target's side, as `inputs`; does not wait."""
+        """Send blocks from the source's devices to the target's devices; return them as one array
+        with the shape and sharding of `inputs`. The call does not wait for the transfer."""
         shape = self.inputs.sharding.shard_shape(self.inputs.shape)
         shard_struct = jax.ShapeDtypeStruct(shape, self.inputs.dtype)
         shards: list[Array] = []

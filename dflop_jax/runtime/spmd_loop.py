@@ -346,13 +346,13 @@ def _prepare_params(segment: Segment, params: Params) -> Params:
     data ranks split entry and exit, they are gathered here; layers are gathered before they run."""
     zero_specs = param_zero_specs(segment)
 
-    def mark(part: str, array: Array, zero_spec: ZeroSpec) -> Array:
+    def mark_varying(part: str, array: Array, zero_spec: ZeroSpec) -> Array:
         axes = () if part in segment.stacked else ("stage",)
         if not zero_spec.is_split:  # if split, it already differs along data
             axes = (*axes, "data")
         return lax.pcast(array, axes, to="varying") if axes else array
 
-    marked = {p: jax.tree.map(partial(mark, p), params[p], zero_specs[p]) for p in params}
-    ends = {part: tree for part, tree in marked.items() if part not in segment.stacked}
+    varying = {p: jax.tree.map(partial(mark_varying, p), params[p], zero_specs[p]) for p in params}
+    ends = {part: tree for part, tree in varying.items() if part not in segment.stacked}
     gathered = shards.all_gather(segment.mesh, {part: zero_specs[part] for part in ends}, ends)
-    return {**marked, **gathered}
+    return {**varying, **gathered}

@@ -145,7 +145,7 @@ _constrain_with_gradient.defvjp(
 
 
 @dataclass(frozen=True)
-class TensorDim:
+class TensorParallelDim:
     """The dim of a matrix that tensor parallelism names, split if the degree divides it."""
 
     dim: int
@@ -157,7 +157,7 @@ def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields
     arguments, layer = with_adapter(kind, params), layer_of(module, kind)
     if token_spec(*rows_and_tokens(h), tp) is None:
         return layer(arguments, h, fields)
-    dims = with_adapter(kind, {part: tensor_dims(module, part, tp) for part in params})
+    dims = with_adapter(kind, {part: tensor_parallel_dims(module, part, tp) for part in params})
     closed, out_structs = jax.make_jaxpr(layer, return_shape=True)(arguments, h, fields)
     dim_of_var = dict(zip(closed.jaxpr.invars, jax.tree.leaves(dims, is_leaf=lambda c: c is None)))
     leaves = jax.tree.leaves((arguments, h, fields))
@@ -167,12 +167,14 @@ def _run_layer(module: Module, kind: str, tp: int, params: Tree, h: Tree, fields
 
 
 @lru_cache(maxsize=256)
-def tensor_dims(module: Module, part: str, tp: int) -> Tree:
-    """Return the `TensorDim`, or None, of each parameter of a part (of one layer)."""
+def tensor_parallel_dims(module: Module, part: str, tp: int) -> Tree:
+    """Return the `TensorParallelDim`, or None, of each parameter of a part (of one layer)."""
 
-    def tensor_dim(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> TensorDim | None:
+    def tensor_dim(
+        leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]
+    ) -> TensorParallelDim | None:
         dim, split = (tensor_parallel_dim(leaf.shape, axes, degree) for degree in (1, tp))
-        return None if dim is None else TensorDim(dim, split is not None)
+        return None if dim is None else TensorParallelDim(dim, split is not None)
 
     return jax.tree.map(tensor_dim, part_struct(module, part), logical_axes(module, part))
 
@@ -185,7 +187,11 @@ class _JaxprInterpreter:
     tp: int
 
     def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], dims: dict[Any, TensorDim]
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        dims: dict[Any, TensorParallelDim],
     ) -> list[Any]:
         """Return the jaxpr's outputs; `dims` are those of its matrix inputs."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -210,7 +216,7 @@ class _JaxprInterpreter:
         return [read(v) for v in jaxpr.outvars]
 
     def _product(
-        self, jaxpr: Any, eqn: Any, ins: list[Any], operand_dims: list[TensorDim | None]
+        self, jaxpr: Any, eqn: Any, ins: list[Any], operand_dims: list[TensorParallelDim | None]
     ) -> Array:
         """Multiply an activation by a matrix that tensor parallelism names."""
         side = 0 if operand_dims[0] is None else 1  # index of the activation

@@ -73,7 +73,7 @@ class Batch:
       tokens, longest: tokens and longest piece of each sample, [N].
       n_pieces, first: number of pieces of each sample and the index of its first piece, [N].
       lengths, sample: tokens and sample of each piece, [P].
-      features: content features of the pieces, [features, P].
+      features: amount of each content feature, such as token pairs, in each piece, [features, P].
       content: one number per piece that combines its features, [P]; see `with_content_weights`.
       step: a common divisor of all lengths.
     """

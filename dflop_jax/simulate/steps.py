@@ -49,9 +49,9 @@ _ROUNDING = 1e-9  # makespans with a smaller relative difference count as equal
 
 @dataclass(frozen=True)
 class Noise:
-    """Random deviations of durations from predictions: a log-normal factor of mean 1 for every task
-    and send, whose logarithm has standard deviation `sigma`, drawn from (seed, step). `stragglers`:
-    additional factors for tasks of the named submeshes."""
+    """Random deviations of durations from predictions: every task and send gets a log-normal
+    factor of mean 1, drawn from (seed, step); `sigma` is the standard deviation of its logarithm.
+    `stragglers`: additional factors for tasks of the named submeshes."""
 
     seed: int = 0
     sigma: float = 0.0

@@ -113,7 +113,7 @@ class Redecider:
     def _search_if_changed(
         self, steps_done: int, step_s: Sequence[float]
     ) -> tuple[NewPlan | None, str]:
-        """Search if the samples have changed; return a plan that saves time, and a message."""
+        """Search if samples have changed; return a plan that saves time or None, and why."""
         context, restart_s = self._run.context, self._run.start_s
         config = context.config
         n = -(-config.plan.profile_samples // config.train.global_batch)

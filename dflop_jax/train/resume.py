@@ -216,10 +216,10 @@ def find_checkpoint(
         except (CorruptCheckpoint, OtherVersion) as e:
             why = DAMAGED if isinstance(e, CorruptCheckpoint) else OTHER_VERSION
             error = UnreadableCheckpoint(step, why, str(e))
-        worst = gather_unreadable(peers, f"{key}/{step}", error)
-        if worst is None:
+        first = agree_on_unreadable(peers, f"{key}/{step}", error)
+        if first is None:
             return opened
-        unreadable.append(worst)
+        unreadable.append(first)
     if not unreadable:
         return None
     if any(u.why == OTHER_VERSION for u in unreadable):
@@ -230,17 +230,17 @@ def find_checkpoint(
     raise ValueError(f"{folder}: no checkpoint is complete; start again with --overwrite")
 
 
-def gather_unreadable(
+def agree_on_unreadable(
     peers: ProcessGroup, key: str, error: UnreadableCheckpoint | None
 ) -> UnreadableCheckpoint | None:
     """Return the error of the first process that has one, on every process; process 0 logs it."""
-    worst = next(filter(None, peers.all_gather(key, error, UnreadableCheckpoint | None)), None)
-    if worst and peers.is_primary:
-        is_damaged = worst.why == DAMAGED
+    first = next(filter(None, peers.all_gather(key, error, UnreadableCheckpoint | None)), None)
+    if first and peers.is_primary:
+        is_damaged = first.why == DAMAGED
         problem = "damaged" if is_damaged else "of another version of this program"
         text = "checkpoint of step %d is %s, using an older one: %s"
-        log.warning(text, worst.step, problem, worst.error)
-    return worst
+        log.warning(text, first.step, problem, first.error)
+    return first
 
 
 def restore(
@@ -261,8 +261,8 @@ def restore(
             break
         except CorruptCheckpoint as e:  # raised on every process
             error = UnreadableCheckpoint(state.step, DAMAGED, str(e))
-            worst = gather_unreadable(peers, f"damaged/{state.step}", error)
-            unreadable.append(worst or error)
+            first = agree_on_unreadable(peers, f"damaged/{state.step}", error)
+            unreadable.append(first or error)
             older = find_checkpoint(saver.store.root, peers, unreadable)
             assert older is not None, "find_checkpoint raises where none is left"
             checkpoint = older

@@ -187,7 +187,7 @@ class RunContext:
 
     @property
     def trained(self) -> TrainedParts:
-        """The parts of the model that train, and their learning rates."""
+        """The parts of the model that are trained, and their learning rates."""
         return find_trained_parts(self.config.train, self.model)
 
     def source(self, split: str = "train") -> Source:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dflop_jax.data.media.kind import IMAGE, Kind, with_keys
-from dflop_jax.data.media.video import Clip, clip_header
+from dflop_jax.data.media.video import ClipHeader, clip_header
 from models.processors import IMAGENET_MEAN, IMAGENET_STD
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -32,10 +32,10 @@ def count_frames(path, most: int) -> int:
     return min(most, clip_header(path)["frames"])
 
 
-def clip_of(path) -> Clip:
+def clip_of(path) -> ClipHeader:
     """What a clip's header says."""
     header = clip_header(path)
-    return Clip(*(header[name] for name in Clip._fields))
+    return ClipHeader(*(header[name] for name in ClipHeader._fields))
 
 
 def upright(path: Path) -> Image.Image:

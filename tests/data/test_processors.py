@@ -15,7 +15,7 @@ from dflop_jax.data.datasets.mixture import MixtureEntry
 from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
 from dflop_jax.data.media.fitted import FORM, Fitted, fitted_blocks
 from dflop_jax.data.media.tiles import DynamicTiling, between_frames
-from dflop_jax.data.media.video import Clip
+from dflop_jax.data.media.video import ClipHeader
 from dflop_jax.data.text.chat import ChatTokenizer
 from tests.data.media_cases import made_dataset
 from tests.data.text.test_chat import SPECIAL, write
@@ -98,7 +98,7 @@ def test_sizes_equal_the_published_function():
 
 @pytest.mark.parametrize("total", [1, 5, 32, 33, 900])
 def test_frames_of_a_clip(total):
-    clip = Clip(640, 360, total, 30000, 1001)
+    clip = ClipHeader(640, 360, total, 30000, 1001)
     layout = Fitted(merge=3, frames=1, max_frames=32).clip(clip)
     metadata = VideoMetadata(total_num_frames=total, fps=30000 / 1001)
     want = default_sample_indices_fn(metadata, num_frames=min(32, total))

@@ -57,10 +57,10 @@ def samples_of(path):
     return [source.sample(i) for i in range(len(source))]
 
 
-def test_an_embedded_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
+def test_a_built_in_clip_is_written_as_a_strip_and_a_moving_picture(tmp_path):
     latents = draw_clips("", 4, 0, "train", 48)[1].read()
     frames = latents_to_frames(latents, 4)
-    strip, moving = write_clip(tmp_path, latents, embedded=True)[1:]
+    strip, moving = write_clip(tmp_path, latents, is_built_in=True)[1:]
     side = frames.shape[1]
     with Image.open(strip) as image:
         pixels = np.asarray(image)[:: image.height // side, :: image.height // side]

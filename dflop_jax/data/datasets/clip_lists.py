@@ -1,8 +1,8 @@
-"""Lists of clips: precomputed latents in files, or the embedded moving scenes.
+"""Lists of clips: precomputed latents in files, or the built-in moving scenes.
 
 A list of files is JSON: records {"caption": TEXT, "latents": FILE, "split": "train" or "eval"}. A
 file is .npy or .safetensors (with the tensor "latents" or one tensor alone) of shape [channels,
-time, rows, columns]. An embedded clip shows two shapes that cross a small picture; its caption
+time, rows, columns]. A built-in clip shows two shapes that cross a small picture; its caption
 names the shapes and their directions. An invertible transform turns the pixels of each block into
 the channels of a latent. Held-out pairs of shapes are never trained on.
 """
@@ -165,7 +165,7 @@ def block_side(channels: int) -> int:
     side = round((channels / 3) ** 0.5)
     if 3 * side**2 != channels or SIDE_PX % max(side, 1):
         raise ValueError(
-            f"the embedded clips have 3 * k**2 channels, k a divisor of {SIDE_PX}, not {channels}; "
+            f"the built-in clips have 3 * k**2 channels, k a divisor of {SIDE_PX}, not {channels}; "
             "choose a model with 48, or give a list of latents as data.path"
         )
     return side

@@ -1,4 +1,4 @@
-"""The embedded dataset: scenes of coloured shapes, drawn by code, with questions about them.
+"""The built-in dataset: scenes of coloured shapes, drawn by code, with questions about them.
 
 Sample i of a seed is always the same. Nothing is downloaded. Answers are one word and need the
 pixels, except in text-only samples. Sizes are heavy-tailed like real data: pictures of 1 to 10
@@ -300,7 +300,7 @@ class SceneSource:
         self._preparation = preparation = spec.prepared(self._limits, tokenizer)
         picture_medium: Any = preparation.get(module_of(preparation, IMAGE.name))
         if picture_medium is None:
-            raise ValueError("the embedded scenes need a model that takes pictures; give data.path")
+            raise ValueError("the built-in scenes need a model that takes pictures; give data.path")
         self._unit_px = picture_medium.unit_px
         self._drawn: dict[int, DrawnScene] = {}
         self._lock = Lock()

@@ -18,7 +18,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data.media.kind import Columns
 from dflop_jax.data.media.medium import DecodedMedium, Facts, Form, Grid, integer_facts
 from dflop_jax.data.media.native import ClipLayout, Native, NativeMedium, cached_encode
-from dflop_jax.data.media.video import Clip
+from dflop_jax.data.media.video import ClipHeader
 from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
 
@@ -42,7 +42,7 @@ class Fitted(Native):
         rows, cols = np.array(blocks, np.int64).reshape(-1, 2).T
         return rows, cols
 
-    def clip(self, clip: Clip) -> ClipLayout:
+    def clip(self, clip: ClipHeader) -> ClipLayout:
         """Return `max_frames` frames at equal steps from the first, or all if there are fewer."""
         n = min(self.max_frames, clip.total)
         frames = tuple(clip.first + i * clip.total // n for i in range(n))

@@ -19,7 +19,7 @@ import numpy as np
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.audio import count_samples, read_sound
 from dflop_jax.data.media.pictures import picture_size, read_picture
-from dflop_jax.data.media.video import Clip, Frames, clip_header, read_frames, read_numbered
+from dflop_jax.data.media.video import ClipHeader, Frames, clip_header, read_frames, read_numbered
 
 Header = Mapping[str, int]
 Columns = Mapping[str, np.ndarray]  # headers of n media, each [n]
@@ -72,7 +72,7 @@ VIDEO = Kind(
     name="video",
     noun="clip",
     verb="sees",
-    columns={"frames": np.int32, **dict.fromkeys(Clip._fields, np.int32), "fps": np.int64},
+    columns={"frames": np.int32, **dict.fromkeys(ClipHeader._fields, np.int32), "fps": np.int64},
     header=clip_header,
     opened=lambda source: Frames(partial(read_frames, source), partial(read_numbered, source)),
     described=lambda h: f"a clip of {h['total']} frames of {h['width']}x{h['height']} pixels",

@@ -30,7 +30,7 @@ from dflop_jax.data.media.medium import (
 )
 from dflop_jax.data.media.pictures import BICUBIC
 from dflop_jax.data.media.token_sources import copied_sources
-from dflop_jax.data.media.video import Clip
+from dflop_jax.data.media.video import ClipHeader
 from dflop_jax.data.text.chat import AnyTokenizer, ChatTokenizer
 
 MAX_RATIO = 200  # maximum ratio of a picture's sides
@@ -123,7 +123,7 @@ class Native:
         rows, cols = np.where(pixels > high, smaller, np.where(pixels < low, larger, blocks))
         return np.where(is_thin, 0, rows), np.where(is_thin, 0, cols)
 
-    def clip(self, clip: Clip) -> ClipLayout | None:
+    def clip(self, clip: ClipHeader) -> ClipLayout | None:
         """Return the sampled frames of a clip; None: it has too few frames or is too thin."""
         rate = clip.rate_num / clip.rate_den
         n = self._frame_count(clip)
@@ -136,7 +136,7 @@ class Native:
         pairs = zip(frames[:: self.frames], frames[self.frames - 1 :: self.frames], strict=True)
         return ClipLayout(tuple(frames), tuple((a / rate + b / rate) / 2 for a, b in pairs), grid)
 
-    def _frame_count(self, clip: Clip) -> int:
+    def _frame_count(self, clip: ClipHeader) -> int:
         """Return the number of sampled frames; 0 if the clip has fewer than its record requests."""
         pair, seconds = self.frames, clip.total * clip.rate_den / clip.rate_num
         if clip.nframes:
@@ -152,7 +152,7 @@ class Native:
         wanted = int(clip.total / (clip.rate_num / clip.rate_den) * self.frames_per_s)
         return min(max(wanted, self.min_frames), self.max_frames, clip.total)
 
-    def _clip_grid(self, n: int, clip: Clip) -> Grid | None:
+    def _clip_grid(self, n: int, clip: ClipHeader) -> Grid | None:
         """Return the patch grid of each of n frames; None: the frames are too thin."""
         px, width, height = self.block_px, clip.width, clip.height
         if clip.min_pixels or clip.max_pixels or clip.total_pixels or clip.resized_width:
@@ -260,12 +260,12 @@ class NativeMedium(Medium):
             rows, cols = self.native.blocks(headers)
             tokens = rows * cols
             return MediaCounts(rows > 0, np.ones(len(rows), np.int64), tokens, longest=tokens)
-        clips = zip(*(headers[name].tolist() for name in Clip._fields))
-        counts = [self._clip_counts(Clip(*facts)) for facts in clips]
+        clips = zip(*(headers[name].tolist() for name in ClipHeader._fields))
+        counts = [self._clip_counts(ClipHeader(*facts)) for facts in clips]
         usable, n_pieces, tokens, between = np.array(counts, np.int64).reshape(-1, 4).T
         return MediaCounts(usable > 0, n_pieces, tokens, between, tokens // np.maximum(n_pieces, 1))
 
-    def _clip_counts(self, clip: Clip) -> tuple[int, int, int, int]:
+    def _clip_counts(self, clip: ClipHeader) -> tuple[int, int, int, int]:
         """Return (usable, pairs of frames, tokens of pairs, tokens of time stamps)."""
         layout = self.native.clip(clip)
         if layout is None:
@@ -275,7 +275,7 @@ class NativeMedium(Medium):
         return 1, n_pairs, n_pairs * self.native.tokens(layout.grid), text
 
     def _layout(self, header: Header) -> ClipLayout:
-        layout = self.native.clip(Clip(*(header[name] for name in Clip._fields)))
+        layout = self.native.clip(ClipHeader(*(header[name] for name in ClipHeader._fields)))
         assert layout is not None, f"an unusable clip: {header}"
         return layout
 

@@ -34,7 +34,7 @@ MAX_RATE_DEN = 10_000  # maximum denominator of a computed rate, so that it fits
 logger = logging.getLogger("dflop_jax.data")
 
 
-class Clip(NamedTuple):
+class ClipHeader(NamedTuple):
     """Header of a clip, and keys of its record (see `kind.with_keys`), 0 if not set."""
 
     width: int  # of an upright frame
@@ -94,7 +94,10 @@ def read_frames(
 ) -> np.ndarray:
     """Return `n_frames` upright RGB frames, each passed to `convert`, stacked: the frames displayed
     in the middles of equal parts of the clip, or of its `total` frames from `first`. If it breaks
-    off, the last good frame is repeated and a warning logged; ValueError if that is over half."""
+    off, the last good frame replaces the missing ones and a warning is logged.
+
+    Raises:
+      ValueError: more than half of the frames are missing."""
     with open_container(path, "video") as container:
         clip, start_s = _scan_clip(container)
     part_s = (total or clip.total) * clip.frame_s / n_frames
@@ -166,7 +169,7 @@ def _frames_at(
         raise error
 
 
-def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
+def _scan_clip(container: InputContainer) -> tuple[ClipHeader, float]:
     """Return a clip and the time of its first frame in seconds. The header of an MP4 is used if its
     frame count, duration and rate agree, so that no edit list hides frames. Other headers are only
     estimates, so the packets are counted without decoding."""
@@ -207,7 +210,7 @@ def _scan_clip(container: InputContainer) -> tuple[Clip, float]:
     check_duration(float(total / rate))
     if first is not None and _orientation(first)[0]:
         sides = sides[::-1]
-    clip = Clip(*sides, min(total, MAX_CLIP_FRAMES), rate.numerator, rate.denominator)
+    clip = ClipHeader(*sides, min(total, MAX_CLIP_FRAMES), rate.numerator, rate.denominator)
     return clip, float(start * tick_s)
 
 

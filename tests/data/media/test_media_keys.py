@@ -14,7 +14,7 @@ from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.media.kind import VIDEO, with_keys
 from dflop_jax.data.media.native import Native
 from dflop_jax.data.media.pictures import frame_tile
-from dflop_jax.data.media.video import Clip, read_numbered
+from dflop_jax.data.media.video import ClipHeader, read_numbered
 from tests.data.media.test_native import dataset
 from tests.data.media_cases import noise, picture_header, with_columns, write_clip
 from tests.verify.folders import load
@@ -47,7 +47,7 @@ def test_keys_of_a_picture_say_its_size():
 def test_keys_of_a_clip_say_its_frames_and_size():
     rng = np.random.default_rng(0)
     native = Native()
-    file = {**Clip(640, 360, 300, 10, 1)._asdict(), "frames": 60}
+    file = {**ClipHeader(640, 360, 300, 10, 1)._asdict(), "frames": 60}
     for keys, frames in [
         ({}, np.linspace(0, 299, 60)),
         ({"fps": 1}, np.linspace(0, 299, 30)),
@@ -62,16 +62,16 @@ def test_keys_of_a_clip_say_its_frames_and_size():
         ({"video_start": 0, "video_end": 0.19, "nframes": 2}, [0, 1]),
     ]:
         header = with_keys(file, keys)
-        layout = native.clip(Clip(*(header[name] for name in Clip._fields)))
+        layout = native.clip(ClipHeader(*(header[name] for name in ClipHeader._fields)))
         assert layout.frames == tuple(np.round(frames).astype(int)), keys
         pairs = np.reshape(layout.frames, (-1, 2)).mean(axis=1)
         np.testing.assert_allclose(layout.seconds, pairs / 10)
     assert with_keys(file, {"video_start": 10, "video_end": 20})["frames"] == 21
-    assert native.clip(Clip(640, 360, 7, 10, 1, nframes=8)) is None
+    assert native.clip(ClipHeader(640, 360, 7, 10, 1, nframes=8)) is None
     for _ in range(200):
         width, height, n = (int(k) for k in rng.integers([40, 40, 2], [2000, 2000, 80]))
         low, high, total = (int(x) for x in np.exp(rng.uniform([8, 13, 14], [13, 16, 18])))
-        clip = Clip(width, height, 2 * n, 10, 1, nframes=2 * (n // 2))
+        clip = ClipHeader(width, height, 2 * n, 10, 1, nframes=2 * (n // 2))
         most = max(min(768 * 1024, 115_200 * 1024 / clip.nframes * 2), int(128 * 1024 * 1.05))
         of_all = max(min(768 * 1024, total / clip.nframes * 2), int(low * 1.05))
         for keys, limits in [
@@ -86,7 +86,7 @@ def test_keys_of_a_clip_say_its_frames_and_size():
 
 
 def test_keys_that_cannot_be():
-    header = with_columns(VIDEO, **Clip(64, 48, 50, 10, 1)._asdict())
+    header = with_columns(VIDEO, **ClipHeader(64, 48, 50, 10, 1)._asdict())
     for keys, why in [
         ({"fps": 0}, "its fps is 0, which is not a valid number"),
         ({"nframes": 2.5}, "its nframes is 2.5"),

@@ -21,7 +21,7 @@ from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.media.kind import IMAGE
 from dflop_jax.data.media.native import Native
 from dflop_jax.data.media.pictures import picture_size, read_picture
-from dflop_jax.data.media.video import Clip, read_numbered
+from dflop_jax.data.media.video import ClipHeader, read_numbered
 from tests.data.media.test_video import write_long
 from tests.data.media_cases import (
     clip_of,
@@ -111,7 +111,7 @@ def test_clips_are_seen_as_published(published, of_clips):
         num, den = [(30, 1), (30000, 1001), (3, 1), (60, 1), (12, 5)][rng.integers(5)]
         low, most = plain.min_clip_pixels, int(rng.integers(140_000, 5_000_000))
         native = replace(plain, max_clip_pixels=most)
-        layout = native.clip(Clip(width, height, total, num, den))
+        layout = native.clip(ClipHeader(width, height, total, num, den))
         facts = SimpleNamespace(total_num_frames=total, fps=num / den)
         sampled = published.clips.Qwen3VLVideoProcessor.sample_frames(
             own, facts, num_frames=plain.num_frames or None

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule
+from dflop_jax.records import NO_GROUP, Group, Plan, Prices, Schedule
 from dflop_jax.schedule.balance_problem import ITEMS_PER_WORK, ROUNDING, Budget
 from dflop_jax.simulate.numbered_tasks import (
     StepTasks,
@@ -69,14 +69,26 @@ def order_problem(
     sent = task_sends(plan.layout, schedule, graph, prices)
     tasks = number_tasks(plan, graph, schedule.groups, seconds, sent)
     limit = tuple(map(max, tasks.max_live, peak_in_flight(tasks, order)))
-    # The tasks of each group by segment; by module, and by module and direction.
-    numbers: dict[tuple[str, str], dict[int, list[int]]] = {}
+    return replace(tasks, max_live=limit, interchangeable=_equal_units(graph, schedule.groups))
+
+
+def _equal_units(graph: StepGraph, groups: Sequence[Group]) -> tuple[np.ndarray, ...]:
+    """Return arrays [units, tasks] of units with tasks of the same segments and directions. A unit
+    is a group's tasks of one direction, or all tasks of the groups that feed one last group."""
+    last = list(range(len(groups)))
+    for i in reversed(last):
+        last[i] = max((last[f] for f in groups[i].feeds), default=i)
+    by_group: dict[tuple[int, str], list[int]] = {}
+    by_last: dict[int, list[int]] = {}
     for i, t in enumerate(graph.tasks):
-        for direction_key in ("", t.direction) if t.group != NO_GROUP else ():
-            by_group = numbers.setdefault((schedule.groups[t.group].module, direction_key), {})
-            by_group.setdefault(t.group, []).append(i)
-    equal_tasks = tuple(np.array([*g.values()]) for g in numbers.values() if len(g) > 1)
-    return replace(tasks, max_live=limit, interchangeable=equal_tasks)
+        if t.group != NO_GROUP:
+            by_group.setdefault((t.group, t.direction), []).append(i)
+            by_last.setdefault(last[t.group], []).append(i)
+    units_of: dict[tuple[tuple[str, str], ...], dict[tuple[int, ...], None]] = {}
+    for unit in (*by_last.values(), *by_group.values()):
+        kind = tuple((graph.tasks[i].segment, graph.tasks[i].direction) for i in unit)
+        units_of.setdefault(kind, {})[tuple(unit)] = None
+    return tuple(np.array([*units]) for units in units_of.values() if len(units) > 1)
 
 
 def search_order(problem: StepTasks, order: Sequence[int], budget: Budget, seed: int) -> TimedOrder:
@@ -103,16 +115,20 @@ def _min_work(n: int) -> float:
 
 
 def _initial_orders(problem: StepTasks, budget: Budget) -> Iterator[TimedOrder]:
-    """Yield list schedules by longest tail and by the mean of earliest and latest start, each with
-    one queue per resource and with two."""
-    tails = earliest_starts(problem.mirrored)
-    longest = [-tail - ticks for tail, ticks in zip(tails, problem.ticks)]
-    middle = [head + tail for head, tail in zip(earliest_starts(problem), longest)]
-    for keys, alternate in ((longest, False), (middle, True), (longest, True), (middle, False)):
+    """Yield list schedules by longest tail, by longest head backward in time, and by the mean of
+    earliest and latest start with two queues per resource."""
+    heads, tails = earliest_starts(problem), earliest_starts(problem.mirrored)
+    by_tail = [-tail - ticks for tail, ticks in zip(tails, problem.ticks)]
+    by_head = [-head - ticks for head, ticks in zip(heads, problem.ticks)]
+    by_middle = [head + key for head, key in zip(heads, by_tail)]
+    for make_order in (
+        lambda: list_schedule(problem, by_tail),
+        lambda: list_schedule(problem.mirrored, by_head)[::-1],
+        lambda: list_schedule(problem, by_middle, alternate=True),
+    ):
         if not budget.is_spent:
             budget.spend(problem.n_tasks / ITEMS_PER_WORK)
-            order = list_schedule(problem, keys, alternate=alternate)
-            yield from _forward_backward(problem, order, budget)
+            yield from _forward_backward(problem, make_order(), budget)
 
 
 def _perturbed_orders(
@@ -140,13 +156,18 @@ def _perturbed_orders(
 
 def _forward_backward(problem: StepTasks, order: list[int], budget: Budget) -> Iterator[TimedOrder]:
     """Yield an order and its forward-backward improvements (list scheduling backward in time by its
-    ends, then forward by the resulting starts) while the makespan decreases."""
+    ends, then forward by the resulting starts) while the makespan decreases. Tasks of an order made
+    backward in time run as late as possible, so that resources may wait for longer tasks."""
     makespan = start_ticks(problem, order)[1]
     while problem.is_within_limits(order):
         yield order, makespan
         if budget.is_spent:
             return
-        order = backward_list_schedule(problem, backward_list_schedule(problem.mirrored, order))
+        mirrored = backward_list_schedule(problem.mirrored, order)
+        backward = mirrored[::-1]
+        if problem.is_within_limits(backward):
+            yield backward, start_ticks(problem, backward)[1]
+        order = backward_list_schedule(problem, mirrored)
         budget.spend(2 * problem.n_tasks / ITEMS_PER_WORK)
         previous, makespan = makespan, start_ticks(problem, order)[1]
         if makespan >= previous:

@@ -23,7 +23,7 @@ from dflop_jax.simulate.numbered_tasks import (
 from dflop_jax.simulate.steps import simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import in_flight_limit, step_graph
 from dflop_jax.simulate.task_order import check_order, peak_groups_in_flight
-from tests.simulate.cases import batch, chain, graph, names, prices, random_case
+from tests.simulate.cases import ONE, TWO, batch, chain, graph, names, prices, random_case
 
 
 def least_makespan(problem):
@@ -154,6 +154,26 @@ def tiny(rng):
     }
     sends = {("a1", "b0", FORWARD): 0.2} if rng.random() < 0.5 else {}
     return plan, schedule, prices(plan, seconds, sends), names(plan)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_order_search_waits_for_a_fast_end(seed):
+    """A group without an encoder's features can start at once, but the step ends sooner if it is
+    last. Unlike groups, few units of work."""
+    rng = np.random.default_rng(seed)
+    plan = graph("a", "b", edges=["ab"])
+    n = int(rng.integers(3, 5))
+    schedule = batch(
+        plan, {"a": n - 1, "b": n}, shapes=[(ONE, TWO)[k] for k in rng.integers(2, size=n)]
+    )
+    seconds = {("a0", FORWARD): 0.2, ("a0", BACKWARD): 0.5, ("b0", BACKWARD): 1.0}
+    seconds = {
+        (*k, x): s * f * rng.lognormal(0, 0.1)
+        for k, s in seconds.items()
+        for x, f in ((ONE, 1.0), (TWO, 1.9))
+    }
+    _, _, problem, order = numbered(plan, schedule, prices(plan, seconds), names(plan))
+    assert search_order(problem, order, Budget(30), seed)[1] == least_makespan(problem)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -30,6 +30,7 @@ _ABOVE_0 = Meta(gt=0, description="a finite number above 0")
 _FROM_0 = Meta(ge=0, description="a finite number, 0 or above")
 PosInt = Annotated[int, Meta(ge=1, description="at least 1")]
 UInt = Annotated[int, _FROM_0]
+UIntOrAuto = Annotated[int, Meta(ge=-1, description="at least -1")]
 PosFloat = Annotated[float, _ABOVE_0]
 UFloat = Annotated[float, _FROM_0]
 Fraction = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
@@ -154,6 +155,11 @@ class PlanConfig:
         3,
         "best plans whose programs are timed, to choose one and to schedule batches (1: time only "
         "the best plan; 0: choose and schedule by the profile)",
+    )
+    trials: UIntOrAuto = option(
+        -1,
+        "steps trained under the best plan of each policy of auto, to choose one; 0: choose by "
+        "predicted seconds; -1: 8 in a run of at least 200 steps, else 0",
     )
     profile_samples: PosInt = option(2000, "samples whose shapes are read for the data profile")
     redecide_every: UInt = option(

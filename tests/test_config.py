@@ -116,6 +116,7 @@ BOUNDS = {
     "at least 1": (["1"], ["0", "-3"]),
     "a finite number above 0": (["0.5"], ["0", "-1", "inf", "nan"]),
     "a finite number, 0 or above": (["0", "7"], ["-1"]),
+    "at least -1": (["-1", "0", "8"], ["-2"]),
     "a number from 0 to 1": (["0", "1"], ["-0.1", "1.5", "nan", "inf"]),
     "a number from 0 to below 1": (["0", "0.5"], ["-0.1", "1.0", "nan", "inf"]),
 }

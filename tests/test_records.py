@@ -42,6 +42,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
     Trace,
+    TrialResult,
     first_piece_numbers,
     from_json,
     piece_tokens,
@@ -59,7 +60,9 @@ TAP = Edge("vision", "llm", "deep", "inner", leaves=2, enters=3)
 BUCKET = Bucket.from_shapes({"vision": Shape(8, 16), "llm": Shape(1, 64)})
 BUCKETS = BUCKET, Bucket.from_shapes({"llm": Shape(2, 32)})
 LAYOUT = Layout((ENC, DEC), (VISION, LLM), BUCKETS, (EDGE,), group_size=2)
-PLAN = Plan("dflop", LAYOUT, predicted=Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}, chosen_by_s=0.2))
+TRIAL = TrialResult("orch", 0.2, 0.3, 0.25, 6, "chosen: the fastest")
+PREDICTED = Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}, chosen_by_s=0.2)
+PLAN = Plan("dflop", LAYOUT, predicted=PREDICTED, trials=(TRIAL,))
 DATA = DataProfile("here", 7, (Load({"llm": (3,)}), Load({"vision": (16, 16), "llm": (14,)})))
 MODEL = ModelProfile(
     "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 7.0, {"pair": 1e-9}),),
@@ -77,8 +80,8 @@ HARDWARE = Hardware("x", "sm_90", 1e15, 5e14, 8e10, 3e12, 8, 4e11, 2e-6, 5e10, 4
 EXAMPLES = [
     LINK, HARDWARE, dataclasses.replace(MODEL, hardware=HARDWARE, computed=True),
     Load({"vision": (16, 16), "llm": (9,)}, {"llm": ((45, 120),)}, {"vision": (2,)}),
-    DATA, SHAPE, BUCKET, DEC, DEC.shape, LLM, EDGE, LAYOUT, PLAN.scheduling, PLAN, PLAN.predicted,
-    TILES, SCHEDULE, Schedule(0, ()), TILES.pieces, PROGRAM,
+    DATA, SHAPE, BUCKET, DEC, DEC.shape, LLM, EDGE, LAYOUT, PLAN.scheduling, PLAN, PREDICTED,
+    TRIAL, TILES, SCHEDULE, Schedule(0, ()), TILES.pieces, PROGRAM,
     SendId("vision", "llm", SHAPE, "forward"), Price(1.0, (1e-9,)), ParamDims((8, 16), 1),
     ExchangeCapacity("vision", "llm", SHAPE, SHAPE, 0.5), ResidualBytes("llm", SHAPE, 2e9, 1e9),
     PriceList.from_prices(Prices({PROGRAM: Price(1.0)}, {Task("llm", NO_GROUP, "reduce"): 0.5})),

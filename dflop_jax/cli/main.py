@@ -63,7 +63,8 @@ OTHER_TRAINERS_FLAGS = {
     "gradient_checkpointing": "--train.remat",
     "max_length": "--data.max_tokens",
     "lora_r": "--train.lora_rank",
-    "hang_least_s": "--distributed.hang_min_s",  # our own former name
+    "hang_least_s": "--distributed.hang_min_s",  # our own former names
+    "finalists": "--plan.trials",
 }
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad input (one line has the mistake and the remedy), "

@@ -28,6 +28,9 @@ _GRANULARITIES = (0.6, 1.0, 1.6)
 # Another policy is screened up to this ratio of its makespan to the best one, with one bucket each;
 # a larger ratio takes more planning time but misses fewer good plans.
 _MAX_POLICY_RATIO = 1.2
+# Steps of a policy may be predicted too long, relative to another one's, by up to this factor: in
+# `make demo` (two processes, 2026-11) dip took 1.50, orch 1.39 and dflop 1.11 times the predicted.
+PREDICTION_ERROR = 1.35
 # Number of candidates, and of placements, that get chosen buckets besides the first of each other
 # policy, by effort; each takes about 1 s. The "quick" number of candidates also solves the integer
 # program of shapes, 1 to 2 s each.
@@ -50,7 +53,8 @@ def refine_candidates(
     close = [_with_smaller_buckets(evaluator, c) for c in _close_candidates(search, ranked)]
     screened = screen(evaluator, close)
     n_sized = _N_SIZED[evaluator.config.effort]
-    firsts = {one.policy: one for one in reversed(close_to_best(screened))}
+    sizable = screened if evaluator.context.spec.max_alternatives else close_to_best(screened)
+    firsts = {one.policy: one for one in reversed(sizable)}
     leading = [*screened[:n_sized], *first_per_placement(screened)[:n_sized], *firsts.values()]
     for one in {id(one): one for one in leading}.values():
         if one.ranked_plan.layout != one.plan.layout:
@@ -78,7 +82,8 @@ def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> l
     max_s = CLOSE_RATIO * best_s
     close = [r for i, r in enumerate(ranked) if i < n or r.lower_bound_s <= max_s][:MAX_CLOSE]
     other_policies = sorted(search.policies - {r.policy for r in close})
-    max_s = _MAX_POLICY_RATIO * best_s
+    has_trials = search.context.spec.max_alternatives > 0
+    max_s = best_s * (PREDICTION_ERROR if has_trials else _MAX_POLICY_RATIO)
     return close + [c for p in other_policies for c in search.screen_policy(p, max_s)]
 
 

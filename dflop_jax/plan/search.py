@@ -9,7 +9,7 @@ programs of the fastest plans are timed, and the fastest plan is chosen by them 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.explain import explain_no_fit
 from dflop_jax.plan.module_tables import SearchContext, module_volume
-from dflop_jax.plan.refine_buckets import refine_candidates
+from dflop_jax.plan.refine_buckets import PREDICTION_ERROR, refine_candidates
 from dflop_jax.plan.search_spec import SearchSpec, with_limits
 from dflop_jax.plan.space import allowed_baselines
 from dflop_jax.plan.time_plans import TimePlan, TimingSession, TryStep
@@ -41,6 +41,9 @@ class SearchResult:
     """The chosen plan and statistics of the search."""
 
     plan: Plan
+    # The best plans of other policies, fastest first, that may be faster than `plan`: their
+    # predicted step is up to `PREDICTION_ERROR` times as long.
+    alternatives: tuple[Plan, ...]
     candidates: tuple[Candidate, ...]  # the best placements, sorted by makespan with one bucket
     n_placements: int  # in the space
     n_candidates: int  # (placement, granularity) pairs
@@ -81,7 +84,7 @@ def search_plan(
     ranked = search.rank_placements(on_progress)
     if not ranked:
         raise ValueError(explain_no_fit(context, *search.smallest_candidate()))
-    plan, n_timed = ranked[0].plan, 0
+    plan, n_timed, alternatives = ranked[0].plan, 0, list[Plan]()
     if context.spec.refine:
         plans = refine_candidates(search, ranked, data.tail)
         if time_plan:
@@ -89,8 +92,10 @@ def search_plan(
             plan, n_timed = session.choose(plans, context.spec.config.finalists), session.n_timed
         else:
             plan = evaluator.evaluate(plans[0], plans[0].predicted.makespan_s)
+        alternatives = find_alternatives(evaluator, plan, plans)
     return SearchResult(
         plan,
+        tuple(alternatives),
         tuple(c.with_predictions(evaluator) for c in first_per_placement(ranked)),
         search.n_placements,
         search.n_candidates,
@@ -99,6 +104,20 @@ def search_plan(
         n_timed,
         context.spec.limits,
     )
+
+
+def find_alternatives(
+    evaluator: PlanEvaluator, plan: Plan, ranked_plans: Sequence[Plan]
+) -> list[Plan]:
+    """Return the best plans of other policies that may be faster than `plan`, fastest first."""
+    firsts: dict[str, Plan] = {plan.policy: plan}
+    max_s = PREDICTION_ERROR * plan.predicted.chosen_by_s
+    for other in ranked_plans if evaluator.context.spec.max_alternatives else ():
+        if other.policy not in firsts and evaluator.fits(other):
+            firsts[other.policy] = evaluator.evaluate(other, other.predicted.makespan_s)
+    others = [p for p in firsts.values() if p is not plan and p.predicted.makespan_s <= max_s]
+    others.sort(key=lambda p: p.predicted.makespan_s)
+    return others[: evaluator.context.spec.max_alternatives]
 
 
 def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> PlanEvaluator:

@@ -42,6 +42,7 @@ class SearchSpec:
     allowed: Callable[[SubmeshPlan], bool] = lambda _: True  # can the devices form a submesh?
     n_shown: int = 3  # minimum number of placements in `SearchResult.candidates`
     refine: bool = True  # fit the buckets to the data; False: the ranked plan's one bucket
+    max_alternatives: int = 0  # plans of other policies in `SearchResult.alternatives`
 
     def __post_init__(self) -> None:
         if self.n_devices < 1 or self.global_batch < 1:

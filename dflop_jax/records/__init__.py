@@ -38,6 +38,7 @@ from dflop_jax.records.plan import (
     ResidualBytes,
     Scheduling,
     SegmentPlan,
+    TrialResult,
     Zero,
     with_remat,
 )

@@ -156,6 +156,18 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class TrialResult:
+    """Step times of a plan that a run trained a few steps under, to choose between plans."""
+
+    policy: str
+    predicted_s: float  # by the profile, before any step
+    measured_s: float  # median of its steps; 0: not measured
+    calibrated_s: float  # of the batches that all plans are compared on; 0: not measured
+    n_steps: int  # measured steps
+    outcome: str  # whether it was chosen, and why
+
+
+@dataclass(frozen=True)
 class Layout:
     """The part of a plan that determines its compiled programs: equal layouts share programs."""
 
@@ -329,6 +341,7 @@ class Plan:
     layout: Layout
     scheduling: Scheduling = Scheduling()
     predicted: Predicted = Predicted()
+    trials: tuple[TrialResult, ...] = ()  # of the run that chose this plan, if it tried several
 
     def with_layout(self, **changes: Any) -> Plan:
         """Return the plan with some fields of its layout changed."""

@@ -25,7 +25,7 @@ from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.number_format import number
 from dflop_jax.report.panels import Panel, ink_on, legend_entries
 from dflop_jax.report.reader import RunRecord
-from dflop_jax.report.summary import bucket_text, shape_text, submesh_rows
+from dflop_jax.report.summary import bucket_text, shape_text, submesh_rows, trial_lines
 
 # Computes memory over time in a trace: (folder, plan, trace, label of each group) -> submesh ->
 # points (time in seconds, bytes per device from then on). ValueError says why it is unknown.
@@ -113,6 +113,7 @@ def _plan(name: str, plan: Plan) -> dict[str, Any]:
         f"{plan.layout.group_size} a group",
         "submeshes": submesh_rows(plan.layout),
         "buckets": [bucket_text(b) for b in plan.layout.buckets],
+        "trials": trial_lines(plan),
     }
 
 

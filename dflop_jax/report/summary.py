@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop_jax.records import AXES, Bucket, Layout, Shape
+from dflop_jax.records import AXES, Bucket, Layout, Plan, Shape
 from dflop_jax.report import run_folder
 from dflop_jax.report.metrics import COLUMNS, KEYED_FIELDS, WARMUP_STEPS, percentiles
 from dflop_jax.report.number_format import duration, flops_text, number, percent
@@ -157,14 +157,25 @@ def _span(first: int, stop: int) -> str:
     return f"{first}–{stop - 1}" if stop - first > 1 else str(first)
 
 
+def trial_lines(plan: Plan) -> list[str]:
+    """Return a line for each plan that the run tried, with its step times and its outcome."""
+    lines = []
+    for t in plan.trials:
+        times = {"predicted": t.predicted_s, "calibrated": t.calibrated_s, "measured": t.measured_s}
+        text = ", ".join(f"{name} {number(1e3 * s)} ms" for name, s in times.items() if s)
+        lines.append(f"trial of {t.policy}: {text}; {t.outcome}")
+    return lines
+
+
 def plan_lines(run: RunRecord) -> list[str]:
-    """Return a line for each submesh and bucket of a run."""
+    """Return a line for each submesh, bucket and trial of a run."""
     return [
         *(
             f"submesh {name}: devices {devices} as {' × '.join(AXES)} {shape}, layers {layers}"
             for name, devices, shape, layers in submesh_rows(run.plan.layout)
         ),
         *(f"bucket {bucket_text(b)} per data rank" for b in run.plan.layout.buckets),
+        *trial_lines(run.plan),
     ]
 
 

@@ -18,7 +18,7 @@ from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.plan.evaluate import filter_fitting_loads
-from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, with_remat
+from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, Schedule, with_remat
 from dflop_jax.report.number_format import duration, number
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
@@ -28,7 +28,13 @@ from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.simulate.steps import simulate_schedules
 from dflop_jax.train import profiling
 from dflop_jax.train.callbacks import Callbacks
-from dflop_jax.train.plan_trials import PlanTrials, TimedPlan, describe_plan, make_executor
+from dflop_jax.train.plan_trials import (
+    PlanTrials,
+    TimedPlan,
+    describe_plan,
+    load_count_program,
+    make_executor,
+)
 from dflop_jax.train.planning import check_layers, check_named_remat, check_plannable, make_plan
 from dflop_jax.train.resume import (
     RunState,
@@ -38,6 +44,14 @@ from dflop_jax.train.resume import (
     run_settings,
 )
 from dflop_jax.train.run_context import RunContext
+from dflop_jax.train.trials import (
+    MAX_TRIALS,
+    Trial,
+    TrialRun,
+    find_pending,
+    list_results,
+    make_trials,
+)
 
 
 @dataclass(frozen=True)
@@ -133,20 +147,23 @@ def choose_plan(
     stored: RunState | None,
     given_executor: Executor | None,
     profile: Profile | None,
+    trials: tuple[Trial, ...],
     progress: Progress,
     on_checked: Callable[[], None],
 ) -> tuple[Executor, RunState, TimedPlan | None]:
     """Choose the plan to train under, on all processes together; profile and search if needed.
-    ValueError if the checkpoint is of another model, or no plan fits.
+    ValueError if the checkpoint is of another model, or no plan fits; PlanTooLarge on all processes
+    if a given or stored plan does not fit.
 
     Args:
       stored: the state of the checkpoint to resume.
       given_executor, profile: of the plan that the user gave; preferred to the checkpoint's.
+      trials: of the run so far; a new search replaces them.
       on_checked: called once everything is checked that needs no measurement.
 
     Returns:
-      The executor; the state with plan, profile, prices and settings of this run; and the timed
-      plan if the choice compiled it.
+      The executor; the state with plan, profile, prices, settings and trials of this run; and the
+      timed plan if the choice compiled it.
     """
     settings = run_settings(context)
     state = _reuse_on_all(context, stored, given_executor, profile, settings, progress.log)
@@ -163,21 +180,19 @@ def choose_plan(
     if plan and remat != "auto" and (plan_with_remat := with_remat(plan, remat)) != plan:
         plan, prices = plan_with_remat, None
     with context.time_log.track(PLAN):
-        trials = PlanTrials(context, profile, progress)
+        timer = PlanTrials(context, profile, progress)
         if context.peers.is_primary:
             if plan is None:
                 progress.log("planning")
-                plan = make_plan(
-                    context, profile, time_plan=trials.prices, try_step=trials.try_step
-                ).plan
-                prices = trials.prices(plan)
+                plan, trials = _search_plan(context, profile, timer, state.step)
+                prices = timer.prices(plan)
             elif prices is None:
-                prices = trials.prices(plan)
-                trials.try_step(plan, prices)
-            trials.choose(plan, prices)
+                prices = timer.time_given(plan)
+            timer.choose(plan, prices)
         else:
-            plan, prices = trials.serve_requests()
-        timed = trials.take_timed_plan(plan)
+            plan, prices = timer.serve_requests()
+        timed = timer.take_timed_plan(plan)
+        trials = context.peers.broadcast("trials", trials, tuple[Trial, ...])
     if given_executor and (timed or given_executor.plan != plan):
         given_executor.close()
         given_executor = None
@@ -188,8 +203,28 @@ def choose_plan(
     )
     executor = timed.executor if timed else given_executor or make_executor(context, plan)
     price_list = PriceList.from_prices(prices)
-    state = replace(state, plan=plan, profile=profile, prices=price_list, settings=settings)
-    return executor, state, timed
+    state = replace(state, plan=plan, profile=profile, prices=price_list, trials=trials)
+    return executor, replace(state, settings=settings), timed
+
+
+def _search_plan(
+    context: RunContext, profile: Profile, timer: PlanTrials, first_step: int
+) -> tuple[Plan, tuple[Trial, ...]]:
+    """Return the best plan, and pending trials of plans if the run chooses by trials."""
+    result = make_plan(
+        context,
+        profile,
+        time_plan=timer.prices,
+        try_step=timer.try_step,
+        max_alternatives=(MAX_TRIALS - 1) * has_steps_for_trials(context.config, first_step),
+    )
+    return result.plan, make_trials([result.plan, *result.alternatives])
+
+
+def has_steps_for_trials(config: Config, first_step: int) -> bool:
+    """Return whether the run tries plans, and has steps left for as many as it may try."""
+    n = config.plan.trials
+    return 0 < MAX_TRIALS * n <= config.train.steps - first_step
 
 
 def _reuse_on_all(
@@ -238,15 +273,39 @@ def check_before_measuring(
             filter_fitting_loads(plan, profiling.profile_data(context, source).loads)
 
 
-def predict_plan(context: RunContext, profile: Profile, prices: Prices, timed: TimedPlan) -> Plan:
+def schedule_sampled(
+    config: Config, profile: Profile, ex: Executor, prices: Prices, n_batches: int
+) -> list[Schedule]:
+    """Return schedules of the profile's first batches, the same for all plans that fit them."""
+    loads = itertools.cycle(filter_fitting_loads(ex.plan, profile.data.loads))
+    n, program = config.train.global_batch, load_count_program(ex.plan, config.cache_dir)
+    return [
+        schedule_batch(
+            [*itertools.islice(loads, n)], ex.plan, prices, ex.trainable, step=k, program=program
+        )
+        for k in range(n_batches)
+    ]
+
+
+def start_trial(run: PlannedRun) -> TrialRun | None:
+    """Return the trial that the run's plan is for; None if the run has no trial left."""
+    config, trials = run.context.config, run.state.trials
+    if not (config.plan.trials and find_pending(trials)):
+        return None
+    sampled_s = 0.0
+    if run.context.peers.is_primary:
+        n_batches = MAX_TRIALS * config.plan.sampled_batches
+        schedules = schedule_sampled(config, run.profile, run.ex, run.prices, n_batches)
+        sampled_s = mean(s.makespan_s for s in schedules)
+    return TrialRun(trials, run.state.step, config.plan.trials, sampled_s)
+
+
+def predict_plan(context: RunContext, state: RunState, prices: Prices, timed: TimedPlan) -> Plan:
     """Return the timed plan with predictions by its measured times; `prices` schedule batches."""
     ex, config = timed.executor, context.config
-    plan, n = ex.plan, config.train.global_batch
-    loads = itertools.cycle(filter_fitting_loads(plan, profile.data.loads))
-    schedules = [
-        schedule_batch([*itertools.islice(loads, n)], plan, prices, ex.trainable, step=k)
-        for k in range(config.plan.sampled_batches)
-    ]
+    profile, plan = state.profile, ex.plan
+    assert profile
+    schedules = schedule_sampled(config, profile, ex, prices, config.plan.sampled_batches)
     # Step ends keep the prices that the plan was chosen by; those timed here used another state.
     measured = replace(timed.prices(profile.model), step_end=prices.step_end)
     trace = simulate_schedules(plan, schedules, measured, ex.trainable, synchronous=ex.awaited)
@@ -257,4 +316,4 @@ def predict_plan(context: RunContext, profile: Profile, prices: Prices, timed: T
         busy_fraction={m.name: busy_fraction.get(m.name, 0.0) for m in plan.layout.submeshes},
         chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
     )
-    return replace(plan, predicted=figures)
+    return replace(plan, predicted=figures, trials=list_results(state.trials))

@@ -29,7 +29,7 @@ from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.schedule.correction import price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
-from dflop_jax.train.choose_plan import PlannedRun
+from dflop_jax.train.choose_plan import PlannedRun, start_trial
 from dflop_jax.train.correction import Corrector, restore_correction
 from dflop_jax.train.evaluate import HeldOutEvaluator
 from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
@@ -38,7 +38,8 @@ from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import RunState
 from dflop_jax.train.run_context import count_compiles
 from dflop_jax.train.step_figures import row_tokens
-from dflop_jax.train.step_log import StepLog
+from dflop_jax.train.step_log import LoopRequests, StepLog
+from dflop_jax.train.trials import TrialRun, describe_trials, next_plan
 
 
 class StepProfiler:
@@ -93,11 +94,13 @@ class TrainLoop:
         loader = partial(make_loader, self.config, run.source, model=context.model)
         self.loader = loader(partial(oversize_samples, plan=ex.plan))
         self._corrector: Corrector | None = None
+        self._trial = start_trial(run)
         self._redecider = Redecider(run, loader().loads)  # before it replaces oversized samples
         self.next_plan: NewPlan | None = None
         self._evaluator: HeldOutEvaluator | None = None
         self._reported_stall_s = 0.0
         self._save_requested = False  # set by process 0 when `checkpoint.every_s` are over
+        self._trial_is_decided = False  # set by process 0
         self._stop_reason = ""
         # States of saves whose last steps are pending.
         self._pending_states: list[tuple[RunState, Future[Mapping[str, Any]]]] = []
@@ -169,7 +172,7 @@ class TrainLoop:
         if folder is None:
             return None
         learnt, samples = None, folder.rows[CORRECTIONS]
-        if config.correct:
+        if config.correct and not self._trial:  # else the prices of a trial's steps would differ
             learnt = restore_correction(prices, self._run.state.learnt, samples, first_step)
         else:
             samples.drop_except(lambda sample: sample.step < first_step)
@@ -206,12 +209,18 @@ class TrainLoop:
             self._reported_stall_s = self.saver.stall_s
             is_time_over = time.monotonic() > self._run.ends_s
             stops = signal_received.is_set() or is_time_over
-            verdict = self.log.finish(handle, batch, waits, stops, self._is_due_to_save())
+            trial = self._trial
+            ends_trial = trial is not None and trial.is_decided
+            requests = LoopRequests(stops, self._is_due_to_save(), ends_trial)
+            verdict = self.log.finish(handle, batch, waits, requests)
+            if trial and self.peers.is_primary:
+                trial.add_step(batch.step, self.log.step_s[-1], batch.schedule.makespan_s)
             if is_time_over and not signalled:
                 self.progress.log(f"{self.config.train.max_hours:g} hours are over; saving")
             signalled |= verdict.stop
             self._stop_reason = self._stop_reason or verdict.stopped_by
             self._save_requested |= verdict.save
+            self._trial_is_decided |= verdict.ends_trial
             self._steps_done = batch.step + 1
             report_step()
             self._complete_saves()
@@ -250,16 +259,35 @@ class TrainLoop:
         if steps_done == self.config.train.steps:
             return
         save_every, redecide_every = self.config.checkpoint.every, self.config.plan.redecide_every
+        if self._trial:
+            if self._trial_is_decided or steps_done == self._trial.stop_step:
+                drain()
+                self.next_plan = self._end_trial(self._trial, steps_done)
+                return  # the end of the loop saves, and the next one evaluates
+        elif redecide_every and steps_done % redecide_every == 0:
+            with self._run.context.time_log.track(REDECISION):
+                self.next_plan = self._redecider.propose_plan(
+                    steps_done, self.log.step_s[-redecide_every:]
+                )
+            if self.next_plan:
+                return
         if self._save_requested or (save_every and steps_done % save_every == 0):
             self._save(steps_done)
         if self._is_evaluation_due(steps_done):
             drain()
             self._evaluate(steps_done)
-        if redecide_every and steps_done % redecide_every == 0:
-            with self._run.context.time_log.track(REDECISION):
-                self.next_plan = self._redecider.propose_plan(
-                    steps_done, self.log.step_s[-redecide_every:]
-                )
+
+    def _end_trial(self, trial: TrialRun, steps_done: int) -> NewPlan:
+        """Return the plan of the next trial, or the chosen one, on all processes together."""
+        new = None
+        if self.peers.is_primary:
+            trials = trial.results()
+            plan = next_plan(trials)
+            assert plan is not None
+            new = NewPlan(plan, self._run.profile, trials)
+            lines = describe_trials(trials)
+            self.progress.log(f"after step {steps_done}: " + "; ".join(lines))
+        return self.peers.broadcast(f"trial/{steps_done}", new, NewPlan)
 
     def _is_evaluation_due(self, steps_done: int) -> bool:
         every = self.config.train.eval_every
@@ -293,8 +321,12 @@ class TrainLoop:
             return
         self._saved_step, self._saved_s = steps_done, time.monotonic()
         pending = Future[Mapping[str, Any]]()
+        state = self._run.state
+        if new := self.next_plan:  # a run that is killed before it changes resumes under this plan
+            trials = state.trials if new.trials is None else new.trials
+            state = replace(state, plan=new.plan, profile=new.profile, prices=None, trials=trials)
         state = replace(
-            self._run.state,
+            state,
             step=steps_done,
             loader=self.loader.state(steps_done),
             learnt=self._corrector.learnt(steps_done) if self._corrector else None,

@@ -214,6 +214,7 @@ class TimingRequest:
     plan: Plan
     schedule: Schedule | None = None  # a step to run, too
     prices: PriceList | None = None  # set if the plan is chosen
+    refusal: str = ""  # why the plan is too large, if no other plan is tried
 
 
 class PlanTrials:
@@ -256,10 +257,24 @@ class PlanTrials:
         request = TimingRequest(plan, prices=PriceList.from_prices(prices))
         self._context.peers.broadcast(_REQUEST, request, TimingRequest)
 
+    def time_given(self, plan: Plan) -> Prices:
+        """Return prices of the only plan to try, after a step of it; on process 0 only. All
+        processes raise PlanTooLarge if one runs out of memory."""
+        try:
+            prices = self.prices(plan)
+            self.try_step(plan, prices)
+        except PlanTooLarge as e:
+            request = TimingRequest(plan, refusal=e.reason)
+            self._context.peers.broadcast(_REQUEST, request, TimingRequest)
+            raise
+        return prices
+
     def serve_requests(self) -> tuple[Plan, Prices]:
         """Run process 0's requests until it has chosen a plan; return the plan with its prices."""
         while True:
             request = self._context.peers.broadcast(_REQUEST, None, TimingRequest)
+            if request.refusal:
+                raise PlanTooLarge(request.refusal)
             if request.prices:
                 return request.plan, request.prices.prices
             with suppress(PlanTooLarge):  # process 0 raises it, too

@@ -217,6 +217,21 @@ def check_trainable(config: Config) -> None:
             "checkpoint.every_s=0 writes none; leave it at 600",
         ),
         (
+            plan.trials > 0 and plan.policy != "auto",
+            f"plan.trials={plan.trials} compares plans of several policies, and "
+            f"plan.policy={plan.policy} has one; omit it, or set plan.policy to auto",
+        ),
+        (
+            plan.trials > 0 and not checkpoint.saves,
+            f"plan.trials={plan.trials} changes plans through a checkpoint, and "
+            "checkpoint.every_s=0 writes none; leave it at 600",
+        ),
+        (
+            3 * plan.trials > train.steps and not train.epochs,
+            f"plan.trials={plan.trials} takes up to {3 * plan.trials} steps, for three plans, and "
+            f"train.steps is {train.steps}; give at most {train.steps // 3}",
+        ),
+        (
             checkpoint.keep_best and not (checkpoint.saves and train.evaluates),
             "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every_s, "
             "train.eval_samples and train.eval_every",

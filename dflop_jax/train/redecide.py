@@ -21,6 +21,7 @@ from dflop_jax.schedule.buckets.choose import dominating_loads
 from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.planning import make_plan
+from dflop_jax.train.trials import Trial
 
 # Standard errors by which means must differ to count as a change; twice as many would find a change
 # of the data after four times as many steps.
@@ -34,6 +35,7 @@ class NewPlan:
 
     plan: Plan
     profile: Profile
+    trials: tuple[Trial, ...] | None = None  # of the run; None: unchanged
 
 
 def find_drift(profiled: Sequence[Load], recent_loads: Sequence[Load]) -> float:

@@ -27,6 +27,7 @@ from dflop_jax.records import Plan, PriceList, Profile
 from dflop_jax.schedule.correction import CorrectionState
 from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.step_figures import SkippedSteps
+from dflop_jax.train.trials import Trial
 
 log = logging.getLogger(__name__)
 VERSION = 5  # version of `RunState` in checkpoints
@@ -34,7 +35,7 @@ _PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
 _MEMORY, _FROZEN = "memory of a device", "frozen parts"
 _RECORDED_FLAGS = ("model.", "data.", "train.", "plan.")
 # Flags of plan.* that do not affect the choice of a plan.
-_FLAGS_WITHOUT_EFFECT = {"plan.devices", "plan.hardware", "plan.redecide_every"}
+_FLAGS_WITHOUT_EFFECT = {"plan.devices", "plan.hardware", "plan.redecide_every", "plan.trials"}
 # The profile is measured again if one of these changes.
 _PROFILE_SETTINGS = {
     "plan.max_model",
@@ -71,11 +72,13 @@ class RunState:
     settings: dict[str, Any] = field(default_factory=dict)  # see `run_settings`
     learnt: CorrectionState | None = None  # if the run corrects its prices
     skips: SkippedSteps = field(default_factory=SkippedSteps)
+    trials: tuple[Trial, ...] = ()  # of the plans that the run chooses or has chosen between
     version: int = VERSION
 
     def continue_from(self, stored: RunState) -> RunState:
-        """Return the stored state with this one's plan, profile, prices and settings."""
-        fields_kept = {n: getattr(self, n) for n in ("plan", "profile", "prices", "settings")}
+        """Return the stored state with this one's plan, profile, prices, settings and trials."""
+        names = ("plan", "profile", "prices", "settings", "trials")
+        fields_kept = {n: getattr(self, n) for n in names}
         return replace(stored, **fields_kept)
 
 

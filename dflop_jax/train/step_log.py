@@ -34,6 +34,15 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class LoopRequests:
+    """What a process wants after a step."""
+
+    stop: bool  # end the run on all processes
+    save: bool  # save the next state; process 0's counts
+    ends_trial: bool  # end the trial of the plan; process 0's counts
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """Process 0's message to all processes about a finished step."""
 
@@ -42,6 +51,7 @@ class StepOutcome:
     stop: bool
     stopped_by: str
     save: bool  # whether to save the next state
+    ends_trial: bool  # whether the trial of the plan is decided
 
 
 class StepLog:
@@ -71,16 +81,15 @@ class StepLog:
         self._min_samples = config.plan.profile_samples
 
     def finish(
-        self, handle: StepHandle, batch: PackedBatch, waits: Waits, stop: bool, save: bool
+        self, handle: StepHandle, batch: PackedBatch, waits: Waits, requests: LoopRequests
     ) -> StepOutcome:
-        """Wait for a step on every process, log it and learn from it. `stop` ends the run on all
-        processes; process 0's `save` saves. ValueError if no step yet had a supervised token."""
+        """Wait for a step on every process, log it and learn from it; return what all processes
+        do next. ValueError if no step yet had a supervised token."""
         local_result = handle.local_result(self._peers.clock_offset_s)
         compiled, callbacks = self._counter.compiled, self._run.callbacks
         memory_bytes = figures.measure_memory(self._run.context.devices)
-        report = StepReport(
-            local_result, compiled - self._compiled, stop, memory_bytes, callbacks.stop_reason
-        )
+        n_compiled, reason = compiled - self._compiled, callbacks.stop_reason
+        report = StepReport(local_result, n_compiled, requests.stop, memory_bytes, reason)
         self._compiled = compiled
         reports = self._peers.gather("report", report, StepReport, step=batch.step)
         primary_outcome = None
@@ -92,7 +101,8 @@ class StepLog:
                 sum(r.compiles for r in reports),
                 any(r.stop for r in reports),
                 next((r.stop_reason for r in reports if r.stop_reason), ""),
-                save,
+                requests.save,
+                requests.ends_trial,
             )
         outcome = self._peers.broadcast("verdict", primary_outcome, StepOutcome, step=batch.step)
         done = outcome.done

@@ -5,6 +5,7 @@ Every process runs all of this; process 0 decides and sends profile, plan, sched
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -25,6 +26,7 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import TransientError, exit_code_of, is_cli_process
 from dflop_jax.distributed.processes import is_restart, launch_name
 from dflop_jax.folders import tolerate_full_disk
+from dflop_jax.plan.time_plans import PlanTooLarge
 from dflop_jax.records import Plan, Profile
 from dflop_jax.report import run_folder
 from dflop_jax.report.progress import Progress
@@ -47,12 +49,14 @@ from dflop_jax.train.choose_plan import (
 from dflop_jax.train.correction import read_samples
 from dflop_jax.train.load_params import make_initializer, warn_unexportable_adapters
 from dflop_jax.train.loop import TrainLoop
+from dflop_jax.train.plan_trials import run_with_memory_check
 from dflop_jax.train.planning import check_trainable
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
 from dflop_jax.train.resume import Resume, RunState, UnreadableCheckpoint, find_checkpoint, restore
 from dflop_jax.train.run_context import RunContext, make_run_context, with_step_count
 from dflop_jax.train.run_dir import is_restarted_run
+from dflop_jax.train.trials import Trial, drop_pending, find_pending, next_plan
 
 log = logging.getLogger("dflop_jax")
 Existing = Literal["error", "overwrite", "resume"]
@@ -120,6 +124,8 @@ class Trainer:
                         f"{self._held_out.name} holds out no sample; set it to 0, or add data"
                     )
             self.profile = profile
+            self._trials: tuple[Trial, ...] = ()
+            self._is_changing = False  # whether this process has decided to change plans
             self._checkpoints = Path(config.run_dir) / run_folder.CHECKPOINTS
             self._given_executor = plan_trials.make_executor(self.context, plan) if plan else None
 
@@ -138,19 +144,40 @@ class Trainer:
             while True:
                 # Errors are sent before the cleanup, which may wait for the other processes.
                 with ExitStack() as stack, broadcast_errors(self.peers):
-                    result, new_plan = self._fit_plan(stack)
-                losses |= enumerate(result.losses, result.steps_done - len(result.losses))
-                n_compiles += result.compiles_after_warmup
-                if result.preempted or new_plan is None:
-                    break
-                self.context.time_log.switch_to(REDECISION)
-                self._existing, self.profile = "resume", new_plan.profile
-                self._given_executor = plan_trials.make_executor(self.context, new_plan.plan)
+                    result, new_plan = self._fit_or_drop_plan(stack)
+                if result:
+                    losses |= enumerate(result.losses, result.steps_done - len(result.losses))
+                    n_compiles += result.compiles_after_warmup
+                    if result.preempted or new_plan is None:
+                        break
+                assert new_plan
+                self._change_plan(new_plan)
             ordered_losses = tuple(losses[step] for step in sorted(losses))
             result = replace(result, losses=ordered_losses, compiles_after_warmup=n_compiles)
             for c in self._callbacks.active:
                 c.at_end(result)
         return result
+
+    def _fit_or_drop_plan(self, stack: ExitStack) -> tuple[FitResult | None, NewPlan | None]:
+        """Train under one plan (`_fit_plan`). If it does not fit into memory, return no result and
+        another plan of the trials, on all processes together."""
+        try:
+            return self._fit_plan(stack)
+        except PlanTooLarge as e:
+            trials = drop_pending(self._trials, e.reason)
+            plan = next_plan(trials)
+            if plan is None:
+                raise
+            assert self.profile
+            return None, NewPlan(plan, self.profile, trials)
+
+    def _change_plan(self, new: NewPlan) -> None:
+        """Resume from the newest checkpoint, or start again, under another plan."""
+        self.context.time_log.switch_to(REDECISION)
+        self._existing, self.profile, self._is_changing = "resume", new.profile, True
+        self._trials = self._trials if new.trials is None else new.trials
+        gc.collect()  # the last plan's arrays in reference cycles, such as an error's traceback
+        self._given_executor = plan_trials.make_executor(self.context, new.plan)
 
     def _fit_plan(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
         """Train under one plan, to the last step or until another plan saves time."""
@@ -165,38 +192,45 @@ class Trainer:
         if self._existing == "resume":
             checkpoint = find_checkpoint(self._checkpoints, peers, unreadable, at=resume.at)
         stored = checkpoint[0] if checkpoint else None
+        if stored and given_executor is None:
+            self._trials = stored.trials
         # Before anything is written: the folder may be of a run on other data.
         loader, first_step = make_loader(config, self.source), 0
         if stored:
             first_step = loader.restore(stored.loader, config.data.changed)
         folder = self._open_folder(stack, is_resumed=stored is not None)
         every, quiet = config.train.log_every, not peers.is_primary
-        progress = Progress(config.train.steps, first_step, log_interval=every, quiet=quiet)
-        stack.enter_context(progress)
-        start_s = time.perf_counter()
-        context, source = self.context, self.source
-        ex, state, timed = choose_plan(
-            context, source, stored, given_executor, self.profile, progress, self._report_data
+        progress = stack.enter_context(
+            Progress(config.train.steps, first_step, log_interval=every, quiet=quiet)
         )
-        self.profile = state.profile
+        start_s, context, source = time.perf_counter(), self.context, self.source
+        given = given_executor, self.profile, self._trials
+        ex, state, timed = choose_plan(context, source, stored, *given, progress, self._report_data)
+        self.profile, self._trials = state.profile, state.trials
         stack.callback(ex.close)
         waiting = partial(context.sections.within, SAVE)
         retention = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
         saver = Checkpointer(self._checkpoints, ex, peers, waiting=waiting, **retention)
-        with plan_trials.translate_memory_errors(peers, ex.plan, "placing its parameters"):
+
+        def place(_: object) -> RunState | None:
             if checkpoint is None:
                 ex.init(config.train.seed, self._initializer)
-            else:
-                ex.init_for_restore()
-                reset = resume.reset_optimizer
-                stored = restore(saver, checkpoint, unreadable, peers, reset_optimizer=reset)
-                state = state.continue_from(stored)
-                progress.log(f"resumed after step {state.step} of {config.train.steps}")
+                return None
+            ex.init_for_restore()
+            reset = resume.reset_optimizer
+            return restore(saver, checkpoint, unreadable, peers, reset_optimizer=reset)
+
+        stored = run_with_memory_check(peers, ex.plan, "placing its parameters", place)
+        if stored:
+            state = state.continue_from(stored)
+            progress.log(f"resumed after step {state.step} of {config.train.steps}")
         if state.step < first_step:  # an older checkpoint was used
             progress.restart(state.step)
         if folder:  # only now is it certain that the folder is of this run
             self._start_writing(folder, state, is_resumed=stored is not None)
-        is_same_plan = stored is not None and stored.plan == ex.plan
+        # A state that was saved to change plans has no prices of the new plan.
+        has_run = stored is not None and stored.prices is not None and stored.plan == ex.plan
+        is_same_plan, self._is_changing = has_run and not self._is_changing, False
         self._compile(ex, state, timed, folder, progress, is_same_plan)
         if self._dry:
             peers.barrier("dry")
@@ -214,12 +248,20 @@ class Trainer:
             ends_s=self._ends_s,
             callbacks=self._callbacks,
         )
-        loop = TrainLoop(run)
-        result = loop.run(stack)
-        if folder and result.losses:
-            with tolerate_full_disk(folder.path / run_folder.SUMMARY):
-                write_summary(folder.path)
-        peers.barrier("done")
+        return self._run_steps(stack, run)
+
+    def _run_steps(self, stack: ExitStack, run: PlannedRun) -> tuple[FitResult, NewPlan | None]:
+        """Run the steps of a compiled plan and write the summary."""
+        # Other processes wait on their devices for one that runs out of memory in a step.
+        checks_memory = find_pending(run.state.trials) and self.peers.n_processes == 1
+        translate = plan_trials.translate_memory_errors(self.peers, run.ex.plan, "in a step")
+        with translate if checks_memory else nullcontext():
+            loop = TrainLoop(run)
+            result = loop.run(stack)
+        if run.folder and result.losses:
+            with tolerate_full_disk(run.folder.path / run_folder.SUMMARY):
+                write_summary(run.folder.path)
+        self.peers.barrier("done")
         return result, loop.next_plan
 
     def _open_folder(self, stack: ExitStack, *, is_resumed: bool) -> RunFolder | None:
@@ -259,9 +301,8 @@ class Trainer:
         if folder:
             plan = ex.plan
             if not is_same_plan:
-                assert state.profile
                 assert state.prices
-                plan = predict_plan(self.context, state.profile, state.prices.prices, timed)
+                plan = predict_plan(self.context, state, state.prices.prices, timed)
             if not (is_same_plan and (folder.path / run_folder.PLAN).exists()):
                 folder.write_plan(plan)
             progress.log(describe_remaining_time(plan, self.config.train.steps - state.step))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,16 +11,16 @@ import pytest
 from dflop_jax.plan.evaluate import LOOKAHEADS
 from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import layout_name
-from dflop_jax.plan.search import search_plan
+from dflop_jax.plan.search import find_alternatives, search_plan
 from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.plan.space import BASELINES, baseline_layouts
 from dflop_jax.profile.cost_model import CostModel, layout_prices
-from dflop_jax.records import Load
+from dflop_jax.records import Load, Plan, Predicted
 from dflop_jax.schedule import quick_schedule, schedule_batch
 from dflop_jax.schedule.batch import sample_batches
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_order import peak_groups_in_flight
-from tests.plans import params
+from tests.plans import NANO, params
 
 from .cases import BATCH, CONFIG, LINKS, TILE, data_profile, model_profile, on, prepared, run
 
@@ -76,6 +77,28 @@ def test_state_is_sharded_within_nodes_where_memory_holds_it():
     tight = best(memory_bytes=1.05 * of_all.peak_bytes)
     assert blocks(tight) == {0}
     assert free.makespan_s < tight.makespan_s <= of_all.makespan_s
+
+
+@pytest.mark.parametrize("n, ranked, expected", [
+    (0, "oid", []), (2, "", []), (2, "o", []), (2, "oiid", [1, 3]), (1, "oiid", [1]),
+    (2, "oxid", [2, 3]),  # x does not fit
+    (2, "odi", [2, 1]),  # by the evaluated step
+    (2, "osi", [2]),  # s is too slow
+])  # fmt: skip
+def test_best_plans_of_other_policies_are_alternatives(n, ranked, expected):
+    """Evaluated on the same batches as the plan, which is the first of them."""
+    seconds = {"o": 1.0, "i": 1.1, "d": 1.2, "x": 1.1, "s": 1.4}
+    plans = [Plan(p, NANO.layout, predicted=Predicted(i)) for i, p in enumerate(ranked)]
+    evaluator = SimpleNamespace(
+        context=SimpleNamespace(spec=SimpleNamespace(max_alternatives=n)),
+        fits=lambda plan: plan.policy != "x",
+        evaluate=lambda plan, step_s: dataclasses.replace(
+            plan, predicted=Predicted(seconds[plan.policy], chosen_by_s=step_s)
+        ),
+    )
+    plan = Plan("o", NANO.layout, predicted=Predicted(2.0, chosen_by_s=1.0))
+    found = find_alternatives(evaluator, plan, plans)
+    assert [p.predicted.chosen_by_s for p in found] == expected
 
 
 @pytest.mark.parametrize("policy", ["dflop", "blind"])

@@ -1,5 +1,6 @@
 """Summaries and comparisons: figures against hand-computed ones, and errors with remedies."""
 
+import dataclasses
 import io
 import json
 import math
@@ -11,12 +12,13 @@ from PIL import Image
 from rich.console import Console
 
 from dflop_jax.config import Config, override
+from dflop_jax.records import TrialResult
 from dflop_jax.report.compare import compare, compare_json, summary_table
 from dflop_jax.report.html import page
 from dflop_jax.report.number_format import duration, number, percent
 from dflop_jax.report.reader import read_run, read_runs
 from dflop_jax.report.run_folder import RunFolder
-from dflop_jax.report.summary import write_summary
+from dflop_jax.report.summary import summary_text, trial_lines, write_summary
 from tests.report.runs import cells_of, figures_of, make_plan, make_row
 
 
@@ -66,6 +68,24 @@ def test_counts_are_sums_and_what_a_run_did_not_measure_is_a_dash(tmp_path):
     assert run["figures"]["loss, first -> last"]["values"] == [None, None]
     write_summary(tmp_path / "r")
     assert "timeline" not in (tmp_path / "r" / "summary.md").read_text()  # no trace, no picture
+
+
+def test_lines_of_trials_name_each_plan_and_why(make_run):
+    run = read_run(make_run())
+    assert trial_lines(run.plan) == []
+    tried = (
+        TrialResult("orch", 0.644, 0.9, 0.898, 6, "2.3% slower than the fastest"),
+        TrialResult("dip", 0.798, 0.0, 0.0, 0, "dropped: too large"),
+    )
+    run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, trials=tried))
+    lines = [
+        "trial of orch: predicted 644 ms, calibrated 898 ms, measured 900 ms; 2.3% slower than the "
+        "fastest",
+        "trial of dip: predicted 798 ms; dropped: too large",
+    ]
+    assert trial_lines(run.plan) == lines
+    assert all(f"- {line}" in summary_text(run, []) for line in lines)
+    assert all(line in page([run]) for line in lines)
 
 
 def test_summary_page_and_table_hold_every_figure(make_run):

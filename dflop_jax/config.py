@@ -137,6 +137,14 @@ class PlanConfig:
         "layer chunks per pipeline stage (interleaving): more shorten the bubble and send more; "
         "0: the faster of 1 and 2",
     )
+    submeshes: Literal["any", "separate", "shared"] = option(
+        "any",
+        "any, separate (the last module, the LLM or generator, shares no device with the others), "
+        "or shared (all modules on all devices)",
+    )
+    loop: Literal["any", "require", "never"] = option(
+        "any", "any, require (layers of a module as stages of one shard_map loop), or never"
+    )
     memory_bytes: UFloat = option(0.0, "device memory that plans may use, as 80GB; 0: 95% of jax's")
     zero: Literal["auto", "1", "2", "3"] = option(
         "auto",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
     from dflop_jax.plan.explain import KindCost, Saving
     from dflop_jax.plan.search import SearchResult
+    from dflop_jax.plan.structures import StructureCost
     from dflop_jax.records import Link
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.step_figures import PredictedRun
@@ -47,11 +48,12 @@ def run(args: argparse.Namespace) -> Any:
     options = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
     tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
     result = planning.make_plan(context, profile, tick, **options)
-    what_ifs, savings = [], []
+    what_ifs, savings, structures = [], [], []
     if args.explain:
         tick = make_ticker("what would help", "searches")
         what_ifs = planning.evaluate_changes(context, profile, tick)
         savings = planning.explain_memory_savings(context, profile, result.plan)
+        structures = planning.explain_structures(context, profile, result)
     kinds = kind_costs(profile)
     expected = predict_run(context, profile.data, result.plan)
     folder = output_folder(args, config)
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> Any:
         if args.explain:
             show(describe_limits(result.limits, config.plan))
             show(kind_table(kinds))
+            show(structure_table(structures))
         if savings:
             show(memory_table(savings))
         if what_ifs:
@@ -74,6 +77,7 @@ def run(args: argparse.Namespace) -> Any:
     finish_run(context.peers)
     search = search_json(result) | {"expected": expected}
     details = {"layers": kinds, "what_if": what_ifs, "memory_bought": savings}
+    details["structures"] = structures
     return {"search": search, **details} if args.explain else search
 
 
@@ -111,6 +115,24 @@ def ranking_table(result: SearchResult, explain: bool) -> Table:
         row += [f"{1e3 * c.makespan_s:.1f}", f"{c.peak_bytes / GIB:.2f}"]
         rows.append([*row, *[c.saving, explain_slowdown(c, result.candidates[0])] * explain])
     return make_table(title, columns, rows)
+
+
+def structure_table(costs: Sequence[StructureCost]) -> Table:
+    """Return a table of the best plan of each structure, or why there is none."""
+    rows, chosen_s = [], costs[0].step_s
+    for c in costs:
+        if c.use is None:
+            rows.append((c.structure, c.reason, *["-"] * 5))
+            continue
+        over = f"{1e3 * c.extra_s:+.1f} ms, {c.extra_s / chosen_s:+.1%}"
+        shares = f"{c.use.bubble:.1%}", f"{c.use.padding:.1%}", f"{1e3 * c.use.link_s:.1f}"
+        rows.append((c.structure, c.plan, f"{1e3 * c.step_s:.1f}", over, *shares))
+    title = (
+        "Other structures: bubble and padding are shares of the devices' time, links what a step "
+        "would save without them"
+    )
+    columns = ("best plan with", "placement", "step ms", "over the chosen", "bubble", "padding")
+    return make_table(title, (*columns, "links ms"), rows)
 
 
 def describe_choice(result: SearchResult) -> str:

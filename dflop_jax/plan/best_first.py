@@ -97,6 +97,10 @@ class BestFirstSearch:
         """Number of candidates scheduled and simulated so far."""
         return len(self._evaluated)
 
+    def find_first(self) -> Candidate | None:
+        """Return the fastest candidate of a short search; None: none fits into memory."""
+        return next(self._best_first(self._spaces, _MAX_SCREEN_STEPS), None)
+
     def screen_policy(self, policy: str, max_s: float) -> list[Candidate]:
         """Return a policy's fastest candidates, up to `max_s` per step, from a short search."""
         screened: list[Candidate] = []

@@ -18,6 +18,7 @@ from dflop_jax.plan.bounds import Space, make_module_options, segment_graph
 from dflop_jax.plan.memory import block_minimum
 from dflop_jax.plan.module_tables import HEADROOM, SearchContext, module_table
 from dflop_jax.plan.placement import SpaceLimits, divisors, split_layers
+from dflop_jax.plan.space import explain_no_placement
 from dflop_jax.profile.state import Array
 from dflop_jax.records import (
     BACKWARD,
@@ -85,6 +86,10 @@ def choose_rounds(
 def rank_submeshes(limits: SpaceLimits) -> list[tuple[SubmeshPlan, ...]]:
     """Return the submeshes of each division of the devices into ranks; ValueError: none."""
     n_layers, config, choices = limits.n_layers, limits.config, []
+    if config.submeshes == "separate" or config.loop == "require":
+        if config.policy == POLICY:
+            raise ValueError(explain_no_placement(limits))
+        return []
     degrees = set.intersection(*(set(limits.degrees[m]) for m in n_layers))
     shallow = min(n_layers, key=n_layers.__getitem__)
     for n in divisors(limits.n_devices, min(config.max_stage, n_layers[shallow]))[1:]:

@@ -107,6 +107,24 @@ def build_layout(
     return Layout(submeshes, segments, group_size=max(x.mesh.stage for x in parallelisms))
 
 
+def has_loop(layout: Layout) -> bool:
+    """Return whether a segment is divided into stages, which a `shard_map` loop runs."""
+    return any(m.stage > 1 for m in layout.submeshes)
+
+
+def fits_structure(layout: Layout, config: PlanConfig) -> bool:
+    """Return whether a layout is as `plan.submeshes` and `plan.loop` require."""
+    devices: dict[str, set[int]] = {m: set() for m in layout.modules}
+    for s in layout.segments:
+        devices[s.module].update(layout.submesh(s.submesh).devices)
+    *others, last = devices.values()
+    if config.submeshes == "separate" and not (others and last.isdisjoint(set().union(*others))):
+        return False
+    if config.submeshes == "shared" and any(of_module != last for of_module in others):
+        return False
+    return config.loop == "any" or has_loop(layout) == (config.loop == "require")
+
+
 def layout_name(layout: Layout) -> str:
     """Return a unique short name: each module's segments, mesh, first device and rounds."""
     names = []

@@ -21,6 +21,7 @@ from dflop_jax.plan.placement import (
     SpaceLimits,
     build_layout,
     divisors,
+    fits_structure,
     split_layers,
 )
 from dflop_jax.profile.state import Array
@@ -35,6 +36,7 @@ _MIN_DEVICE_UNITS = 16
 # Rounds through the stages of a looped pipeline. With R rounds, fill and drain take S - 1 ticks of
 # 1/R of a stage's layers each.
 ROUNDS = (1, 2)
+_USE_AUTO = "use plan.policy auto"
 
 
 @dataclass(frozen=True)
@@ -168,12 +170,16 @@ def tensor_groups_in_nodes(first_device: Array, n_devices: Array, model: int, no
 
 def search_families(limits: SpaceLimits) -> dict[str, list[LayoutFamily]]:
     """Return families by policy with tensor parallelism within nodes; ValueError: none."""
-    by_policy: dict[str, list[LayoutFamily]] = {}
+    config, by_policy = limits.config, dict[str, list[LayoutFamily]]()
+    is_required = {config.submeshes, config.loop} != {"any"}
     for policy, make_families in FAMILIES_BY_POLICY.items():
-        if limits.config.policy not in ("auto", policy):
+        if config.policy not in ("auto", policy):
             continue
         families = by_policy.setdefault(policy, [])
         for family in make_families(limits):
+            # All layouts of a family have one structure.
+            if is_required and not fits_structure(family.layout(0, limits.n_layers), config):
+                continue
             columns = zip(family.parallelisms, family.data.T, family.first_device.T, strict=True)
             in_nodes = [
                 tensor_groups_in_nodes(first, data * f.n_devices, f.mesh.model, limits.node)
@@ -182,7 +188,7 @@ def search_families(limits: SpaceLimits) -> dict[str, list[LayoutFamily]]:
             if (is_allowed := np.all(in_nodes, axis=0)).any():
                 families.append(family.subset(is_allowed))
     if by_policy and not any(by_policy.values()):
-        raise ValueError(_no_placement(limits))
+        raise ValueError(explain_no_placement(limits))
     return by_policy
 
 
@@ -249,19 +255,62 @@ def allowed_baselines(limits: SpaceLimits) -> list[Layout]:
     sizes = {"max_model": limits.max_model, "max_stage": config.max_stage}
     for layout in baseline_layouts(config.policy, limits.n_devices, limits.n_layers, **sizes):
         meshes = [(limits.degrees[s.module], layout.submesh(s.submesh)) for s in layout.segments]
-        if all(
+        if fits_structure(layout, config) and all(
             m.model in degrees
             and tensor_groups_in_nodes(m.first, m.n_devices, m.model, limits.node)
             for degrees, m in meshes
         ):
             layouts.append(layout)
     if not layouts:
-        raise ValueError(_no_placement(limits))
+        raise ValueError(explain_no_placement(limits))
     return layouts
 
 
-def _no_placement(limits: SpaceLimits) -> str:
+def explain_no_placement(limits: SpaceLimits) -> str:
+    """Return why the policy has no placement as `fits_structure` requires, with a remedy."""
+    config, n_devices = limits.config, limits.n_devices
+    required = {"plan.submeshes": config.submeshes, "plan.loop": config.loop}
+    name = " ".join(f"{k}={v}" for k, v in required.items() if v != "any")
+    separate, loop = config.submeshes == "separate", config.loop == "require"
+    if separate and config.policy in ("orch", "dip"):
+        return f"{name}: policy {config.policy} runs all modules on all devices; {_USE_AUTO}"
+    if config.submeshes == "shared" and config.policy == "dflop":
+        return f"{name}: policy dflop puts modules on separate devices; {_USE_AUTO}"
+    if loop and config.policy not in (*FAMILIES_BY_POLICY, "auto"):
+        return f"{name}: stages of policy {config.policy} are segments without a loop; {_USE_AUTO}"
+    if separate and len(limits.n_layers) == 1:
+        return f"{name}: the model has a single module; omit plan.submeshes"
+    is_split = separate or (config.policy == "dflop" and len(limits.n_layers) > 1)
+    needed = is_split + (2 if loop else 1)
+    if name and n_devices < needed:
+        return f"{name}: needs {needed} devices, the plan has {n_devices}; raise plan.devices"
+    modules = list(limits.n_layers)
+    if config.submeshes == "shared" or config.policy == "orch" or n_devices < 3:
+        modules = modules[-1:]  # of modules that share devices, only the last may be a loop
+    if loop and not any(_can_loop(limits, m) for m in modules):
+        each = ", ".join(
+            f"{m} has an edge at an inner layer"
+            if m in limits.unstaged
+            else f"{m} has {limits.n_layers[m]} layers"
+            + f" in patterns of {limits.patterns[m]}" * (limits.patterns[m] > 1)
+            for m in modules
+        )
+        return (
+            f"{name}: on {n_devices} devices no layers divide into 2 to "
+            f"plan.max_stage={config.max_stage} equal stages ({each}); change plan.devices or "
+            "plan.max_stage, or omit plan.loop"
+        )
+    if name:
+        return (
+            f"{name}: policy {config.policy} has no such placement on {n_devices} devices; change "
+            "plan.devices, plan.max_stage or plan.max_model, or omit the flag"
+        )
     return (
-        f"policy {limits.config.policy} has no placement on {limits.n_devices} devices: modules on "
-        "separate submeshes need a device each; raise plan.devices or use plan.policy auto"
+        f"policy {config.policy} has no placement on {n_devices} devices: modules on "
+        f"separate submeshes need a device each; raise plan.devices or {_USE_AUTO}"
     )
+
+
+def _can_loop(limits: SpaceLimits, module: str) -> bool:
+    each = _parallelisms(limits, module, limits.config.max_stage)
+    return any(f.mesh.stage > 1 for f in each)

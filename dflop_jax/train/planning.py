@@ -17,6 +17,7 @@ from dflop_jax.plan.explain import Saving, check_placement_exists, savings
 from dflop_jax.plan.placement import SpaceLimits
 from dflop_jax.plan.search import SearchResult, build_evaluator, search_plan
 from dflop_jax.plan.search_spec import SearchSpec, with_limits
+from dflop_jax.plan.structures import StructureCost, structure_costs
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.traced_parts import TraceSpec, divides, parameter_dims, residual_bytes
 from dflop_jax.records import (
@@ -51,6 +52,15 @@ def explain_memory_savings(context: RunContext, profile: Profile, plan: Plan) ->
     """Return the memory that each module of a plan saves, and what this costs in seconds."""
     spec = SearchSpec(**_search_arguments(context, profile))
     return savings(build_evaluator(profile.model, profile.data, spec), plan)
+
+
+def explain_structures(
+    context: RunContext, profile: Profile, result: SearchResult
+) -> list[StructureCost]:
+    """Return what separate submeshes and a loop would cost over the chosen plan."""
+    spec = SearchSpec(**_search_arguments(context, profile))
+    evaluator = build_evaluator(profile.model, profile.data, spec)
+    return structure_costs(evaluator, result.plan, result.candidates, profile.data.tail)
 
 
 def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dflop_jax.plan.explain import KindCost, Saving
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.plan.structures import StructureCost
-    from dflop_jax.records import Link
+    from dflop_jax.records import Hardware, Link
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.step_figures import PredictedRun
 
@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> Any:
             show(what_if_table(what_ifs))
         if links := profile.model.hardware and profile.model.hardware.measured:
             show(link_table(links))
+        if profile.model.hardware and result.plan.layout.n_devices > 1:
+            show(describe_overlap(profile.model.hardware))
         show(describe_choice(result))
         show(describe_run(expected, result.plan.layout.modules[-1]))
         show(f"wrote {folder / PLAN}")
@@ -178,6 +180,15 @@ def link_table(links: Sequence[Link]) -> Table:
     rows = ((n, texts.get((n, False), "-"), texts.get((n, True), "-")) for n in names)
     title = "Measured links: GB/s per device, ms per ring step"
     return make_table(title, ("links", "in a node", "across nodes"), rows)
+
+
+def describe_overlap(hardware: Hardware) -> str:
+    texts = []
+    for across, where in ((False, "inside a node"), (True, "across nodes")):
+        measured = hardware.network_overlap if across else hardware.link_overlap
+        source = "assumed" if measured is None else "measured"
+        texts.append(f"{hardware.overlap(across=across):.2f} {where} ({source})")
+    return f"share of ZeRO's gathers that computation can hide: {', '.join(texts)}"
 
 
 def describe_limits(searched: Mapping[str, int], config: PlanConfig) -> str:

@@ -28,21 +28,38 @@ def ring_passes(collective: Collective) -> int:
     return 2 if collective == "all_reduce" else 1
 
 
+def overlapped_s(compute_s: Array, transfer_s: Array, overlap: Array) -> Array:
+    """Return the seconds of a computation and of a collective beside it in one program.
+
+    `overlap` 1: the longer of the two; 0: their sum; between: their blend, overlap * longer +
+    (1 - overlap) * sum.
+    """
+    # The shorter of the two is hidden but for a share of 1 - overlap.
+    return np.maximum(compute_s, transfer_s) + (1.0 - overlap) * np.minimum(compute_s, transfer_s)
+
+
+def group_overlap(n: Array, hardware: Hardware, *, stride: int = 1) -> Array:
+    """Return the overlap factor of the slowest links of n devices `stride` apart."""
+    is_across = np.asarray(n) > max(1, hardware.devices_per_node // stride)
+    return np.where(is_across, hardware.overlap(across=True), hardware.overlap(across=False))[()]
+
+
 def ring_s(
-    collective: Collective, n_bytes: float, n: Array, hardware: Hardware, *, stride: int = 1
+    collective: Collective, n_bytes: Array, n: Array, hardware: Hardware, *, stride: int = 1
 ) -> Array:
     """Return the seconds of a collective of n devices: a ring in each node, then a ring of nodes on
-    which each device moves its share.
+    which each device moves its share. An all-to-all sends all that is for other nodes between them.
 
     Args:
-      collective: "reduce_scatter", "all_reduce" or "all_gather".
+      collective: "reduce_scatter", "all_reduce", "all_gather" or "all_to_all".
       n_bytes: bytes of one device's input, or of an all-gather's output.
       n: number of devices in the group (number or array); 1 takes no time.
       stride: difference of neighbours' device numbers.
     """
     inside = np.minimum(n, max(1, hardware.devices_per_node // stride))
     nodes = -(-n // inside)
-    rings = (inside, n_bytes, False), (nodes, n_bytes / inside, True)
+    node_bytes = n_bytes if collective == "all_to_all" else n_bytes / inside
+    rings = (inside, n_bytes, False), (nodes, node_bytes, True)
     seconds = np.zeros(np.shape(n))
     for ring_size, ring_bytes, across in rings:
         start_s, bandwidth, latency_s = _link_rates(collective, hardware, across=across)
@@ -52,12 +69,13 @@ def ring_s(
         inner_ring_started = across & (inside > 1)
         steps = (ring_size - 1) * ring_passes(collective)
         seconds = seconds + (ring_size > 1) * (steps * step_s + start_s * ~inner_ring_started)
-    return np.where(n_bytes == 0, 0.0, seconds)[()]
+    return np.where(np.equal(n_bytes, 0), 0.0, seconds)[()]
 
 
-reduce_scatter_s, all_gather_s, all_reduce_s = (
-    partial(ring_s, collective) for collective in ("reduce_scatter", "all_gather", "all_reduce")
-)
+reduce_scatter_s = partial(ring_s, "reduce_scatter")
+all_gather_s = partial(ring_s, "all_gather")
+all_reduce_s = partial(ring_s, "all_reduce")
+all_to_all_s = partial(ring_s, "all_to_all")
 
 
 def send_s(

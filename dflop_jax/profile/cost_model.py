@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, reduce
+from math import gcd
 from typing import get_args
 
 import numpy as np
 
 from dflop_jax import records
-from dflop_jax.profile.collectives import send_s
+from dflop_jax.profile.collectives import all_to_all_s, overlapped_s, send_s
 from dflop_jax.profile.fit import LayerFits
 from dflop_jax.profile.state import Array, SegmentBytes, ShardedState
 from dflop_jax.records import BACKWARD, FORWARD, Layout, MeshShape, Price, SegmentPlan, Shape, Task
@@ -64,13 +65,18 @@ class CostModel:
             segment.rounds,
             self.has_forward(segment),
             self.saved_inputs(segment),
+            self.n_edges_sent(segment),
         )
 
     def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
         return Predictions(self, module, tp, rows, tokens)
 
-    def segment(self, segment: SegmentPlan, mesh: MeshShape) -> SegmentCosts:
-        return SegmentCosts(self, segment, mesh)
+    def segment(
+        self, segment: SegmentPlan, mesh: MeshShape, exchanged: float | None = None
+    ) -> SegmentCosts:
+        """Return a segment's costs; `exchanged` None: the least that any readers exchange."""
+        least = float(self.n_edges_sent(segment))
+        return SegmentCosts(self, segment, mesh, least if exchanged is None else exchanged)
 
     def slowdown(self, mesh: MeshShape) -> Array:
         """Return the slowdown of a submesh whose devices share cores (`ModelProfile.concurrency`),
@@ -88,7 +94,10 @@ class CostModel:
     def has_forward(self, segment: SegmentPlan) -> bool:
         """Return whether a segment has a forward task, which saves residuals for its backward task.
         A last segment without reading edges has none: its backward task also runs forward."""
-        return not segment.last or any(segment.sends(e) for e in self.profile.edges)
+        return not segment.last or self.n_edges_sent(segment) > 0
+
+    def n_edges_sent(self, segment: SegmentPlan) -> int:
+        return sum(segment.sends(e) for e in self.profile.edges)
 
     def saved_inputs(self, segment: SegmentPlan) -> tuple[int, int]:
         """Return the number of inputs of hidden-state size that a segment saves for backward:
@@ -123,6 +132,8 @@ class SegmentCosts:
     costs: CostModel
     segment: SegmentPlan
     mesh: MeshShape
+    # Features that the busiest data rank exchanges for each task, relative to its own features.
+    exchanged: float
 
     @cached_property
     def state(self) -> ShardedState:
@@ -130,8 +141,8 @@ class SegmentCosts:
         return ShardedState(self.segment, self.mesh, self.costs.profile)
 
     def task_s(self, group_size: Array, predictions: Predictions, direction: str) -> Array:
-        """Return the seconds of a group's task that runs alone, with its collectives over data
-        ranks and its host work, without content (see `content_s`); 0 without rows.
+        """Return the seconds of a group's task that runs alone, with its collectives and exchanges
+        over data ranks and its host work, without content (see `content_s`); 0 without rows.
 
         A segment of S stages takes R x M + S - 1 ticks for M microbatches in R rounds. Every stage
         runs the entry in every tick; the exit's microbatches are divided among the stages.
@@ -145,6 +156,7 @@ class SegmentCosts:
         n_ends = entry_share * segment.first * ticks
         n_ends = n_ends + (1.0 - entry_share) * segment.last * group_size / stages
         seconds = profile.task_overhead_s + ends_gather_s
+        seconds = seconds + self._exchange_s(group_size, predictions)
         stage_send_s = self._stage_send_s(predictions) if stages > 1 else 0.0
         for layer_pass in self._passes(direction):
             ends_s, transfer_s = predictions[f"ends_{layer_pass}"], layer_gather_s
@@ -158,8 +170,9 @@ class SegmentCosts:
                 if layer_pass == BACKWARD:
                     layer_s = layer_s + predictions.layer(kind, f"{self._policy}.layer_s")
                 # Gathering a layer's parameters overlaps with the previous layer.
-                layers_s = layers_s + n / self._ticks * np.maximum(layer_s * slowdown, transfer_s)
-            layers_s = layers_s + transfer_s  # the first layer's gather does not overlap
+                both_s = overlapped_s(layer_s * slowdown, transfer_s, self.state.overlap)
+                layers_s = layers_s + n / self._ticks * both_s
+            layers_s = layers_s + transfer_s  # nothing runs beside the first layer's gather
             seconds = seconds + ticks * (layers_s + stage_send_s) + n_ends * ends_s * slowdown
         seconds = records.add_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
         return np.where(predictions.has_rows, seconds, 0.0)
@@ -251,6 +264,17 @@ class SegmentCosts:
             return (FORWARD, BACKWARD)
         return (BACKWARD,)
 
+    def _exchange_s(self, group_size: Array, predictions: Predictions) -> Array:
+        """Return the seconds of the all-to-alls that bring a group's features to the data ranks
+        that read them, or their gradients back. Assignments of two modules are independent, so a
+        rank reads equal shares from all ranks."""
+        hardware, mesh = self.costs.profile.hardware, self.mesh
+        if hardware is None or not self.exchanged:
+            return 0.0
+        n_bytes = predictions["output"] * group_size / mesh.stage
+        each_s = all_to_all_s(n_bytes, mesh.data, hardware, stride=mesh.stride("data"))
+        return self.exchanged * each_s
+
     def _stage_send_s(self, predictions: Predictions) -> Array:
         """Return seconds to send a microbatch to the next stage; they do not overlap."""
         hardware = self.costs.profile.hardware
@@ -297,7 +321,8 @@ def _segment_prices(
 ) -> dict[tuple[Shape, records.Direction], Price]:
     shapes, group_size = layout.shapes(s.module), layout.group_size
     rows, tokens = (np.array([getattr(s, dim) for s in shapes]) for dim in ("rows", "tokens"))
-    segment, predictions = costs.segment(s, mesh), costs.predict(s.module, mesh.model, rows, tokens)
+    segment = costs.segment(s, mesh, _exchanged_features(layout, s))
+    predictions = costs.predict(s.module, mesh.model, rows, tokens)
     prices: dict[tuple[Shape, records.Direction], Price] = {}
     for direction in (FORWARD, BACKWARD):
         static_s = segment.task_s(group_size, predictions, direction).tolist()
@@ -305,6 +330,14 @@ def _segment_prices(
         for shape, seconds in zip(shapes, static_s, strict=True):
             prices[shape, direction] = Price(seconds, content_s)
     return prices
+
+
+def _exchanged_features(layout: Layout, s: SegmentPlan) -> float:
+    """Return the features that the busiest data rank of a segment exchanges, relative to its own,
+    over all edges: those of V ranks are collected on the gcd(V, D) home ranks of D readers."""
+    n_ranks = layout.submesh(s.submesh).data
+    readers = (layout.data_ranks(e.target) for e in layout.edges if s.sends(e))
+    return float(sum(n_ranks / gcd(n_ranks, n) for n in readers))
 
 
 def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:

@@ -25,6 +25,8 @@ from dflop_jax.records import REMAT, ModelProfile, order_coefficients, shape_fea
 # Numbers of layers in the timed programs; their difference gives the time of a layer. Deeper
 # programs take longer to compile and to run, but are more precise.
 DEPTHS = (1, 3)
+# Names of quantities in bytes -> fields of `LayerTiming`.
+_BYTES = {"hidden": "hidden_bytes", "output": "output_bytes"}
 
 
 def round_to_24_bits(values: Array) -> Array:
@@ -135,9 +137,9 @@ class LayerFits:
         return np.array([depth * getattr(t, layer) + getattr(t, ends) for t in self._timings])
 
     def _measured_values(self, quantity: str) -> np.ndarray:
-        """Return a directly measured quantity: "hidden", or POLICY.FIELD of `Recompute`."""
-        if quantity == "hidden":
-            return np.array([t.hidden_bytes for t in self._timings])
+        """Return a directly measured quantity of `_BYTES`, or POLICY.FIELD of `Recompute`."""
+        if quantity in _BYTES:
+            return np.array([getattr(t, _BYTES[quantity]) for t in self._timings])
         remat, _, name = quantity.partition(".")
         return np.array(self._recompute_values(remat, name))
 
@@ -152,4 +154,4 @@ class LayerFits:
 
 def _is_direct(quantity: str) -> bool:
     """Return whether a quantity is fitted to its own measured values, not to whole programs."""
-    return quantity == "hidden" or "." in quantity
+    return quantity in _BYTES or "." in quantity

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from dflop_jax.runtime.communicator import is_local, send, zeros
 from dflop_jax.runtime.layout import can_form_submesh
 
 Sync = Callable[[], None]
+Timing = TypeVar("Timing", bound=Any)
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 # Timed sizes in bytes. The larger takes many times a collective's start-up (about 1 ms on CPUs);
 # doubling it doubles the measuring time.
@@ -62,18 +63,23 @@ def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
 def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[LinkTiming]:
     """Time all collectives; all processes call this. Timings of collectives without devices of this
     process are near 0 s. `node`: devices per node; `sync` waits for the other processes."""
-    blocks = [list(devices[i : i + node]) for i in range(0, len(devices), node)]
+    blocks = node_blocks(devices, node)
     sizes = _CPU_BYTES if devices[0].platform == "cpu" else _GPU_BYTES
     timings: list[LinkTiming] = []
     for across in (False, True):
         ranks = len(blocks) if across else node
         for collective, n_bytes in product(COLLECTIVES if ranks > 1 else (), sizes):
-            seconds = _median_call_s(_collective_calls(collective, across, blocks, n_bytes), sync)
+            seconds = median_call_s(_collective_calls(collective, across, blocks, n_bytes), sync)
             timings.append(LinkTiming(collective, across, ranks, n_bytes, seconds))
     return timings
 
 
-def max_over_processes(process_timings: Sequence[Sequence[LinkTiming]]) -> list[LinkTiming]:
+def node_blocks(devices: Sequence[jax.Device], node: int) -> list[list[jax.Device]]:
+    """Return the devices of each node of `node` devices."""
+    return [list(devices[i : i + node]) for i in range(0, len(devices), node)]
+
+
+def max_over_processes(process_timings: Sequence[Sequence[Timing]]) -> list[Timing]:
     """Return the maximum over processes of each timing."""
     return [
         replace(timings[0], seconds=max(t.seconds for t in timings))
@@ -81,13 +87,22 @@ def max_over_processes(process_timings: Sequence[Sequence[LinkTiming]]) -> list[
     ]
 
 
-def hardware_with_links(kind: str, node: int, timings: Sequence[LinkTiming]) -> Hardware:
-    """Return the data sheet of a kind of device with measured links and devices per node."""
+def hardware_with_links(
+    kind: str, node: int, timings: Sequence[LinkTiming], overlaps: Mapping[bool, float]
+) -> Hardware:
+    """Return the data sheet of a kind of device with measured links and devices per node;
+    `overlaps`: measured overlap factors of links across nodes (True) and inside one."""
     by_link: dict[tuple[Collective, bool], list[LinkTiming]] = {}
     for t in timings:
         by_link.setdefault((t.collective, t.across), []).append(t)
     measured = tuple(_fit_link(small, large) for small, large in by_link.values())
-    return replace(hardware_of_kind(kind), devices_per_node=node, measured=measured)
+    return replace(
+        hardware_of_kind(kind),
+        devices_per_node=node,
+        measured=measured,
+        link_overlap=overlaps.get(False),
+        network_overlap=overlaps.get(True),
+    )
 
 
 def _fit_link(small: LinkTiming, large: LinkTiming) -> Link:
@@ -117,13 +132,19 @@ def _collective_calls(
             partial(send, zeros(jax.ShapeDtypeStruct((n_items,), jnp.float32, sharding=a)), b)
             for a, b in shardings
         ]
+    return [collective_call(collective, m, n_items) for m in local_meshes(blocks, across)]
+
+
+def local_meshes(blocks: Sequence[Sequence[jax.Device]], across: bool) -> list[Mesh]:
+    """Return this process's meshes ("node", "rank"): ranks are the devices of a node, or, `across`
+    nodes, one device of each."""
     if not across:
         meshes = [Mesh(np.array([block]), ("node", "rank")) for block in blocks]
     else:
         every = [d for block in blocks for d in block]
         joined = blocks if can_form_submesh(every) else [block[:1] for block in blocks]
         meshes = [Mesh(np.array(joined).T, ("node", "rank"))]
-    return [collective_call(collective, m, n_items) for m in meshes if is_local(m)]
+    return list(filter(is_local, meshes))
 
 
 def collective_call(collective: Collective, mesh: Mesh, n_items: int) -> Call:
@@ -156,7 +177,7 @@ def collective_call(collective: Collective, mesh: Mesh, n_items: int) -> Call:
     return partial(program, zeros(struct))
 
 
-def _median_call_s(calls: Sequence[Call], sync: Sync) -> float:
+def median_call_s(calls: Sequence[Call], sync: Sync) -> float:
     """Return the median seconds per call of several calls in a row, after a warm-up."""
 
     def run(n: int) -> float:

@@ -184,6 +184,7 @@ class Predictor:
                     ends_forward_s=self.ends_s(FORWARD, shape),
                     ends_backward_s=self.ends_s(BACKWARD, shape),
                     hidden_bytes=traced_parts.hidden_bytes(self.module, shape),
+                    output_bytes=traced_parts.output_bytes(self.module, shape),
                     content_forward_s=unit_s,
                     content_backward_s=records.scale_coefficients(backward_ratio, unit_s),
                     recompute=recompute,

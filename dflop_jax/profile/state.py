@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
+from dflop_jax.profile.collectives import all_gather_s, group_overlap, reduce_scatter_s
 from dflop_jax.records import MeshShape, ModelProfile, ParamDims, SegmentPlan, layer_key
 
 Array = Any  # a float array, or one number
@@ -116,6 +116,14 @@ class ShardedState:
     def scatter_s(self) -> tuple[Array, Array]:
         """Seconds to scatter gradients in a program: (of one layer, of the ends once per tick)."""
         return self._layer_and_ends_s(reduce_scatter_s, "trained_bytes", self.segment.zero >= 2)
+
+    @cached_property
+    def overlap(self) -> Array:
+        """Overlap factor of `gather_s` and `scatter_s` with the layers' computation."""
+        hardware = self.profile.hardware
+        if hardware is None:
+            return 1.0
+        return group_overlap(self.ranks, hardware, stride=self.mesh.stride("data"))
 
     def reduce_s(self) -> Array:
         """Return the seconds to reduce-scatter gradients over data ranks at the end of the step, if

@@ -27,7 +27,7 @@ import numpy as np
 from dflop_jax.contract import MultimodalModel, chip_of, content_flops_of, on_chip
 from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
 from dflop_jax.profile.shallow import restrict_to_layer_kind, shallow_segment
-from dflop_jax.profile.traced_parts import hidden_bytes
+from dflop_jax.profile.traced_parts import hidden_bytes, output_bytes
 from dflop_jax.records import BACKWARD, FORWARD, LAYERS, LayerTiming, MeshShape, Recompute, Shape
 from dflop_jax.runtime import calibration
 from dflop_jax.runtime.calibration import PIECES_PER_ROW, content_of_rows, packed_field
@@ -112,6 +112,7 @@ def time_layer(
         ends_forward_s=forward[0][1],
         ends_backward_s=backward[0][1],
         hidden_bytes=low.hidden_bytes,
+        output_bytes=output_bytes(model.modules[job.module], shape),
         content_forward_s=content_forward_s,
         content_backward_s=content_backward_s,
         recompute={"none": residuals},

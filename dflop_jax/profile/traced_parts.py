@@ -25,7 +25,13 @@ from dflop_jax.profile.kernels import Kernel, kernels_of, peak_temporary_bytes
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Region, Value, trace
 from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, layer_key, token_dim
-from dflop_jax.runtime.module_parts import exit_struct, hidden_struct, logical_axes, part_struct
+from dflop_jax.runtime.module_parts import (
+    exit_struct,
+    hidden_struct,
+    logical_axes,
+    part_struct,
+    tap_struct,
+)
 from dflop_jax.runtime.residuals import REMAT, SplitVjp
 from dflop_jax.runtime.token_split import rows_and_tokens, run_module_part, tensor_parallel_dims
 from dflop_jax.runtime.update import Optimizer, map_optimizer_state
@@ -193,6 +199,14 @@ def hidden_bytes(module: Module, shape: Shape) -> float:
     """Return the bytes of hidden states between layers on one data rank."""
     arrays = jax.tree.leaves(hidden_struct(module, shape))
     return float(sum(a.size * a.dtype.itemsize for a in arrays))
+
+
+def output_bytes(module: Module, shape: Shape) -> float:
+    """Return the bytes of the largest features that an edge can read on one data rank."""
+    outputs = [tap_struct(module, tap, shape) for tap in taps_of(module)]
+    if not has_loss(module, shape):
+        outputs.append(exit_struct(module, shape))
+    return float(max((a.size * a.dtype.itemsize for a in outputs), default=0))
 
 
 def _value_bytes(value: Value, half_bytes: int) -> float:

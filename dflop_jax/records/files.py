@@ -15,7 +15,14 @@ import numpy as np
 
 VERSION = 3  # of records that are not in `_VERSIONS`
 # Increase a version when a field is renamed or changes its meaning; `load` rejects other versions.
-_VERSIONS = {"Plan": 7, "ModelProfile": 5, "Profile": 5, "PriceList": 8, "Schedule": 6}
+_VERSIONS = {
+    "Plan": 7,
+    "ModelProfile": 6,
+    "Profile": 6,
+    "PriceList": 8,
+    "Schedule": 6,
+    "Hardware": 4,
+}
 _STEP = "<i4"  # dtype of differences of neighbours: piece ids and positions stay below 2^31
 T = TypeVar("T")
 

@@ -11,6 +11,8 @@ Collective = Literal["send", "all_reduce", "reduce_scatter", "all_gather", "all_
 USABLE_MEMORY = 0.92
 # Fraction of JAX's memory that plans may fill: compiled programs used up to 4% more than predicted.
 PLANNED_SHARE = 0.95
+# Overlap of gathers and reductions with computation where it is not measured: neither none nor all.
+UNKNOWN_OVERLAP = 0.5
 _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
 
 
@@ -41,17 +43,29 @@ class Hardware:
     network_latency_s: float
     source: str = ""
     measured: tuple[Link, ...] = ()  # overrides the bandwidths and latencies above
+    # Overlap, 0 to 1, of gathers and reductions with products in one program, inside a node and
+    # between nodes (`collectives.overlapped_s`); None: not measured.
+    link_overlap: float | None = None
+    network_overlap: float | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, int | float) and not 0 < value < float("inf"):
+            if f.name.endswith("_overlap"):
+                if value is not None and not 0 <= value <= 1:
+                    raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be 0 to 1")
+            elif isinstance(value, int | float) and not 0 < value < float("inf"):
                 raise ValueError(f"hardware {self.name!r}: {f.name}={value} must be above 0")
 
     def link(self, collective: Collective, *, across: bool) -> Link | None:
         """Return the measurement of a collective; None if there is none."""
         matching = (k for k in self.measured if (k.collective, k.across) == (collective, across))
         return next(matching, None)
+
+    def overlap(self, *, across: bool) -> float:
+        """Return the overlap factor of links between nodes (`across`) or inside a node."""
+        overlap = self.network_overlap if across else self.link_overlap
+        return UNKNOWN_OVERLAP if overlap is None else overlap
 
     def with_links(self, factor: float) -> Hardware:
         """Return the hardware with link bandwidths multiplied by `factor`."""

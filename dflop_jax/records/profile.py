@@ -56,6 +56,7 @@ class LayerTiming:
     # Costs by policy; "segment" is derived from "none", since it recomputes everything.
     recompute: dict[Remat, Recompute] = field(default_factory=lambda: {"none": Recompute()})
     kind: str = LAYERS
+    output_bytes: float = 0.0  # of the module's features that an edge reads
 
     @property
     def layers(self) -> str:

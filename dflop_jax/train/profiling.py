@@ -19,6 +19,7 @@ from dflop_jax.contract import Module, n_stacked_layers, stacked_parts, working_
 from dflop_jax.data import Source
 from dflop_jax.data.content import content_counter
 from dflop_jax.distributed.devices import available_host_bytes
+from dflop_jax.hardware import hardware_of_kind
 from dflop_jax.plan.search_spec import largest_module_bytes, parallel_limits
 from dflop_jax.profile.links import (
     LinkTiming,
@@ -35,6 +36,7 @@ from dflop_jax.profile.measure import (
     time_layers,
     timing_jobs,
 )
+from dflop_jax.profile.overlap import OverlapTiming, overlap_factors, time_overlaps
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.timed_programs import measure_concurrent_rate
 from dflop_jax.profile.traced_parts import parameter_dims, params_with_axes, timed_program_bytes
@@ -210,7 +212,8 @@ def _measure_cached(
 
 
 def measure_hardware(context: RunContext) -> Hardware:
-    """Return the devices' data sheet with measured links; runs on all processes together."""
+    """Return the devices' data sheet with measured links and overlap factors; runs on all processes
+    together. Products on CPUs share their cores with collectives: overlap is not measured there."""
     kind, hosts = context.devices[0].device_kind, context.hosts or ("",)
     node = node_size(context.devices, hosts)
 
@@ -219,10 +222,15 @@ def measure_hardware(context: RunContext) -> Hardware:
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
     def measure() -> Hardware | None:
-        peers = context.peers
-        own_timings = time_links(context.devices, node, partial(peers.barrier, "links/sync"))
+        peers, devices = context.peers, context.devices
+        sync, sheet = partial(peers.barrier, "links/sync"), hardware_of_kind(kind)
+        own_timings, own_overlaps = time_links(devices, node, sync), list[OverlapTiming]()
+        if devices[0].platform != "cpu":
+            own_overlaps = time_overlaps(devices, replace(sheet, devices_per_node=node), sync)
         timings = max_over_processes(peers.gather("links/timed", own_timings, list[LinkTiming]))
-        return hardware_with_links(kind, node, timings) if peers.is_primary else None
+        overlaps = peers.gather("links/overlaps", own_overlaps, list[OverlapTiming])
+        factors = overlap_factors(max_over_processes(overlaps))
+        return hardware_with_links(kind, node, timings, factors) if peers.is_primary else None
 
     return _measure_cached(context, "links", key, Hardware, measure)
 

@@ -106,7 +106,9 @@ def predict_segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[st
             tile = costs.profile.piece_tokens.get(s.module)
             rows, tokens = (amount, tile) if tile else (1.0 * (amount > 0), amount)
             predictions = costs.predict(s.module, mesh.model, rows, tokens)
-            segment = costs.segment(replace(s, zero=1), mesh)  # no transfers between data ranks
+            # No transfers between data ranks, unless a sample's modules are on different ones.
+            exchanged = 0.0 if is_replicated(plan) else None
+            segment = costs.segment(replace(s, zero=1), mesh, exchanged)
             seconds_by_key[key] = sum(
                 segment.task_s(1, predictions, d)
                 + content_seconds(segment.content_s(1, d), content)

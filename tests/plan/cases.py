@@ -81,7 +81,7 @@ def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, graph
             timings.append(
                 LayerTiming(
                     module, tp, Shape(rows, tokens), f, 2 * f, f, 2 * f, temp / 4,
-                    recompute=recompute(f, f, temp, 0.25),
+                    recompute=recompute(f, f, temp, 0.25), output_bytes=temp * tp / 2,
                 )
             )  # fmt: skip
     return profile_of(

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dflop_jax import PlanConfig
-from dflop_jax.cli.plan import describe_limits
+from dflop_jax.cli.plan import describe_limits, describe_overlap
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.search_spec import DEFAULT_LIMITS, SearchSpec, parallel_limits, with_limits
@@ -81,3 +81,9 @@ def test_search_result_states_its_limits():
     said = describe_limits(own.limits, dataclasses.replace(asked, max_stage=4))
     for one in ("max_model 2 (derived)", "max_stage 4 (given)", "33%"):
         assert one in said
+
+
+def test_overlap_is_printed_with_its_source():
+    measured = dataclasses.replace(find_hardware("h100"), link_overlap=0.875)
+    said = describe_overlap(measured)
+    assert "0.88 inside a node (measured), 0.50 across nodes (assumed)" in said

@@ -14,6 +14,9 @@ from dflop_jax.profile.collectives import (
     START_S,
     all_gather_s,
     all_reduce_s,
+    all_to_all_s,
+    group_overlap,
+    overlapped_s,
     reduce_scatter_s,
     send_s,
 )
@@ -58,6 +61,18 @@ def test_a_reduction_is_a_ring_in_each_node_then_of_nodes(n_bytes):
     assert all_gather_s(n_bytes, 4, A100, stride=4) == pytest.approx(within + between)
 
 
+def test_overlap_hides_a_share_of_the_shorter():
+    """1 hides all of it, 0 nothing; links that were not measured hide half."""
+    for compute_s, transfer_s in ((3.0, 2.0), (2.0, 3.0), (3.0, 0.0)):
+        longer, both = max(compute_s, transfer_s), compute_s + transfer_s
+        for overlap in (0.0, 0.3, 1.0):
+            want = pytest.approx(overlap * longer + (1 - overlap) * both)
+            assert overlapped_s(compute_s, transfer_s, overlap) == want
+    node = dataclasses.replace(A100, link_overlap=0.0)  # 8 devices, of which a stride of 4 leaves 2
+    assert [group_overlap(n, node, stride=4) for n in (1, 2, 3)] == [0.0, 0.0, 0.5]
+    assert group_overlap(9, dataclasses.replace(A100, network_overlap=1.0)) == 1.0
+
+
 def test_measured_links_replace_the_data_sheet():
     reduced, sent = Link("all_reduce", True, 1e9, 1e-3), Link("send", False, 2e9, 5e-4)
     here = dataclasses.replace(A100, measured=(reduced, sent))
@@ -79,11 +94,11 @@ def test_collective_prices_match_their_timings(ranks, across):
         for c in COLLECTIVES
         for n in (1_000, 50_000)
     ]
-    hardware = hardware_with_links("cpu", 1 if across else ranks, seen)
+    hardware = hardware_with_links("cpu", 1 if across else ranks, seen, {})
     for n in (1_000, 7_000, 50_000):
         want = pytest.approx(3e-3 + n * 2e-8)
         assert send_s(n, hardware, across=across) == want
-        for price in (all_reduce_s, reduce_scatter_s, all_gather_s):
+        for price in (all_reduce_s, reduce_scatter_s, all_gather_s, all_to_all_s):
             assert price(n, ranks, hardware) == want
 
 

@@ -24,7 +24,7 @@ from dflop_jax.records import DataProfile, Edge, Load, MeshShape, Shape
 from dflop_jax.runtime.calibration import content_of_rows
 from dflop_jax.runtime.parameter_layout import param_specs
 from tests.mixed import MADE, HandingText, Mixed
-from tests.small import WIDTH, Small, Text
+from tests.small import MERGE, WIDTH, Small, Text
 
 MODEL = Small()
 SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 32), Shape(2, 32), Shape(9, 32)]}
@@ -175,6 +175,8 @@ def test_timings_and_the_models_facts_make_a_profile(monkeypatch):
     assert profile.n_layers == {"vision": 2, "llm": 4}
     hidden = {t.module: t.hidden_bytes for t in profile.timings}
     assert hidden == {"vision": 2 * 16 * WIDTH * 4, "llm": 32 * (WIDTH + MADE) * 4}
+    output = {t.module: t.output_bytes for t in profile.timings}
+    assert output == {"vision": 2 * 16 // MERGE * WIDTH * 4, "llm": 0.0}  # a loss is no feature
 
 
 @pytest.mark.parametrize("took_s, n_runs", [((0.01, 0.02), 25), ((0.04, 0.01), 13), ((3, 2), 3)])

@@ -130,11 +130,13 @@ def test_step_ends_with_reduction_and_update():
         assert got[Task(name, NO_GROUP, UPDATE)] == pytest.approx(update)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_what_data_ranks_share_is_brought_by_the_programs(half):
+@pytest.mark.parametrize("half, overlap", [(False, 1.0), (True, 1.0), (False, 0.0), (True, 0.25)])
+def test_what_data_ranks_share_is_brought_by_the_programs(half, overlap):
     """Degree 3 gathers parameters layer by layer, 2 and 3 scatter gradients; the step's end has
     less to do."""
     ranks, model = 4, halved(linked()) if half else linked()
+    node = dataclasses.replace(HARDWARE, link_overlap=overlap, network_overlap=0.7)
+    model = dataclasses.replace(model, hardware=node)
     base = plan((1, ranks, 1), (1, ranks, 1))
     by_degree = {zero: prices_of(with_zero(base, zero), model) for zero in (1, 2, 3)}
     share, layer, ends = 0.5 if half else 1.0, 9_600, 4_800
@@ -146,7 +148,7 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
         assert end[Task("a0", NO_GROUP, REDUCE)] == pytest.approx(reduced)
         want = update + gathered * gathers
         assert end[Task("a0", NO_GROUP, UPDATE)] == pytest.approx(want)
-    # Two layers of a millisecond hide what is moved but for the first layer's and the ends'.
+    # Two layers hide a share of what is moved, but not the first layer's and the ends'.
     bring = sum(all_gather_s(n * share, ranks, HARDWARE) for n in (layer, ends))
     scatter = sum(reduce_scatter_s(n, ranks, HARDWARE) for n in (layer, ends))
     for direction, more in ((FORWARD, (0.0, bring)), (BACKWARD, (scatter, bring + scatter))):
@@ -156,8 +158,38 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
         for zero, extra in zip((2, 3), more, strict=True):
             layer_s = (zero == 3) * all_gather_s(layer * share, ranks, HARDWARE)
             layer_s += (direction == BACKWARD) * reduce_scatter_s(layer, ranks, HARDWARE)
-            waits = 2 * max(0.0, layer_s - compute_s)
+            hidden = max(0.0, layer_s - compute_s)
+            waits = 2 * (overlap * hidden + (1 - overlap) * layer_s)
             assert took[zero - 1] - took[0] == pytest.approx(extra + waits)
+
+
+@pytest.mark.parametrize(
+    "ranks, readers, node, edges, home",  # `home`: share of ranks that collect what is read
+    [(1, 1, 4, 1, 1), (2, 2, 4, 1, 1), (2, 2, 1, 2, 1), (6, 12, 3, 1, 1), (6, 3, 3, 1, 1 / 2)],
+)
+def test_data_ranks_exchange_features(ranks, readers, node, edges, home):
+    """On the source's ranks, wherever the reader is: each of n ranks sends 1/n of its features to
+    each other rank, forward and back; if few ranks collect them, these get more."""
+    own = dataclasses.replace(HARDWARE, devices_per_node=node)
+    without, base = profile(), plan((1, ranks, 1), (1, readers, 1), group_size=2, edges=edges)
+    timings = [dataclasses.replace(t, output_bytes=1e5 * t.shape.rows) for t in without.timings]
+    model = dataclasses.replace(
+        without, timings=tuple(timings), edges=base.layout.edges, hardware=own
+    )
+    before, after = (prices_of(base, m).programs for m in (without, model))
+    inside, across = (0.78 * b for b in (own.link_bandwidth, own.network_bandwidth))
+    sent = 2 * 2 * 1e5 / ranks  # bytes from one rank to another: two rows, two microbatches
+    link_s, network_s = (
+        sent / inside + own.link_latency_s,
+        sent / across + own.network_latency_s,
+    )
+    want = {(1, 4): 0.0, (2, 4): 8.4e-6 + link_s, (2, 1): 8.4e-6 + network_s}
+    # Two nodes of three: a third to each in the node, half to the other node.
+    halves = 3 * sent / across + own.network_latency_s
+    want[6, 3] = 8.4e-6 + 2 * (2 * sent / inside + own.link_latency_s) + halves
+    for key, price in after.items():
+        more_s = edges / home * want[ranks, node] * (key.segment == "a0")
+        assert price.static_s == pytest.approx(before[key].static_s + more_s, rel=1e-9)
 
 
 def test_blocks_gather_inside_and_add_up_between():

@@ -1,7 +1,8 @@
 """How far `auto` is behind the best of its policies, on data and costs that no plan was made for.
 
 Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
-Minutes:  20 to 90 on 2 cores, for all 30
+          python benchmarks/auto_choice.py --overlaps --random 35 [--json FILE]
+Minutes:  20 to 90 on 2 cores, for all 30; about 15 for 50 set-ups with --overlaps
 Expected: never more than 2% behind; on 2026-11-28 so in 29 of the 30, random 13, of data that
           drift far, 36% behind, and in 18 of 20 further ones (--first 25 --random 20), the others
           3 and 7% (docs/results.md)
@@ -12,6 +13,9 @@ other shares than those that the planner saw. Every policy plans alone, and `aut
 all; each plan then runs batches that no planner saw, scheduled by predicted prices, while the
 programs of a module and tensor-parallel degree take longer or shorter than predicted by a factor of
 their own, the same for all plans (log-normal, 5%, two draws).
+
+With --overlaps it counts instead which policy has the fastest placement, simulated with one bucket,
+if computation hides all, half or nothing of a gather beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +42,7 @@ from dflop_jax.simulate.steps import simulate_step
 from experiments.paper import data, policies
 from experiments.paper.cases import Case
 from experiments.paper.costs import get_profile
-from experiments.paper.evaluation import Evaluation, evaluate, map_on_all_cores
+from experiments.paper.evaluation import Evaluation, evaluate, map_on_all_cores, search_case
 from experiments.paper.orch import LAYOUT, WHISPER, Omni
 from experiments.paper.setups import TOWERS
 from models.sizes import VISION
@@ -46,6 +52,7 @@ SPREAD, DRAWS = 0.05, 2  # of log-normal factors on predicted seconds
 # Batches by which plans are judged, as many as have so many samples: of those of a few, some just
 # fit the groups of one plan.
 MOST, SAMPLES = 16, 8_192
+OVERLAPS = (1.0, 0.5, 0.0)
 POLICIES: tuple[Policy, ...] = ("auto", *policies.SEARCHED)
 
 
@@ -136,6 +143,58 @@ def measure(case: Case) -> Row:
     )
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The fastest placement of a set-up at an overlap factor of all links."""
+
+    setup: str
+    devices: int
+    overlap: float
+    policy: str
+    placement: str
+    saving: str
+    step_s: float
+    planning_s: float  # of a core
+
+
+def choose_at_overlaps(case: Case) -> list[Choice]:
+    profile, choices = get_profile(case), []
+    assert profile.hardware is not None
+    for overlap in OVERLAPS:
+        own = replace(profile.hardware, link_overlap=overlap, network_overlap=overlap)
+        start_s = time.process_time()
+        result = search_case(case, "auto", replace(profile, hardware=own), refine=False, n_shown=1)
+        planning_s, best = time.process_time() - start_s, result.candidates[0]
+        choices.append(
+            Choice(
+                case.name, case.n_devices, overlap, best.policy, best.name, best.saving,
+                best.makespan_s, planning_s,
+            )
+        )  # fmt: skip
+    return choices
+
+
+def count_wins(rows: Sequence[Choice]) -> dict[float, tuple[Counter[str], float]]:
+    """By overlap: how often each policy is chosen, and the median of the steps over those at 1."""
+    full_s = {r.setup: r.step_s for r in rows if r.overlap == OVERLAPS[0]}
+    wins = {}
+    for overlap in OVERLAPS:
+        at_overlap = [r for r in rows if r.overlap == overlap]
+        ratio = float(np.median([r.step_s / full_s[r.setup] for r in at_overlap]))
+        wins[overlap] = Counter(r.policy for r in at_overlap), ratio
+    return wins
+
+
+def show_wins(rows: Sequence[Choice]) -> None:
+    print(
+        "overlap" + "".join(f"{p:>8}" for p in policies.SEARCHED) + "  median step over that of 1"
+    )
+    for overlap, (wins, ratio) in count_wins(rows).items():
+        print(
+            f"{overlap:7.1f}" + "".join(f"{wins[p]:8}" for p in policies.SEARCHED) + f"{ratio:8.3f}"
+        )
+
+
 def show(rows: Sequence[Row]) -> None:
     print(f"{'set-up':34}{'devices':>8}{'batch':>7}" + "".join(f"{p:>9}" for p in POLICIES)
           + f"{'takes':>8}{'behind':>16}{'planning':>10}")  # fmt: skip
@@ -155,6 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--papers", action="store_true", help="the papers' set-ups only")
     parser.add_argument("--random", type=int, default=15, help="random set-ups")
     parser.add_argument("--first", type=int, default=0, help="the first random one")
+    parser.add_argument(
+        "--overlaps", action="store_true", help="count the policies chosen at three overlap factors"
+    )
     args = parser.parse_args(argv)
     if args.random < 0:
         parser.error("--random must not be negative")
@@ -163,6 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [] if args.first else list(policies.CASES)
     if not args.papers:
         cases += [random_case(args.first + i) for i in range(args.random)]
+    if args.overlaps:
+        choices = Rows(args.json)
+        for each in map_on_all_cores(choose_at_overlaps, cases):
+            for choice in each:
+                choices.append(choice)
+        show_wins(choices)
+        return 0
     place = {case.name: i for i, case in enumerate(cases)}
     rows = Rows(args.json, lambda rows: sorted(rows, key=lambda r: place[r.setup]))
     for row in map_on_all_cores(measure, cases):

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig, Policy
 from dflop_jax.plan.memory import describe_savings
-from dflop_jax.plan.search import search_plan
-from dflop_jax.records import BACKWARD, FORWARD, Plan, Trace
+from dflop_jax.plan.search import SearchResult, search_plan
+from dflop_jax.records import BACKWARD, FORWARD, ModelProfile, Plan, Trace
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.count_program import canonicalize, program_sizes
 from dflop_jax.simulate.steps import simulate_step
@@ -151,7 +151,8 @@ def evaluate_all(keys: Iterable[Key]) -> None:
         _EVALUATIONS.update(evaluations)
 
 
-Job, Done = TypeVar("Job"), TypeVar("Done")
+Job = TypeVar("Job")
+Done = TypeVar("Done")
 
 
 def map_on_all_cores(function: Callable[[Job], Done], jobs: Sequence[Job]) -> Iterator[Done]:
@@ -210,8 +211,8 @@ def _evaluate_dynamic_shapes(case: Case, system: str) -> Evaluation:
     return Evaluation(f"{describe_parallelism(plan)}, {n} microbatches", plan, steps, n, search_s)
 
 
-def _evaluate_static_shapes(case: Case, policy: str) -> Evaluation:
-    """Search a plan for a policy of dflop_jax and simulate the evaluation batches under it."""
+def search_case(case: Case, policy: str, profile: ModelProfile, **options: Any) -> SearchResult:
+    """Return the search for a policy of dflop_jax at a profile's prices; see `search_plan`."""
     assert policy in get_args(Policy), policy
     config = PlanConfig(
         policy=cast(Policy, policy),
@@ -222,17 +223,24 @@ def _evaluate_static_shapes(case: Case, policy: str) -> Evaluation:
         max_microbatches=MAX_MICROBATCHES,
         sampled_batches=2,
     )
-    profile, data = get_profile(case), profile_data(case)
-    start_s = time.perf_counter()
-    plan = search_plan(
+    return search_plan(
         profile,
-        data,
+        profile_data(case),
         n_devices=case.n_devices,
         global_batch=case.global_batch,
         config=config,
         memory_bytes=case.memory_bytes,
         token_multiple=TOKEN_MULTIPLE,
-    ).plan
+        **options,
+    )
+
+
+def _evaluate_static_shapes(case: Case, policy: str) -> Evaluation:
+    """Search a plan for a policy of dflop_jax and simulate the evaluation batches under it."""
+    profile = get_profile(case)
+    profile_data(case)  # cached here, so that it is not part of `search_s`
+    start_s = time.perf_counter()
+    plan = search_case(case, policy, profile).plan
     search_s = time.perf_counter() - start_s
     steps = simulate_batches(case, plan)
     schedule_s = max(s.schedule.elapsed_s for s in steps)

@@ -40,6 +40,24 @@ def test_a_tiny_run_without_a_gpu(tmp_path):
     assert step["tokens_per_s"] == pytest.approx(2 * 32 / step["ms"] * 1e3)
 
 
+# ---- auto_choice.py
+
+
+def test_chosen_policies_are_counted_by_overlap():
+    auto_choice = module("auto_choice")
+    chosen = {"a": ("orch", "orch", "dflop"), "b": ("dip", "orch", "dip")}
+    rows = [
+        auto_choice.Choice(name, 8, overlap, policy, "p", "none", step_s * (3 - overlap), 1.0)
+        for name, step_s in (("a", 1.0), ("b", 7.0))
+        for overlap, policy in zip((1.0, 0.5, 0.0), chosen[name], strict=True)
+    ]
+    assert auto_choice.count_wins(rows) == {
+        1.0: ({"orch": 1, "dip": 1}, 1.0),
+        0.5: ({"orch": 2}, 1.25),
+        0.0: ({"dflop": 1, "dip": 1}, 1.5),
+    }
+
+
 # ---- fuzz_data.py
 
 

@@ -39,7 +39,7 @@ Decay = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 
 Names = tuple[str, ...]
 Dtype = Literal["float32", "bfloat16"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
-Effort = Literal["quick", "full"]
+Effort = Literal["auto", "quick", "full"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
@@ -156,7 +156,10 @@ class PlanConfig:
         "neighbouring devices that shard the state of plan.zero together; 0: all devices, or "
         "those of a node if that is faster",
     )
-    effort: Effort = option("full", "quick, or full: evaluate more placements and bucket sizes")
+    effort: Effort = option(
+        "auto",
+        "of profile and search: quick (the least), full, or auto: 3% of the run or a minute",
+    )
     sampled_batches: PosInt = option(4, "global batches simulated per candidate")
     drift: Fraction = option(1 / 3, "fraction of simulated batches with another mix of media")
     finalists: UInt = option(

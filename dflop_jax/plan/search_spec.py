@@ -83,7 +83,8 @@ def parallel_limits(module_bytes: float, memory_bytes: float, node: int) -> tupl
 
 
 def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) -> SearchSpec:
-    """Return the spec with limits of 0 derived from the job, and the profile's node size."""
+    """Return the spec with limits of 0 derived from the job, the profile's node size, and effort
+    "full" for "auto", which has no run to be in proportion to."""
     config, memory_bytes = spec.config, spec.memory_bytes
     float32_bytes = {m: 4.0 * profile.n_elements(m) for m in profile.n_layers}
     bfloat16 = [m for m in profile.n_layers if profile.has_bfloat16_params(m)]
@@ -103,7 +104,8 @@ def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) 
         microbatches = max(min_microbatches, min(needed, GROUPS_PER_BATCH[-1]))
     microbatches = config.max_microbatches or microbatches
     config = replace(config, max_model=model, max_stage=stage, max_microbatches=microbatches)
-    return replace(spec, config=replace(config, node=node))
+    effort = "full" if config.effort == "auto" else config.effort
+    return replace(spec, config=replace(config, node=node, effort=effort))
 
 
 def _power_of_two(minimum: float) -> int:

@@ -4,27 +4,36 @@ and add the costs of recompute policies from the roofline model."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import jax
 import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
-from dflop_jax import records
 from dflop_jax.contract import MultimodalModel, chip_of, content_of, layer_kinds_of, on_chip
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.hardware import GIB, TASK_HOST_S, hardware_of_kind
 from dflop_jax.profile import timed_programs
 from dflop_jax.profile.links import Call, collective_call
-from dflop_jax.profile.roofline import Predictor, build_profile, edge_fields
+from dflop_jax.profile.roofline import Predictor, build_profile, edge_fields, shapes_to_trace
 from dflop_jax.profile.shallow import restrict_to_layer_kind, shallow_segment
 from dflop_jax.profile.timed_programs import TimedPrograms, TimingJob, measure_overhead_s
 from dflop_jax.profile.traced_parts import divides
-from dflop_jax.records import BACKWARD, DataProfile, LayerTiming, MeshShape, ModelProfile, Shape
+from dflop_jax.records import (
+    BACKWARD,
+    DataProfile,
+    LayerTiming,
+    MeshShape,
+    ModelProfile,
+    Recompute,
+    Shape,
+)
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.out_of_memory import is_out_of_memory
 
@@ -35,6 +44,11 @@ LARGEST_OVER_SAMPLE = 4
 # Ratio of the bytes of XLA's CPU programs to those counted in traces. In a nano Qwen3-VL with 1,000
 # to 4,000 tokens it was 1.8 in the tower and 2.9 to 3.7 in the LLM (attention masks are square).
 _MIN_BYTES_RATIO, _MAX_BYTES_RATIO = 1.7, 4.0
+
+# Fields of timings and of their bytes that are extrapolated to other shapes.
+_SECONDS = ("layer_forward_s", "layer_backward_s", "ends_forward_s", "ends_backward_s")
+_PROGRAM_BYTES = ("layer_bytes", "temp_bytes")
+T = TypeVar("T", LayerTiming, Recompute)
 
 # ---- shapes ----
 
@@ -95,6 +109,17 @@ def shapes_within(
             s for s in module_shapes if s in required or bytes_of(module, s) <= max_bytes
         ]
     return fitting
+
+
+def order_by_work(shapes: Sequence[Shape], data: DataProfile, module: str) -> list[Shape]:
+    """Return the shapes of a module, first those nearest in size to samples with most tokens: the
+    first is like a usual sample. Of shapes near to no sample the largest is first."""
+    log_sizes, tokens = np.log([s.size for s in shapes]), [0] * len(shapes)
+    for load in data.loads:
+        if n := load.tokens(module):
+            tokens[int(np.argmin(abs(log_sizes - np.log(n))))] += n
+    order = sorted(range(len(shapes)), key=lambda i: (-tokens[i], -shapes[i].size))
+    return [shapes[i] for i in order]
 
 
 # ---- programs, over processes ----
@@ -190,9 +215,7 @@ def profile_key(
         for m, module in model.modules.items()
         for kind in dict.fromkeys(layer_kinds_of(module))
     ]
-    names = [
-        f.name for kind in (LayerTiming, records.Recompute, TimedPrograms) for f in fields(kind)
-    ]
+    names = [f.name for kind in (LayerTiming, Recompute, TimedPrograms) for f in fields(kind)]
     content = {m: list(content_of(module, 1)) for m, module in model.modules.items()}
     device, given = devices[0], msgspec.to_builtins((shapes, extra_facts))
     machine = device.platform, device.device_kind, len(devices), TASK_HOST_S, jax.__version__
@@ -207,9 +230,16 @@ def model_profile(
     devices: Sequence[jax.Device],
     *,
     key: str,
+    untimed: Mapping[str, Sequence[Shape]] = MappingProxyType({}),
 ) -> ModelProfile:
     """Return the profile of measured timings, with the costs of every recompute policy. Its
-    `concurrency` is the number of devices; see `timed_programs.measure_concurrent_rate`."""
+    `concurrency` is the number of devices; see `timed_programs.measure_concurrent_rate`.
+
+    Args:
+      shapes: all shapes of every module.
+      untimed: those that were not to be timed; of these, the ones that determine the fits are
+        extrapolated.
+    """
     device, with_policies = devices[0], []
     for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in timings):
         predictor = Predictor(
@@ -219,8 +249,11 @@ def model_profile(
             hardware_of_kind(device.device_kind),
             half_bytes=4 if device.platform == "cpu" else 2,
         )
+        measured = [t for t in timings if (t.module, t.kind, t.model) == (module, kind, tp)]
+        missing = [s for s in shapes_to_trace(shapes[module]) if s in untimed.get(module, ())]
+        one_piece_rows = module in model.piece_tokens
         with_policies += predictor.add_policies(
-            [t for t in timings if (t.module, t.kind, t.model) == (module, kind, tp)]
+            [*measured, *_extrapolate(predictor, measured, missing, one_piece_rows)]
         )
     return build_profile(
         model,
@@ -232,3 +265,46 @@ def model_profile(
         task_overhead_s=measure_overhead_s(device),
         priced_by=f"programs timed on {device.device_kind}",
     )
+
+
+def _extrapolate(
+    predictor: Predictor,
+    measured: Sequence[LayerTiming],
+    shapes: Sequence[Shape],
+    one_piece_rows: bool,
+) -> list[LayerTiming]:
+    """Return timings at other shapes: the roofline model's, multiplied by the ratio of the measured
+    to the model's at the measured shape of the nearest size."""
+    if not shapes:
+        return []
+    by_shape = {t.shape: t for t in measured}
+    every = sorted({*by_shape, *shapes}, key=lambda s: (s.size, s))
+    predicted = {t.shape: t for t in predictor.timings(every, one_piece_rows=one_piece_rows)}
+
+    def extrapolate(shape: Shape) -> LayerTiming:
+        nearest_shape = min(by_shape, key=lambda s: abs(math.log(s.size / shape.size)))
+        timing, roofline = by_shape[nearest_shape], predicted[nearest_shape]
+        target = predicted[shape]
+        program_bytes = _scale(
+            timing.recompute["none"],
+            roofline.recompute["none"],
+            target.recompute["none"],
+            _PROGRAM_BYTES,
+        )
+        return replace(
+            _scale(timing, roofline, target, _SECONDS),
+            module=timing.module,
+            kind=timing.kind,
+            content_forward_s=timing.content_forward_s,
+            content_backward_s=timing.content_backward_s,
+            recompute={"none": program_bytes},
+        )
+
+    return [extrapolate(s) for s in shapes]
+
+
+def _scale(measured: T, predicted: T, target: T, names: Sequence[str]) -> T:
+    """Return `target` with fields multiplied by their ratio of measured to predicted."""
+    ratios = {n: getattr(measured, n) / (getattr(predicted, n) or math.inf) for n in names}
+    changes: dict[str, Any] = {n: ratio * getattr(target, n) for n, ratio in ratios.items()}
+    return replace(target, **changes)

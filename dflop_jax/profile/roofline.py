@@ -246,7 +246,7 @@ class Predictor:
     def policy_costs(self, shapes: Sequence[Shape]) -> dict[Shape, dict[Remat, records.Recompute]]:
         """Return the costs of every policy at shapes, without content. A few shapes are traced;
         costs at the others are interpolated, since costs are linear in the shape's features."""
-        traced_shapes = _shapes_to_trace(shapes)
+        traced_shapes = shapes_to_trace(shapes)
         traced = {s: {r: self._policy_cost(s, r) for r in POLICIES} for s in traced_shapes}
         traced_features = _features(traced_shapes)[:, : len(traced_shapes)]
         by_shape = {}
@@ -297,7 +297,7 @@ class Predictor:
         return with_policies
 
 
-def _shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
+def shapes_to_trace(shapes: Sequence[Shape]) -> list[Shape]:
     """Return the shapes that determine the costs of all others: the largest, the smallest and, if
     rows differ in length, a large one whose rows differ from the largest's."""
     by_size = sorted(set(shapes), key=lambda s: (s.size, s))

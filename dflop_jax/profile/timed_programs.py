@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflop_jax.contract import MultimodalModel, chip_of, content_flops_of, on_chip
 from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
@@ -33,6 +34,7 @@ from dflop_jax.runtime import calibration
 from dflop_jax.runtime.calibration import PIECES_PER_ROW, content_of_rows, packed_field
 from dflop_jax.runtime.communicator import shard_array, zeros
 from dflop_jax.runtime.compiling import threads_for
+from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.segment import EVALUATE, Segment
 
@@ -154,6 +156,17 @@ def measure_concurrent_rate(
         lowering, backward, shape, model.vocab_size, [PIECES_PER_ROW]
     )
     return n / median_seconds([run])[0]
+
+
+def measure_flops_per_s(devices: Sequence[jax.Device], dtype: str) -> float:
+    """Return the FLOP/s of matrix products on all `devices` at the same time."""
+    n = 512 if devices[0].platform == "cpu" else 4096  # a few ms on a core or a GPU
+    mesh = device_mesh(MeshShape(data=len(devices)), devices)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    values = calibration.random_values((len(devices), n, n), np.dtype(dtype), 0)
+    x = shard_array(values, sharding)
+    program = jax.jit(lambda a: a @ a, out_shardings=sharding).lower(x).compile()
+    return 2.0 * n**3 * len(devices) / median_seconds([lambda: program(x)], MIN_RUNS)[0]
 
 
 def measure_overhead_s(device: jax.Device) -> float:

@@ -17,8 +17,8 @@ VERSION = 3  # of records that are not in `_VERSIONS`
 # Increase a version when a field is renamed or changes its meaning; `load` rejects other versions.
 _VERSIONS = {
     "Plan": 7,
-    "ModelProfile": 6,
-    "Profile": 6,
+    "ModelProfile": 7,
+    "Profile": 7,
     "PriceList": 8,
     "Schedule": 6,
     "Hardware": 4,

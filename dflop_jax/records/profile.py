@@ -128,6 +128,9 @@ class ModelProfile:
     hardware: Hardware | None = None  # gives transfer times; None: transfers take no time
     kinds: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by layer, if a module has any
     content: dict[str, tuple[str, ...]] = field(default_factory=dict)  # feature names, if any
+    n_timed: int = 0  # shapes timed per module; the others are extrapolated by the roofline model
+    shape_s: float = 0.0  # seconds that timing one shape of every module took
+    flops_per_s: float = 0.0  # measured in products on all devices at once
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")

@@ -120,7 +120,11 @@ def _evaluation_figures(row: EvaluationRow) -> list[Figure]:
 
 def _wall_time_figures(spent: WallTime) -> list[Figure]:
     fractions = {f"time of {k}": v for k, v in spent.fractions().items() if k != TRAINING}
-    fractions = {"goodput: time of steps that count": spent.goodput, **fractions}
+    first = {
+        "goodput: time of steps that count": spent.goodput,
+        "start-up: time before the first step": spent.start_up_fraction,
+    }
+    fractions = first | fractions
     return [
         Figure("wall time", "s", (spent.wall_s,)),
         Figure("starts", "", (spent.starts,)),

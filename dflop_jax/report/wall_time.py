@@ -8,7 +8,7 @@ categories sum to the wall time.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ CATEGORIES = (
     END,
     STOPPED,
 )
+START_UP = (CONNECT, START, PROFILE, PLAN, COMPILE)  # before the first step
 NO_WAITS: Mapping[str, float] = MappingProxyType({})
 _MIN_ROW_S = 1e-3  # minimum seconds of a row without a step or another event
 _MAX_PENDING_ROWS = 1_000  # for processes without a file; a run starts with dozens of rows
@@ -67,6 +68,7 @@ class TimeLog:
         self._category = START
         self._rows: RowFile | None = None
         self._pending_rows: deque[EventRow] = deque(maxlen=_MAX_PENDING_ROWS)
+        self._seconds: Counter[str] = Counter()  # of this process, by category
 
     @contextmanager
     def track(self, name: str) -> Iterator[None]:
@@ -92,6 +94,11 @@ class TimeLog:
         """Record that the process runs steps from `step` on."""
         self._add_row(resumed=step)
 
+    def start_up_s(self) -> dict[str, float]:
+        """Return the seconds so far by category of those before the first step."""
+        self._add_row()
+        return {name: self._seconds[name] for name in START_UP if self._seconds[name]}
+
     def write_to(self, rows: RowFile) -> None:
         """Write pending and later rows to a file."""
         rows.drop_except(lambda _: True)  # drops an incomplete row
@@ -116,6 +123,7 @@ class TimeLog:
                 seconds[name] = waited_s
                 remaining_s -= waited_s
         seconds = {self._category: remaining_s, **seconds}
+        self._seconds.update(seconds)
         row = EventRow(now_s, seconds, step, self._run_start_s, resumed)
         self._run_start_s, self._until_s = None, now_s
         self._pending_rows.append(row)
@@ -138,6 +146,12 @@ class WallTime:
     def goodput(self) -> float:
         """The fraction of wall time in which devices ran steps that were not lost."""
         return self.seconds.get(TRAINING, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def start_up_fraction(self) -> float:
+        """The fraction of wall time before first steps, of all starts."""
+        start_up_s = sum(self.seconds.get(name, 0.0) for name in START_UP)
+        return start_up_s / self.wall_s if self.wall_s > 0 else 0.0
 
     def fractions(self) -> dict[str, float]:
         """Return the fraction of wall time by category, for fractions of at least 0.1%."""

@@ -176,6 +176,8 @@ def choose_plan(
         with context.time_log.track(PROFILE):
             measured = profiling.make_profile(context, source)
             profile = context.peers.broadcast("profiled", measured, Profile)
+        if budget := profiling.start_budget(context, profile):
+            progress.log(str(budget))
     remat = context.config.train.remat
     if plan and remat != "auto" and (plan_with_remat := with_remat(plan, remat)) != plan:
         plan, prices = plan_with_remat, None

@@ -33,7 +33,12 @@ from dflop_jax.records import (
 from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.profiling import OnProgress, tensor_degrees, with_default_degrees
+from dflop_jax.train.profiling import (
+    OnProgress,
+    start_budget,
+    tensor_degrees,
+    with_default_degrees,
+)
 from dflop_jax.train.run_context import RunContext
 
 SHOWN_PLACEMENTS = 10  # placements that an explanation compares; each is simulated exactly
@@ -68,6 +73,14 @@ def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
     check_layers(context, profile, "the profile", "profile again")
     check_named_remat(context)
     frozen = context.trained.frozen
+    plan_config = replace(config.plan, node=context.node)
+    if budget := start_budget(context, profile):
+        plan_config = replace(
+            plan_config,
+            effort=budget.effort,
+            finalists=budget.n_finalists,
+            buckets=budget.n_buckets,
+        )
 
     def trains(s: SegmentPlan) -> bool:
         module = model.modules[s.module]
@@ -76,7 +89,7 @@ def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
     return {
         "n_devices": context.n_devices,
         "global_batch": config.train.global_batch,
-        "config": replace(config.plan, node=context.node),
+        "config": plan_config,
         "memory_bytes": context.plannable_bytes,
         "remat": config.train.remat,
         "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,7 @@ from dflop_jax.profile.links import (
 )
 from dflop_jax.profile.measure import (
     model_profile,
+    order_by_work,
     profile_key,
     shapes_to_time,
     shapes_within,
@@ -38,13 +40,15 @@ from dflop_jax.profile.measure import (
 )
 from dflop_jax.profile.overlap import OverlapTiming, overlap_factors, time_overlaps
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.profile.timed_programs import measure_concurrent_rate
+from dflop_jax.profile.timed_programs import measure_concurrent_rate, measure_flops_per_s
 from dflop_jax.profile.traced_parts import parameter_dims, params_with_axes, timed_program_bytes
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
 from dflop_jax.records.files import load, save
 from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.run_context import RunContext
+from dflop_jax.train.start_budget import EXPECTED_MFU, StartBudget, plan_start
+from dflop_jax.train.step_figures import total_flops
 
 OnProgress = Callable[[int, int], None]
 Measured = TypeVar("Measured", ModelProfile, Hardware)
@@ -119,8 +123,9 @@ def parameter_counts(module: Module) -> dict[str, int]:
 def profile_model(
     context: RunContext, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
-    """Return the model's timings and its devices' links, from the cache if it has them. Processes
-    that own devices measure a part each, otherwise process 0 measures all."""
+    """Return the model's timings and its devices' links, from the cache if it has as many as the
+    run's budget allows. Processes that own devices measure a part each, otherwise process 0
+    measures all."""
     model = context.model
     shapes, degrees = _probe_shapes(context, data), tensor_degrees(context)
     if context.hardware:
@@ -128,7 +133,7 @@ def profile_model(
             model, context.hardware, shapes, degrees, n_devices=context.n_devices
         )
     else:
-        profile = _time_model(context, shapes, degrees, on_progress)
+        profile = _time_model(context, data, shapes, degrees, on_progress)
         profile = replace(profile, hardware=measure_hardware(context))
     tx = make_optimizer(context.config.train)
     return replace(profile, **parameter_dims(model, tx, context.trained.frozen))
@@ -150,8 +155,32 @@ def _probe_shapes(context: RunContext, data: DataProfile) -> dict[str, list[Shap
     )
 
 
+def start_budget(context: RunContext, profile: Profile) -> StartBudget | None:
+    """Return the budget of the run's start by a profile; None if the profile is not measured."""
+    measured = profile.model
+    if not measured.flops_per_s:
+        return None
+    return _plan_start(context, profile.data, measured.flops_per_s, measured.shape_s)
+
+
+def _plan_start(
+    context: RunContext, data: DataProfile, flops_per_s: float, shape_s: float
+) -> StartBudget:
+    train = context.config.train
+    shapes = shapes_to_time(data, context.model, context.token_multiple)
+    flops = total_flops(context, data.loads, {m: s[0].tokens for m, s in shapes.items()})
+    run_flops = flops / len(data.loads) * train.global_batch * train.steps
+    return plan_start(
+        context.config.plan,
+        run_s=run_flops / (EXPECTED_MFU * flops_per_s),
+        shape_s=shape_s,
+        max_shapes=max(map(len, shapes.values())),
+    )
+
+
 def _time_model(
     context: RunContext,
+    data: DataProfile,
     shapes: dict[str, list[Shape]],
     degrees: list[int],
     on_progress: OnProgress | None,
@@ -160,6 +189,8 @@ def _time_model(
     # From process 0: jax's memory limit, and so the required degrees, differ a little.
     degrees = peers.broadcast("profile/degrees", degrees, list[int])
     devices = [d for d in context.devices if d.process_index == peers.process_index]
+    # In the order in which they are timed.
+    shapes = {m: order_by_work(module_shapes, data, m) for m, module_shapes in shapes.items()}
 
     @cache
     def key() -> str:
@@ -171,17 +202,38 @@ def _time_model(
         every = not is_cpu or len({*context.hosts}) == peers.n_processes  # not on shared cores
         blocks = [_select_timing_devices(context, d, on_every_process=every) for d in degrees]
         sync = partial(peers.barrier, "profile/alone")
-        timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
+
+        def time_shapes(numbers: slice) -> list[LayerTiming]:
+            timed = {m: module_shapes[numbers] for m, module_shapes in shapes.items()}
+            return time_layers(model, timing_jobs(model, timed, blocks), on_progress, sync)
+
+        rate = measure_flops_per_s(devices, context.config.model.dtype) if devices else 0.0
+        start_s = time.perf_counter()
+        timings = time_shapes(slice(1))
+        figures = rate, time.perf_counter() - start_s
+        rates, seconds = zip(*peers.all_gather("profile/start", figures, tuple[float, float]))
+        budget = _plan_start(context, data, sum(rates), max(seconds))
+        timings += time_shapes(slice(1, budget.n_shapes))
         timings_by_process = peers.gather("profile/timings", timings, list[LayerTiming])
-        last_module = [*model.modules][-1]
-        concurrency = _measure_concurrency(context, shapes[last_module][-1], devices)
+        concurrency = _measure_concurrency(context, shapes[[*model.modules][-1]][0], devices)
         if not peers.is_primary:
             return None
         timings = [t for process_timings in timings_by_process for t in process_timings]
-        profile = model_profile(model, shapes, timings, devices, key=key())
-        return replace(profile, concurrency=concurrency)
+        untimed = {m: module_shapes[budget.n_shapes :] for m, module_shapes in shapes.items()}
+        profile = model_profile(model, shapes, timings, devices, key=key(), untimed=untimed)
+        return replace(
+            profile,
+            concurrency=concurrency,
+            n_timed=budget.n_shapes,
+            shape_s=max(seconds),
+            flops_per_s=sum(rates),
+        )
 
-    return _measure_cached(context, "profile", key, ModelProfile, measure)
+    def is_sufficient(stored: ModelProfile) -> bool:
+        budget = _plan_start(context, data, stored.flops_per_s, stored.shape_s)
+        return stored.n_timed >= budget.n_shapes
+
+    return _measure_cached(context, "profile", key, ModelProfile, measure, is_sufficient)
 
 
 def _measure_cached(
@@ -190,13 +242,17 @@ def _measure_cached(
     key: Callable[[], str],
     record_type: type[Measured],
     measure: Callable[[], Measured | None],
+    is_sufficient: Callable[[Measured], bool] = lambda _: True,
 ) -> Measured:
-    """Return the record in process 0's cache, or one that all processes measure together."""
+    """Return the record in process 0's cache, or one that all processes measure together if there
+    is none or it is not `is_sufficient`."""
     peers, folder, record, file = context.peers, Path(context.config.cache_dir), None, Path()
     if peers.is_primary:
         file = folder / f"{name}-{key()}.json"
         with suppress(ValueError):  # there is none yet, or one of another version
             record = load(record_type, file)
+        if record and not is_sufficient(record):
+            record = None
         if record is None and not os.access(folder, os.W_OK):
             raise ValueError(
                 f"cache_dir={folder}: cannot be written, so measurements would be lost; "

@@ -205,6 +205,16 @@ class PredictedRun:
     mfu: float | None  # None if the peak is unknown
 
 
+def total_flops(context: RunContext, loads: Sequence[Load], row_tokens: Mapping[str, int]) -> float:
+    """Return the FLOPs that training needs for the samples of `loads`, without padding."""
+    needed = needed_flops(context.model, row_tokens, context.trained.frozen)
+    return sum(
+        sum(map(piece_flops, load.lengths(module), load.content_of(module)))
+        for module, piece_flops in needed.items()
+        for load in loads
+    )
+
+
 def predict_run(context: RunContext, data: DataProfile, plan: Plan) -> PredictedRun:
     config, step_s = context.config, plan.predicted.makespan_s
     train = with_step_count(context, data.n_total).config.train
@@ -213,11 +223,6 @@ def predict_run(context: RunContext, data: DataProfile, plan: Plan) -> Predicted
     tokens = sum(load.tokens(last) for load in data.loads)
     run_flops = context.n_devices * (peak_flops(config, context.devices, context.hardware) or 0.0)
     if run_flops:
-        needed = needed_flops(context.model, row_tokens(plan.layout), context.trained.frozen)
-        flops = sum(
-            sum(map(piece_flops, load.lengths(module), load.content_of(module)))
-            for module, piece_flops in needed.items()
-            for load in data.loads
-        )
+        flops = total_flops(context, data.loads, row_tokens(plan.layout))
         mfu = flops * batches_per_s / run_flops
     return PredictedRun(train.steps, train.steps * step_s, tokens * batches_per_s, mfu)

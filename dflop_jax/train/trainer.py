@@ -56,6 +56,7 @@ from dflop_jax.train.redecide import NewPlan
 from dflop_jax.train.resume import Resume, RunState, UnreadableCheckpoint, find_checkpoint, restore
 from dflop_jax.train.run_context import RunContext, make_run_context, with_step_count
 from dflop_jax.train.run_dir import is_restarted_run
+from dflop_jax.train.start_budget import describe_start
 from dflop_jax.train.trials import Trial, drop_pending, find_pending, next_plan
 
 log = logging.getLogger("dflop_jax")
@@ -305,7 +306,10 @@ class Trainer:
                 plan = predict_plan(self.context, state, state.prices.prices, timed)
             if not (is_same_plan and (folder.path / run_folder.PLAN).exists()):
                 folder.write_plan(plan)
-            progress.log(describe_remaining_time(plan, self.config.train.steps - state.step))
+            steps = self.config.train.steps - state.step
+            progress.log(describe_remaining_time(plan, steps))
+            steps_s = plan.predicted.makespan_s * steps
+            progress.log(describe_start(self.context.time_log.start_up_s(), steps_s))
 
     def _report_data(self) -> None:
         if self._on_line:

@@ -1,6 +1,7 @@
 """Which shapes are timed, by which processes, what is measured, and the name that it is kept by;
 never how long it took."""
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
@@ -9,15 +10,18 @@ import jax
 import numpy as np
 import pytest
 
+from dflop_jax.hardware import HARDWARE
 from dflop_jax.profile import measure, timed_programs
 from dflop_jax.profile.measure import (
     model_profile,
+    order_by_work,
     profile_key,
     shapes_to_time,
     shapes_within,
     time_layers,
     timing_jobs,
 )
+from dflop_jax.profile.roofline import Predictor
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.timed_programs import MAX_RUNS, MIN_RUNS, TimedPrograms
 from dflop_jax.records import DataProfile, Edge, Load, MeshShape, Shape
@@ -82,6 +86,17 @@ def test_shapes_beyond_memory_are_left_out_and_a_sample_beyond_it_is_refused():
         shapes_within(shapes, 1.69 * row, bytes_of)
     with pytest.raises(ValueError, match=r"'llm' in a row.*lower --data\.max_tokens or --data\.m"):
         shapes_within({"llm": shapes["vision"]}, 1.0, bytes_of)
+
+
+def test_shapes_near_to_most_work_are_timed_first():
+    """Four samples of 100 tokens near to 4 x 32, one of 1,000 near to 4 x 256; none near to others,
+    of which the largest is first."""
+    loads = (*[Load({"m": (60, 40)})] * 4, Load({"m": (200,) * 5}), Load({}))
+    shapes = [Shape(1, 32), Shape(4, 32), Shape(1, 256), Shape(1, 512), Shape(4, 256)]
+    got = order_by_work(shapes, DataProfile("d", 6, loads), "m")
+    assert got == [Shape(4, 256), Shape(4, 32), Shape(1, 512), Shape(1, 256), Shape(1, 32)]
+    unused = order_by_work(shapes[:2], DataProfile("d", 1, (Load({}),)), "m")
+    assert unused == [Shape(4, 32), Shape(1, 32)]
 
 
 # ---- jobs ----
@@ -177,6 +192,32 @@ def test_timings_and_the_models_facts_make_a_profile(monkeypatch):
     assert hidden == {"vision": 2 * 16 * WIDTH * 4, "llm": 32 * (WIDTH + MADE) * 4}
     output = {t.module: t.output_bytes for t in profile.timings}
     assert output == {"vision": 2 * 16 // MERGE * WIDTH * 4, "llm": 0.0}  # a loss is no feature
+
+
+def test_untimed_shapes_are_extrapolated_by_the_roofline_model():
+    """Timings three times as long as the model's are so at other shapes, too; of two measured
+    shapes the nearest in size counts."""
+    shapes = [Shape(1, 32), Shape(4, 32), Shape(1, 128), Shape(8, 64)]
+    sheet = HARDWARE["cpu"]
+    predictor = Predictor(MODEL.modules["llm"], ("visual",), 1, sheet, half_bytes=4)
+    model = {t.shape: t for t in predictor.timings(shapes, one_piece_rows=False)}
+
+    def measured(shape, factor):
+        whole = dataclasses.replace(model[shape], module="llm").scaled(factor)
+        n_bytes = dataclasses.replace(whole.recompute["none"], layer_bytes=100.0 * factor)
+        return dataclasses.replace(whole, recompute={"none": n_bytes})
+
+    timings = [measured(Shape(1, 32), 3.0), measured(Shape(1, 128), 5.0)]
+    names = "layer_forward_s", "layer_backward_s", "ends_forward_s", "ends_backward_s"
+    for n_timed, factors in ((1, (3.0, 3.0)), (2, (5.0, 5.0))):
+        got = measure._extrapolate(predictor, timings[:n_timed], [shapes[1], shapes[3]], False)
+        assert [t.shape for t in got] == [shapes[1], shapes[3]]
+        for t, factor in zip(got, factors, strict=True):
+            assert (t.module, t.hidden_bytes) == ("llm", model[t.shape].hidden_bytes)
+            for name in names:
+                want = factor * getattr(model[t.shape], name)
+                assert getattr(t, name) == pytest.approx(want, rel=1e-9)
+    assert measure._extrapolate(predictor, timings, [], False) == []
 
 
 @pytest.mark.parametrize("took_s, n_runs", [((0.01, 0.02), 25), ((0.04, 0.01), 13), ((3, 2), 3)])

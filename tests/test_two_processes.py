@@ -54,6 +54,11 @@ def test_gradients_over_four_processes_equal_the_plain_ones(name, four, wanted):
     check_gradients(four, name, wanted)
 
 
+def test_a_state_moves_between_processes_as_a_checkpoint_carries_it(pair, tmp_path):
+    for found in pair.call("tests.two_process_cases:moves", str(tmp_path)):
+        assert found[0] > found[1] == 0
+
+
 def test_two_processes_exchange_messages_and_have_one_clock(pair):
     first, second = found = pair.call("tests.two_process_cases:messages")
     assert [f["process"] for f in found] == [0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from dflop_jax.runtime import compiling
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.parameter_layout import state_zero_specs
 from tests.runtime import plain
+from tests.runtime.move_cases import check_move, fill
 from tests.runtime.test_gradients import N, chunked, keep_reduced
 from tests.small import Small
 
@@ -112,16 +114,39 @@ def compare_shards(segment, tree, want) -> int:
     return n_compared
 
 
+def moves(folder: str) -> list[int]:
+    """Move a state from a process each to both, and there again; returns the bytes sent of each."""
+    m, peers = Small(), process_group()
+    firsts = {d.process_index: d for d in reversed(jax.devices())}
+    devices = [firsts[p] for p in sorted(firsts)]
+    apart, both = plan_of(m, (0, 1, 1, 1), (1, 1, 1, 1)), PAIR_PLANS[TUNED](m)
+    tx = optax.adam(1e-3)
+    source, target, other = (Executor(m, plan, tx, devices=devices) for plan in (apart, both, both))
+    fill(source, 1)
+    sent = [
+        check_move(before, after, Path(folder, str(i)), peers).sent_bytes
+        for i, (before, after) in enumerate([(source, target), (target, other)])
+    ]
+    for ex in (source, target, other):
+        ex.close()
+    return sent
+
+
 # ---- messages ----
 
 SIZES = [0, 1, 1000, 10_000_000]  # bytes
 
 
-def messages() -> dict[str, Any]:
-    """What this process receives, and what is left with the service."""
+def process_group() -> ProcessGroup:
     joined = connection()
     assert joined is not None
-    group = ProcessGroup(joined.process_id, joined.num_processes, joined.client)
+    return ProcessGroup(joined.process_id, joined.num_processes, joined.client)
+
+
+def messages() -> dict[str, Any]:
+    """What this process receives, and what is left with the service."""
+    joined, group = connection(), process_group()
+    assert joined is not None
     found: dict[str, Any] = {"process": group.process_index}
     values = [os.urandom(n) for n in SIZES]
     found["sizes"] = [

@@ -1,8 +1,7 @@
 """Checkpoints of a run: saved arrays, asynchronous saving, and restoring.
 
-Arrays are named by module and parameter, with a module's layers stacked, so another plan or another
-number of processes can read its own slices of a checkpoint. Trained parameters are saved as the
-optimizer's float32 masters, frozen parameters in their own dtype.
+Arrays are those of `runtime.state_arrays`, so another plan or another number of processes can read
+its own slices of a checkpoint.
 
 Saving does not stop training. The arrays of the step are copied to the host during the forward and
 backward of the next step; only its update, which donates the arrays, waits for the copy. A
@@ -17,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,91 +25,21 @@ import numpy as np
 
 from dflop_jax.checkpoint.format import ArrayBox, ArraySpec, CorruptCheckpoint, WrittenFile
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
-from dflop_jax.contract import n_stacked_layers
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs
-from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.update import part_of_leaves
-from dflop_jax.runtime.zero_sharding import Box, ZeroSpec
+from dflop_jax.runtime.state_arrays import (
+    StateArray,
+    by_tree,
+    put_leaves,
+    saved_tree,
+    split_masters,
+    state_arrays,
+)
 
 log = logging.getLogger(__name__)
 Waiting = Callable[[], AbstractContextManager[None]]
 RunStateFuture = Future[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class StateArray:
-    """A leaf of a segment's "params" or "opt_state", and the checkpoint's array that holds it."""
-
-    name: str
-    segment: str
-    kind: str
-    leaf: int  # index in the flattened tree
-    struct: jax.ShapeDtypeStruct
-    cut: ZeroSpec  # how the data ranks shard the leaf
-    rows: tuple[int, ...]  # rows of the array that this leaf holds
-    n_rows: int | None  # rows of the array; None: the leaf is the whole array
-    saves: bool  # False if another segment saves the same array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.cut.full_shape(self.struct.shape)
-        return shape if self.n_rows is None else (self.n_rows, *shape[1:])
-
-    def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
-        """Yield the array's boxes that a shard holds, each with its position in the shard."""
-        spans = self._spans(index)
-        if self.n_rows is None:
-            return self.cut.boxes(spans)
-        return self.cut.layer_boxes(spans, self.rows)
-
-    def is_first_replica(self, index: tuple[slice, ...]) -> bool:
-        return self.cut.is_first_replica(self._spans(index))
-
-    def _spans(self, index: tuple[slice, ...]) -> Box:
-        return tuple(s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True))
-
-
-def state_arrays(ex: Executor) -> list[StateArray]:
-    """Return all processes' leaves of parameters and optimizer state, in a fixed order."""
-    arrays: list[StateArray] = []
-    for name, segment in ex.programs.segments.items():
-        arrays += parameter_arrays(name, segment)
-        if name in ex.trainable:
-            update = ex.programs.updates[name]
-            facts = update.state_structs, update.state_parts(), update.state_zero_specs()
-            arrays += _arrays(name, segment, "opt_state", *facts)
-    names: set[str] = set()
-    for i, a in enumerate(arrays):
-        if a.n_rows is None and a.name in names:
-            arrays[i] = replace(a, saves=False)
-        names.add(a.name)
-    return arrays
-
-
-def parameter_arrays(name: str, segment: Segment) -> list[StateArray]:
-    """Return every leaf of a segment's `initial_structs`, in order."""
-    structs = initial_structs(segment)
-    return _arrays(
-        name, segment, "params", structs, part_of_leaves(structs), initial_zero_specs(segment)
-    )
-
-
-def _arrays(
-    name: str, segment: Segment, kind: str, structs: Any, part_tree: Any, cuts: Any
-) -> list[StateArray]:
-    leaves = jax.tree_util.tree_leaves_with_path(structs)
-    facts = zip(leaves, jax.tree.leaves(part_tree), jax.tree.leaves(cuts), strict=True)
-    arrays = []
-    for i, ((path, struct), part_name, cut) in enumerate(facts):
-        leaf_name = jax.tree_util.keystr(path, simple=True, separator="/")
-        n = n_stacked_layers(segment.module, part_name) if part_name in segment.stacked else None
-        rows = segment.layer_rows.get(part_name, ())
-        array = f"{kind}/{segment.plan.module}/{leaf_name}"
-        arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves=True))
-    return arrays
 
 
 def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
@@ -133,12 +60,6 @@ def read_array(reader: CheckpointReader, a: StateArray) -> jax.Array:
 
     struct = a.struct
     return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)
-
-
-def _saved_tree(ex: Executor, segment: str, kind: str) -> Any:
-    if kind == "params":
-        return {**ex.state.params[segment], **ex.state.masters.get(segment, {})}
-    return ex.state.opt_state[segment]
 
 
 def _split_shard(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterator[ArrayBox]:
@@ -165,8 +86,7 @@ class Checkpointer:
         self.store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
         arrays = state_arrays(ex)
         self._specs = specs_of(arrays)
-        by_tree = groupby(arrays, key=lambda a: (a.segment, a.kind))
-        self._arrays = {tree: [*of_tree] for tree, of_tree in by_tree}
+        self._arrays = by_tree(arrays)
         self._waiting = waiting
         self._copied = copied = threading.Event()
         self._waits_s = waits_s = list[float]()  # seconds that updates waited for the copy
@@ -223,7 +143,7 @@ class Checkpointer:
     def _local_shards(self) -> Iterator[tuple[StateArray, Any]]:
         """Yield the shards that this process saves: one of each set of replicas of a leaf."""
         for (segment, kind), arrays in self._arrays.items():
-            leaves = jax.tree.leaves(_saved_tree(self._ex, segment, kind))
+            leaves = jax.tree.leaves(saved_tree(self._ex, segment, kind))
             for a in arrays:
                 for shard in leaves[a.leaf].addressable_shards if a.saves else ():
                     if shard.replica_id == 0 and a.is_first_replica(shard.index):
@@ -289,36 +209,18 @@ class Checkpointer:
         """
         self._check(reader, "params/" if reset_optimizer else "")
         error_text = ""
-        state = self._ex.state
         try:
             for (segment, kind), arrays in self._arrays.items():
                 if reset_optimizer and kind != "params":
                     continue
-                tree = jax.tree.structure(self._structs(segment, kind))
-                leaves = [read_array(reader, a) for a in arrays]
-                getattr(state, kind)[segment] = jax.tree.unflatten(tree, leaves)
+                put_leaves(self._ex, segment, kind, [read_array(reader, a) for a in arrays])
         except CorruptCheckpoint as e:
             error_text = str(e)
         error_texts = self._peers.all_gather(f"restored/{reader.step}", error_text, str)
         if worst := next(filter(None, error_texts), ""):
             raise CorruptCheckpoint(worst)
         # After all processes have read their arrays, since these calls may run collectives.
-        for segment in self._ex.trainable:
-            update = self._ex.programs.updates[segment]
-            params = state.params[segment]
-            if reset_optimizer and segment in self._ex.programs.local_segments:
-                params, state.masters[segment], state.opt_state[segment] = update.init_state(params)
-            else:
-                params, state.masters[segment] = update.split_masters(params)
-            state.params[segment] = params
-        self._ex.share_tied()
-
-    def _structs(self, segment: str, kind: str) -> Any:
-        """Return the tree of shapes and dtypes of `_saved_tree`."""
-        programs = self._ex.programs
-        if kind == "params":
-            return initial_structs(programs.segments[segment])
-        return programs.updates[segment].state_structs
+        split_masters(self._ex, reset_optimizer=reset_optimizer)
 
     def _check(self, reader: CheckpointReader, prefix: str) -> None:
         """Raise ValueError if the stored arrays whose names begin with `prefix` do not match."""

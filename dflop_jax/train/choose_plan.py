@@ -66,6 +66,7 @@ class PlannedRun:
     saver: Checkpointer
     folder: RunFolder | None  # on process 0
     progress: Progress
+    is_saved: bool  # whether a checkpoint has `state`; true before the first step
     start_s: float  # seconds of choosing, compiling and restoring
     ends_s: float  # when `train.max_hours` are over, in `time.monotonic` seconds
     callbacks: Callbacks
@@ -157,7 +158,8 @@ def choose_plan(
 
     Args:
       stored: the state of the checkpoint to resume.
-      given_executor, profile: of the plan that the user gave; preferred to the checkpoint's.
+      given_executor, profile: of the plan that the user gave, or to which the run has moved its
+        state; preferred to the checkpoint's.
       trials: of the run so far; a new search replaces them.
       on_checked: called once everything is checked that needs no measurement.
 
@@ -182,7 +184,8 @@ def choose_plan(
     if plan and remat != "auto" and (plan_with_remat := with_remat(plan, remat)) != plan:
         plan, prices = plan_with_remat, None
     with context.time_log.track(PLAN):
-        timer = PlanTrials(context, profile, progress)
+        has_state = given_executor is not None and bool(given_executor.state.params)
+        timer = PlanTrials(context, profile, progress, given_executor if has_state else None)
         if context.peers.is_primary:
             if plan is None:
                 progress.log("planning")
@@ -195,7 +198,8 @@ def choose_plan(
             plan, prices = timer.serve_requests()
         timed = timer.take_timed_plan(plan)
         trials = context.peers.broadcast("trials", trials, tuple[Trial, ...])
-    if given_executor and (timed or given_executor.plan != plan):
+    is_replaced = timed is not None and timed.executor is not given_executor
+    if given_executor and (is_replaced or given_executor.plan != plan):
         given_executor.close()
         given_executor = None
     fan_in = plan.layout.fan_in

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from dflop_jax.checkpoint.checkpointer import parameter_arrays, read_array
+from dflop_jax.checkpoint.checkpointer import read_array
 from dflop_jax.checkpoint.format import CorruptCheckpoint
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
 from dflop_jax.config import Config
@@ -24,6 +24,7 @@ from dflop_jax.runtime.layout import trained_groups
 from dflop_jax.runtime.module_parts import module_structs
 from dflop_jax.runtime.parameter_layout import initial_structs
 from dflop_jax.runtime.segment import Segment
+from dflop_jax.runtime.state_arrays import parameter_arrays
 from dflop_jax.runtime.update import EMA_KEY
 from dflop_jax.train.optimizer import LORA
 from dflop_jax.train.run_dir import read_run_config

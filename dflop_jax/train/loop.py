@@ -29,6 +29,7 @@ from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.schedule.correction import price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
+from dflop_jax.train.change_plan import Handover, prepare_handover
 from dflop_jax.train.choose_plan import PlannedRun, start_trial
 from dflop_jax.train.correction import Corrector, restore_correction
 from dflop_jax.train.evaluate import HeldOutEvaluator
@@ -97,6 +98,7 @@ class TrainLoop:
         self._trial = start_trial(run)
         self._redecider = Redecider(run, loader().loads)  # before it replaces oversized samples
         self.next_plan: NewPlan | None = None
+        self.handover: Handover | None = None  # to `next_plan`; None: go on from a checkpoint
         self._evaluator: HeldOutEvaluator | None = None
         self._reported_stall_s = 0.0
         self._save_requested = False  # set by process 0 when `checkpoint.every_s` are over
@@ -112,7 +114,8 @@ class TrainLoop:
         first_step = 0
         if state.loader:
             first_step = self.loader.restore(state.loader, config.data.changed)
-        self._steps_done = self._saved_step = first_step
+        self._steps_done = first_step
+        self._saved_step = first_step if self._run.is_saved else -1
         self._saved_s = time.monotonic()
         worker = self._start_worker(stack, first_step)
         if self._run.held_out is not None:
@@ -137,8 +140,12 @@ class TrainLoop:
             if self.next_plan is not None:  # a signal may have come during the search
                 preempted |= any(self.peers.all_gather("signal", signal_received.is_set(), bool))
             steps_done = self._steps_done
+            if not preempted:
+                self._prepare_handover(steps_done)
             with context.time_log.track(SAVE):
-                if config.checkpoint.saves:
+                if config.checkpoint.saves and (
+                    self.handover is None or self._is_save_due(steps_done)
+                ):
                     self._save(steps_done)
                 self.saver.wait()
             self._report_saves()
@@ -258,12 +265,12 @@ class TrainLoop:
         """Save, evaluate and search for another plan when each is due."""
         if steps_done == self.config.train.steps:
             return
-        save_every, redecide_every = self.config.checkpoint.every, self.config.plan.redecide_every
+        redecide_every = self.config.plan.redecide_every
         if self._trial:
             if self._trial_is_decided or steps_done == self._trial.stop_step:
                 drain()
                 self.next_plan = self._end_trial(self._trial, steps_done)
-                return  # the end of the loop saves, and the next one evaluates
+                return  # the end of the loop saves if due, and the next one evaluates
         elif redecide_every and steps_done % redecide_every == 0:
             with self._run.context.time_log.track(REDECISION):
                 self.next_plan = self._redecider.propose_plan(
@@ -271,7 +278,7 @@ class TrainLoop:
                 )
             if self.next_plan:
                 return
-        if self._save_requested or (save_every and steps_done % save_every == 0):
+        if self._is_save_due(steps_done):
             self._save(steps_done)
         if self._is_evaluation_due(steps_done):
             drain()
@@ -288,6 +295,22 @@ class TrainLoop:
             lines = describe_trials(trials)
             self.progress.log(f"after step {steps_done}: " + "; ".join(lines))
         return self.peers.broadcast(f"trial/{steps_done}", new, NewPlan)
+
+    def _is_save_due(self, steps_done: int) -> bool:
+        every = self.config.checkpoint.every
+        return self._save_requested or bool(every and steps_done % every == 0)
+
+    def _prepare_handover(self, steps_done: int) -> None:
+        """If the plan changes, plan how the state moves to it; `_fit_plan` moves it."""
+        if (new := self.next_plan) is None:
+            return
+        is_saved = self._is_save_due(steps_done) or steps_done == self._saved_step
+        state = replace(self._state(steps_done), skips=self.log.skips)
+        context = self._run.context
+        with context.time_log.track(REDECISION):
+            self.handover = prepare_handover(context, self.ex, new.plan, state, is_saved=is_saved)
+        if self.handover is None:
+            self.progress.log(f"after step {steps_done}: no memory to move the state in; saving it")
 
     def _is_evaluation_due(self, steps_done: int) -> bool:
         every = self.config.train.eval_every
@@ -321,21 +344,24 @@ class TrainLoop:
             return
         self._saved_step, self._saved_s = steps_done, time.monotonic()
         pending = Future[Mapping[str, Any]]()
+        self._pending_states.append((self._state(steps_done), pending))
+        self._complete_saves()
+        self.saver.save(steps_done, pending)
+        if self._run.callbacks.active:
+            self._unreported_saves.append(steps_done)
+
+    def _state(self, steps_done: int) -> RunState:
+        """Return the run's state after these steps, but for the skipped ones."""
         state = self._run.state
         if new := self.next_plan:  # a run that is killed before it changes resumes under this plan
             trials = state.trials if new.trials is None else new.trials
             state = replace(state, plan=new.plan, profile=new.profile, prices=None, trials=trials)
-        state = replace(
+        return replace(
             state,
             step=steps_done,
             loader=self.loader.state(steps_done),
             learnt=self._corrector.learnt(steps_done) if self._corrector else None,
         )
-        self._pending_states.append((state, pending))
-        self._complete_saves()
-        self.saver.save(steps_done, pending)
-        if self._run.callbacks.active:
-            self._unreported_saves.append(steps_done)
 
     def _complete_saves(self) -> None:
         """Complete the states whose steps are all finished, as skipped steps are known then."""

@@ -225,8 +225,16 @@ class PlanTrials:
     the same plan and schedules again, and compiles no other plan.
     """
 
-    def __init__(self, context: RunContext, profile: Profile, progress: Progress):
+    def __init__(
+        self,
+        context: RunContext,
+        profile: Profile,
+        progress: Progress,
+        running: Executor | None = None,
+    ):
         self._context, self._profile, self._progress = context, profile, progress
+        # Executor with the run's state; memory may have no room for another state.
+        self._running = running
         self._executors: dict[str, Executor] = {}
         self._timed_plans: dict[str, TimedPlan] = {}
 
@@ -246,7 +254,7 @@ class PlanTrials:
 
     def try_step(self, plan: Plan, prices: Prices) -> None:
         """Run one step of a plan if memory is limited; raises as `prices` does."""
-        if self._context.plannable_bytes:
+        if self._context.plannable_bytes and self._executor(plan) is not self._running:
             loads, n = self._profile.data.loads, self._context.config.train.global_batch
             trainable = self._executor(plan).trainable
             schedule = fullest_schedule(plan, loads, n, prices, trainable)
@@ -285,7 +293,7 @@ class PlanTrials:
         timed = self._timed_plans.pop(self._plan_key(plan), None)
         if timed:
             timed.executor.replace_plan(plan)
-            del self._executors[self._plan_key(plan)]
+            self._executors.pop(self._plan_key(plan), None)
         for other in self._executors.values():
             other.close()
         self._executors.clear()
@@ -305,6 +313,9 @@ class PlanTrials:
         plan, name = request.plan, self._plan_key(request.plan)
         ex, timed = self._executor(plan), self._timed_plans.pop(name, None)
         config, peers = self._context.config, self._context.peers
+        if ex is self._running:
+            self._timed_plans[name] = timed or compile_and_time(self._context, ex)
+            return self._timed_plans[name]
         fits = False
         try:
             seed, limit_s = config.train.seed, config.distributed.peer_timeout_s
@@ -326,6 +337,8 @@ class PlanTrials:
 
     def _executor(self, plan: Plan) -> Executor:
         """Return the executor of a plan, updated to the plan's newest fields."""
+        if self._running and self._running.plan.layout == plan.layout:
+            return self._running
         name = self._plan_key(plan)
         if name not in self._executors:
             self._executors[name] = make_executor(self._context, plan)

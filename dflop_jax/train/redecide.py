@@ -3,8 +3,7 @@
 Every `plan.redecide_every` steps process 0 compares the loads of recent samples with those that the
 plan was last searched for. If they differ by more than chance, it searches for another plan and
 simulates both, while the other processes wait. The run changes plans if the remaining steps save
-more time than the change costs: it saves, and resumes under the other plan in the same process.
-Losses agree to rounding.
+more time than the change costs (`change_plan`). Losses agree to rounding.
 """
 
 from __future__ import annotations

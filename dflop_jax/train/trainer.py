@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.checkpoint.store import CheckpointReader
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.distributed.hang_watch import HangWatch
@@ -37,6 +38,7 @@ from dflop_jax.report.wall_time import EVENTS, REDECISION, SAVE, START
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import plan_trials
 from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
+from dflop_jax.train.change_plan import Handover, move_run
 from dflop_jax.train.choose_plan import (
     PlannedRun,
     check_same_config,
@@ -129,6 +131,7 @@ class Trainer:
             self._is_changing = False  # whether this process has decided to change plans
             self._checkpoints = Path(config.run_dir) / run_folder.CHECKPOINTS
             self._given_executor = plan_trials.make_executor(self.context, plan) if plan else None
+            self._handover: Handover | None = None  # from the last plan
 
     def fit(self) -> FitResult:
         """Train to the last step and write the run folder. SIGINT, SIGTERM or SIGHUP make it save
@@ -173,12 +176,14 @@ class Trainer:
             return None, NewPlan(plan, self.profile, trials)
 
     def _change_plan(self, new: NewPlan) -> None:
-        """Resume from the newest checkpoint, or start again, under another plan."""
+        """Go on under another plan: with the state handed over, or from the newest checkpoint, or
+        from the start."""
         self.context.time_log.switch_to(REDECISION)
         self._existing, self.profile, self._is_changing = "resume", new.profile, True
         self._trials = self._trials if new.trials is None else new.trials
         gc.collect()  # the last plan's arrays in reference cycles, such as an error's traceback
-        self._given_executor = plan_trials.make_executor(self.context, new.plan)
+        if self._handover is None:
+            self._given_executor = plan_trials.make_executor(self.context, new.plan)
 
     def _fit_plan(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
         """Train under one plan, to the last step or until another plan saves time."""
@@ -189,10 +194,12 @@ class Trainer:
             self._existing = "resume"
         resume, self._resume = self._resume, Resume()
         given_executor, self._given_executor = self._given_executor, None
+        handover, self._handover = self._handover, None
+        is_moved, is_saved = handover is not None, handover is None or handover.is_saved
         checkpoint, unreadable = None, list[UnreadableCheckpoint]()
-        if self._existing == "resume":
+        if self._existing == "resume" and not handover:
             checkpoint = find_checkpoint(self._checkpoints, peers, unreadable, at=resume.at)
-        stored = checkpoint[0] if checkpoint else None
+        stored = handover.state if handover else checkpoint[0] if checkpoint else None
         if stored and given_executor is None:
             self._trials = stored.trials
         # Before anything is written: the folder may be of a run on other data.
@@ -205,23 +212,17 @@ class Trainer:
             Progress(config.train.steps, first_step, log_interval=every, quiet=quiet)
         )
         start_s, context, source = time.perf_counter(), self.context, self.source
+        if handover:
+            move_run(handover, context, progress)
+            given_executor, handover = handover.target, None  # frees the last plan's programs
         given = given_executor, self.profile, self._trials
         ex, state, timed = choose_plan(context, source, stored, *given, progress, self._report_data)
         self.profile, self._trials = state.profile, state.trials
         stack.callback(ex.close)
-        waiting = partial(context.sections.within, SAVE)
-        retention = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
-        saver = Checkpointer(self._checkpoints, ex, peers, waiting=waiting, **retention)
-
-        def place(_: object) -> RunState | None:
-            if checkpoint is None:
-                ex.init(config.train.seed, self._initializer)
-                return None
-            ex.init_for_restore()
-            reset = resume.reset_optimizer
-            return restore(saver, checkpoint, unreadable, peers, reset_optimizer=reset)
-
-        stored = run_with_memory_check(peers, ex.plan, "placing its parameters", place)
+        saver = self._make_saver(ex)
+        if not is_moved:
+            initialize = partial(self._init_state, saver, ex, checkpoint, unreadable, resume)
+            stored = run_with_memory_check(peers, ex.plan, "placing its parameters", initialize)
         if stored:
             state = state.continue_from(stored)
             progress.log(f"resumed after step {state.step} of {config.train.steps}")
@@ -245,11 +246,34 @@ class Trainer:
             saver=saver,
             folder=folder,
             progress=progress,
+            is_saved=is_saved,
             start_s=time.perf_counter() - start_s,
             ends_s=self._ends_s,
             callbacks=self._callbacks,
         )
         return self._run_steps(stack, run)
+
+    def _init_state(
+        self,
+        saver: Checkpointer,
+        ex: Executor,
+        checkpoint: tuple[RunState, CheckpointReader] | None,
+        unreadable: list[UnreadableCheckpoint],
+        resume: Resume,
+        _: object,
+    ) -> RunState | None:
+        """Restore the executor's state, or initialize it; return the restored one."""
+        if checkpoint is None:
+            ex.init(self.config.train.seed, self._initializer)
+            return None
+        ex.init_for_restore()
+        reset = resume.reset_optimizer
+        return restore(saver, checkpoint, unreadable, self.peers, reset_optimizer=reset)
+
+    def _make_saver(self, ex: Executor) -> Checkpointer:
+        config, waiting = self.config.checkpoint, partial(self.context.sections.within, SAVE)
+        retention = {"keep": config.keep, "keep_every": config.keep_every}
+        return Checkpointer(self._checkpoints, ex, self.peers, waiting=waiting, **retention)
 
     def _run_steps(self, stack: ExitStack, run: PlannedRun) -> tuple[FitResult, NewPlan | None]:
         """Run the steps of a compiled plan and write the summary."""
@@ -263,6 +287,7 @@ class Trainer:
             with tolerate_full_disk(run.folder.path / run_folder.SUMMARY):
                 write_summary(run.folder.path)
         self.peers.barrier("done")
+        self._handover = loop.handover
         return result, loop.next_plan
 
     def _open_folder(self, stack: ExitStack, *, is_resumed: bool) -> RunFolder | None:

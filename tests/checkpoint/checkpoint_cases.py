@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.checkpoint.checkpointer import Checkpointer, StateArray, state_arrays
+from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import TrainConfig
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.runtime.communicator import shard_array, zeros
@@ -20,6 +20,7 @@ from dflop_jax.runtime.parameter_layout import (
     param_zero_specs,
     state_zero_specs,
 )
+from dflop_jax.runtime.state_arrays import StateArray, state_arrays
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 

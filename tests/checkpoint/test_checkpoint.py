@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint import checkpointer as checkpoint
-from dflop_jax.checkpoint.checkpointer import specs_of, state_arrays
+from dflop_jax.checkpoint.checkpointer import specs_of
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.state_arrays import state_arrays
 from dflop_jax.train.optimizer import make_optimizer
 
 from ..runtime import plain

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from dflop_jax.checkpoint.checkpointer import parameter_arrays
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.records import Shape
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import initial_structs, param_zero_specs
+from dflop_jax.runtime.state_arrays import parameter_arrays
 from dflop_jax.train.load_params import make_initializer, read_segment_params
 from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.trainer import Trainer

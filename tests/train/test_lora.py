@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from dflop_jax.checkpoint.checkpointer import specs_of, state_arrays
+from dflop_jax.checkpoint.checkpointer import specs_of
 from dflop_jax.contract import with_adapter
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.parameter_layout import grad_structs, param_structs
+from dflop_jax.runtime.state_arrays import state_arrays
 
 from ..runtime import plain
 from ..runtime.test_gradients import assert_trees_close, grads_of

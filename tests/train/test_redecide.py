@@ -18,7 +18,7 @@ from dflop_jax.plan.evaluate import simulate
 from dflop_jax.records import DataProfile, Plan, Profile
 from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.train import plan_trials, redecide
+from dflop_jax.train import loop, redecide
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.redecide import (
@@ -74,13 +74,18 @@ def test_the_largest_samples_keep_their_room():
     assert make_recent_profile(found, seen, range(8, 12)).source == "d, steps 8 to 11"
 
 
-def fit(run_dir, every=EVERY, plan=PLAN, **options):
+def fit(run_dir, every=EVERY, plan=PLAN, finalists=0, **options):
     config = dataclasses.replace(
         CONFIG,
         run_dir=str(run_dir),
         cache_dir=str(run_dir.parent / "cache"),
         plan=PlanConfig(
-            policy="dflop", devices=2, buckets=1, effort="quick", finalists=0, redecide_every=every
+            policy="dflop",
+            devices=2,
+            buckets=1,
+            effort="quick",
+            finalists=finalists,
+            redecide_every=every,
         ),
         **options,
     )
@@ -114,36 +119,35 @@ def long_steps(monkeypatch):
 
 @pytest.fixture
 def alive(monkeypatch):
-    """What was alive of the last executor when the next was made; no cycle is collected."""
+    """What was alive of the last executor when the next began to train; no cycle is collected."""
     last: list[weakref.ref] = []
     seen: list[list[str]] = []
-    run, make = TrainLoop.run, plan_trials.make_executor
+    run = TrainLoop.run
 
     def run_and_note(self, stack):
+        seen.append([type(r()).__name__ for r in last if r() is not None])
         result = run(self, stack)
         state = self.ex.state
         arrays = jax.tree.leaves((state.params, state.masters, state.opt_state, state.grads))
         last[:] = map(weakref.ref, (self.ex, state, *arrays))
         return result
 
-    def make_and_note(place, plan):
-        seen.append([type(r()).__name__ for r in last if r() is not None])
-        return make(place, plan)
-
     monkeypatch.setattr(TrainLoop, "run", run_and_note)
-    monkeypatch.setattr(plan_trials, "make_executor", make_and_note)
     gc.disable()
     yield seen
     gc.enable()
 
 
 @pytest.mark.slow
-def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, alive, tmp_path, capsys):
-    result = fit(tmp_path / "run")
+@pytest.mark.parametrize("finalists", [0, 1])
+def test_a_run_changes_plans_and_learns_as_before(
+    plain, long_steps, alive, tmp_path, capsys, finalists
+):
+    result = fit(tmp_path / "run", finalists=finalists)
     said = capsys.readouterr().err
     assert "after step 4: samples changed by" in said
     assert said.count("changing to it") == 1
-    assert "resumed after step 4 of 12" in said
+    assert "moved the state after step 4 to another plan" in said
     assert alive == [[], []]
     rows = read_metrics(tmp_path / "run")
     assert [r["step"] for r in rows] == list(range(STEPS))
@@ -156,7 +160,26 @@ def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, alive, tmp_
     assert (
         plan.layout.buckets != PLAN.layout.buckets or plan.layout.segments != PLAN.layout.segments
     )
-    assert CheckpointStore(tmp_path / "run/checkpoints").steps()[-1] <= EVERY
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps()[-1] < EVERY  # by `every`
+
+
+@pytest.mark.slow
+def test_a_move_without_room_goes_through_a_checkpoint(long_steps, tmp_path, monkeypatch, capsys):
+    moved = fit(tmp_path / "moved")
+    prepare = loop.prepare_handover
+
+    def prepare_in_little_memory(context, *args, **more):
+        config = dataclasses.replace(context.config, plan=PlanConfig(memory_bytes=1000))
+        return prepare(dataclasses.replace(context, config=config), *args, **more)
+
+    monkeypatch.setattr(loop, "prepare_handover", prepare_in_little_memory)
+    capsys.readouterr()
+    resumed = fit(tmp_path / "resumed")
+    said = capsys.readouterr().err
+    assert "resumed after step 4 of 12" in said
+    assert "after step 4: no memory to move the state in; saving it" in said
+    assert "moved" not in said
+    assert moved.losses == resumed.losses
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 Command:  python benchmarks/planner.py [--json FILE] [--full]
 Minutes:  about 8 on 2 cores with nothing else running (more with --full)
-Expected: `auto` in about 20 s for 8 to 1,024 devices with plan.effort quick, on 2026-11-28 and a
-          VM without AVX-512 in 43 to 52 s (docs/results.md)
+Expected: `auto` in 9, 16 and 21 s of a core for 8, 64 and 1,024 devices with plan.effort quick
+          (2026-11-30, EPYC; more on a VM without AVX-512)
 
 LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto, dflop and dip, tensor
 parallelism and pipelines up to 8, up to 64 microbatches, the built-in samples. Profiling is not

@@ -34,11 +34,11 @@ _BASELINE_MICROBATCHES = (4, 8, 16, 32, 64)
 # Maximum number of expansions in a whole search and in a screen of one policy. A search reaches it
 # if memory is tight and many combinations of options are nearly equal; it then makes candidates
 # with the lowest bounds exact and ends. Twice the limit takes up to twice the time.
-_MAX_STEPS, _MAX_SCREEN_STEPS = 1_500, 400
+_MAX_STEPS, _MAX_SCREEN_STEPS = 1_500, 100
 # Maximum number of candidates whose buckets are refined, or that are made exact when a search ends
 # early; each takes a few tenths of a second.
 MAX_CLOSE = 8
-_MAX_SCREENED = MAX_CLOSE // 2  # maximum number of candidates from a screen of one policy
+_MAX_SCREENED = 2  # maximum number of candidates from a screen of one policy
 
 
 def search_spaces(context: SearchContext) -> Iterator[Space]:

@@ -26,12 +26,13 @@ from dflop_jax.plan.placement import (
 )
 from dflop_jax.plan.search_spec import GROUPS_PER_BATCH, SearchSpec
 from dflop_jax.plan.space import BASELINES
-from dflop_jax.profile.cost_model import CostModel, layout_prices
+from dflop_jax.profile.cost_model import CostModel, SegmentCosts, layout_prices
 from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     Bucket,
+    Direction,
     Layout,
     Load,
     MeshShape,
@@ -303,15 +304,24 @@ def module_table(
     def quantities(s: SegmentPlan, tasks: Collection[str]) -> Array:
         """Return [7, n_options, ...]: a segment's `ModuleTable.seconds` and three byte counts."""
         trains, by_option = context.spec.trains(s), []
+        # Costs, and seconds of forward, of the options that shard equally.
+        by_state: dict[tuple[Zero, int], tuple[SegmentCosts, Array]] = {}
+
+        def task_s(costs: SegmentCosts, direction: Direction) -> Array:
+            if direction not in tasks:
+                return 0.0
+            static_s = costs.task_s(group_size, predictions, direction)
+            return static_s + content_seconds(costs.content_s(group_size, direction), content)
+
         for option in context.options(module):
-            costs = context.costs.segment(option.apply(s), mesh)
-            seconds: list[Array] = [0.0] * 4
-            for i, d in enumerate((FORWARD, BACKWARD)):
-                if d in tasks:
-                    static_s = costs.task_s(group_size, predictions, d)
-                    seconds[i] = static_s + content_seconds(costs.content_s(group_size, d), content)
+            sharding = option.zero, option.shard_devices
+            if sharding not in by_state:
+                costs = context.costs.segment(option.apply(s), mesh)
+                by_state[sharding] = costs, task_s(costs, FORWARD)
+            costs = by_state[sharding][0].with_remat(option.remat)
+            seconds: list[Array] = [by_state[sharding][1], task_s(costs, BACKWARD), 0.0, 0.0]
             if trains:
-                seconds[2:] = costs.state.reduce_s(), costs.state.update_s()
+                seconds[2:] = costs.state.reduce_s, costs.state.update_s
             backward = BACKWARD in tasks
             n_bytes = costs.n_bytes(group_size, predictions, trained=trains, backward=backward)
             values = *seconds, n_bytes.state, n_bytes.residuals, n_bytes.temporaries

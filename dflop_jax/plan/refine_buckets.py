@@ -32,9 +32,10 @@ _MAX_POLICY_RATIO = 1.2
 # `make demo` (two processes, 2026-11) dip took 1.50, orch 1.39 and dflop 1.11 times the predicted.
 PREDICTION_ERROR = 1.35
 # Number of candidates, and of placements, that get chosen buckets besides the first of each other
-# policy, by effort; each takes about 1 s. The "quick" number of candidates also solves the integer
-# program of shapes, 1 to 2 s each.
+# policy, by effort; each takes about 1 s.
 _N_SIZED = {"quick": 2, "full": 3}
+# Number of candidates that solve the integer program of shapes; each takes 1 to 2 s.
+_N_SOLVED = {"quick": 1, "full": 2}
 
 
 def refine_candidates(
@@ -57,8 +58,6 @@ def refine_candidates(
     firsts = {one.policy: one for one in reversed(sizable)}
     leading = [*screened[:n_sized], *first_per_placement(screened)[:n_sized], *firsts.values()]
     for one in {id(one): one for one in leading}.values():
-        if one.ranked_plan.layout != one.plan.layout:
-            screened.append(one.with_plan(one.ranked_plan))
         screened += _with_chosen_buckets(evaluator, one)
     screened += [more for one in screened for more in _with_divided_readers(evaluator, one)]
     compared = _with_integer_program(evaluator, successive_halving(evaluator, screened))
@@ -114,7 +113,7 @@ def _with_integer_program(
         variants = (c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice)
         if first := next(variants, None):  # None: no choice of buckets fits
             sized.setdefault(id(one.ranked_plan), first)
-    to_solve = list(sized.values())[: _N_SIZED["quick"]]
+    to_solve = list(sized.values())[: _N_SOLVED[evaluator.config.effort]]
     solved = [c for one in to_solve for c in _solve_integer_program(evaluator, one)]
     new = [c for c in solved if all(c.plan.layout != one.plan.layout for one in compared)]
     return compare_new(evaluator, compared, new)

@@ -31,10 +31,6 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
 from dflop_jax.schedule.batch import sample_batches
 
-# Number of batches for ranking, relative to `SearchSpec.n_batches`: with fewer, some of thousands
-# of layouts win by chance; twice as many take twice the time to count groups.
-_RANKING_BATCHES_RATIO = 2
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -123,7 +119,7 @@ def find_alternatives(
 def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> PlanEvaluator:
     """Return the evaluator of a spec, whose unset limits are derived from the job."""
     spec, loads, n = with_limits(spec, profile, data.loads), data.loads, spec.global_batch
-    batches = sample_batches(loads, n, _RANKING_BATCHES_RATIO * spec.n_batches)
+    batches = sample_batches(loads, n, spec.n_batches)
     volumes = {
         m: module_volume(m, loads, batches, n, counts_pieces=m in profile.piece_tokens)
         for m in profile.n_layers

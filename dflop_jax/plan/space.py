@@ -30,9 +30,10 @@ from dflop_jax.records import Layout, MeshShape, SegmentPlan, SubmeshPlan
 BASELINES = ("blind", "megatron", "pytorch")
 # (module, first layer, last layer + 1) of each pipeline stage, in order.
 Stages = list[list[tuple[str, int, int]]]
-# With more than two blocks, devices are divided in units of at most 1/16; half that unit gives four
-# times as many splits into three blocks.
-_MIN_DEVICE_UNITS = 16
+# Devices are divided into blocks in units of at most 1/256, or 1/16 with more than two blocks. Half
+# the unit gives twice as many splits into two blocks and four times as many into three. The unit of
+# two blocks is 3% of a block that has 1/8 of the devices.
+_UNITS_OF_TWO_BLOCKS, _UNITS_OF_MORE_BLOCKS = 256, 16
 # Rounds through the stages of a looped pipeline. With R rounds, fill and drain take S - 1 ticks of
 # 1/R of a stage's layers each.
 ROUNDS = (1, 2)
@@ -72,8 +73,7 @@ class LayoutFamily:
 
 def separate_families(limits: SpaceLimits) -> Iterator[LayoutFamily]:
     """Yield DFLOP's families: modules in at least two blocks, each with its own mesh; a single
-    module gets all devices. With more than two blocks, devices are divided in larger units and at
-    most one module is a pipeline."""
+    module gets all devices. With more than two blocks, at most one module is a pipeline."""
     n_layers, n_devices = limits.n_layers, limits.n_devices
     for blocks in _block_partitions(len(n_layers)):
         n_blocks = max(blocks) + 1
@@ -114,9 +114,9 @@ def _block_partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _device_splits(n_devices: int, n_blocks: int) -> np.ndarray:
-    """Return numbers of devices by block, [n_splits, n_blocks]; see `_MIN_DEVICE_UNITS`."""
-    step = 1
-    while n_blocks > 2 and 2 * step * _MIN_DEVICE_UNITS <= n_devices:
+    """Return numbers of devices by block, [n_splits, n_blocks], in powers of two of devices."""
+    step, n_units = 1, _UNITS_OF_TWO_BLOCKS if n_blocks <= 2 else _UNITS_OF_MORE_BLOCKS
+    while 2 * step * n_units <= n_devices:
         step *= 2
     boundaries = combinations(range(step, n_devices, step), n_blocks - 1)
     ends = np.array([(0, *c, n_devices) for c in boundaries]).reshape(-1, n_blocks + 1)

@@ -21,7 +21,7 @@ from dflop_jax.schedule.costs import TIE_TOLERANCE
 TimePlan = Callable[[Plan], Prices]
 TryStep = Callable[[Plan, Prices], None]
 # Number of trials that every plan runs, and that the last plans run.
-_MIN_TRIALS, _MAX_TRIALS = 2, 8
+_MIN_TRIALS, _MAX_TRIALS = 2, 4
 # A plan runs more trials only up to this ratio to the fastest plan in the first trials.
 _MAX_SLOWDOWN = 1.1
 # A difference is significant beyond this number of standard errors, from this number of trials on;

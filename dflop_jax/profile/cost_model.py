@@ -9,8 +9,8 @@ microbatches in a group may be numbers or arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache, cached_property, partial, reduce
+from dataclasses import dataclass, replace
+from functools import cache, partial, reduce
 from math import gcd
 from typing import get_args
 
@@ -75,8 +75,10 @@ class CostModel:
         self, segment: SegmentPlan, mesh: MeshShape, exchanged: float | None = None
     ) -> SegmentCosts:
         """Return a segment's costs; `exchanged` None: the least that any readers exchange."""
-        least = float(self.n_edges_sent(segment))
-        return SegmentCosts(self, segment, mesh, least if exchanged is None else exchanged)
+        if exchanged is None:
+            exchanged = float(self.n_edges_sent(segment))
+        state = ShardedState(segment, mesh, self.profile)
+        return SegmentCosts(self, segment, mesh, state, exchanged)
 
     def slowdown(self, mesh: MeshShape) -> Array:
         """Return the slowdown of a submesh whose devices share cores (`ModelProfile.concurrency`),
@@ -132,13 +134,13 @@ class SegmentCosts:
     costs: CostModel
     segment: SegmentPlan
     mesh: MeshShape
+    state: ShardedState  # parameters, gradients and optimizer state on one device
     # Features that the busiest data rank exchanges for each task, relative to its own features.
     exchanged: float
 
-    @cached_property
-    def state(self) -> ShardedState:
-        """Parameters, gradients and optimizer state of the segment on one device."""
-        return ShardedState(self.segment, self.mesh, self.costs.profile)
+    def with_remat(self, remat: records.Remat) -> SegmentCosts:
+        """Return the costs under another recompute policy, which does not change the state."""
+        return replace(self, segment=replace(self.segment, remat=remat))
 
     def task_s(self, group_size: Array, predictions: Predictions, direction: str) -> Array:
         """Return the seconds of a group's task that runs alone, with its collectives and exchanges
@@ -203,7 +205,7 @@ class SegmentCosts:
         return SegmentBytes(
             state=self.state.state_bytes(trained=trained),
             residuals=inputs + residuals,
-            temporaries=np.maximum(temporaries, self.state.step_end_bytes() if trained else 0.0),
+            temporaries=np.maximum(temporaries, self.state.step_end_bytes if trained else 0.0),
         )
 
     def task_bytes(
@@ -346,8 +348,8 @@ def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:
     seconds, profile = dict[Task, float](), costs.profile
     for s in layout.segments:
         state = costs.segment(s, layout.submesh(s.submesh).shape).state
-        seconds[Task(s.name, records.NO_GROUP, records.REDUCE)] = float(state.reduce_s())
-        seconds[Task(s.name, records.NO_GROUP, records.UPDATE)] = float(state.update_s())
+        seconds[Task(s.name, records.NO_GROUP, records.REDUCE)] = float(state.reduce_s)
+        seconds[Task(s.name, records.NO_GROUP, records.UPDATE)] = float(state.update_s)
     for reader, owner in tied_segments(layout).items() if profile.hardware else ():
         target, source = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
         ends_bytes = 4.0 * profile.ends_elements(layout.segment(reader).module) / target.model

@@ -70,14 +70,19 @@ class ShardedState:
 
     def state_bytes(self, *, trained: bool) -> Array:
         """Return bytes of parameters, gradients, optimizer state, and of masters if any."""
+        parameters, trained_state = self._state_bytes
+        return parameters + trained_state if trained else parameters
+
+    @cached_property
+    def _state_bytes(self) -> tuple[Array, Array]:
+        """Bytes of (parameters; gradients, optimizer state and masters)."""
         zero = self.segment.zero
-        n_bytes = self.n_bytes("working_bytes", self.ranks if zero == 3 else 1, exact=True)
-        if trained:
-            n_bytes = n_bytes + self.n_bytes("trained_bytes", self.ranks if zero >= 2 else 1)
-            if self.profile.has_bfloat16_params(self.segment.module):
-                n_bytes = n_bytes + self.n_bytes("trained_bytes", self.ranks)
-            n_bytes = n_bytes + self.n_bytes("element_state_bytes", self.ranks, exact=True)
-        return n_bytes + np.zeros(np.shape(self.mesh.data))
+        parameters = self.n_bytes("working_bytes", self.ranks if zero == 3 else 1, exact=True)
+        trained = self.n_bytes("trained_bytes", self.ranks if zero >= 2 else 1)
+        if self.profile.has_bfloat16_params(self.segment.module):
+            trained = trained + self.n_bytes("trained_bytes", self.ranks)
+        trained = trained + self.n_bytes("element_state_bytes", self.ranks, exact=True)
+        return parameters + np.zeros(np.shape(self.mesh.data)), trained
 
     def gathered_bytes(self, *, trained: bool, ends_in_loss: bool) -> Array:
         """Return the peak bytes of unsharded arrays in a backward program under ZeRO 2 or 3.
@@ -95,9 +100,10 @@ class ShardedState:
             whole += (not ends_in_loss) * self.ends_bytes("trained_bytes")
         return np.where(np.asarray(self.mesh.data) > 1, whole, 0.0)
 
+    @cached_property
     def step_end_bytes(self) -> Array:
-        """Return the temporary bytes of a trained segment's reduction and update: the rank's
-        reduced gradients, copies of them, and all new parameters if ranks gather them."""
+        """Temporary bytes of a trained segment's reduction and update: the rank's reduced
+        gradients, copies of them, and all new parameters if ranks gather them."""
         data = np.asarray(self.mesh.data)
         one_device = data * self.mesh.stage * self.mesh.model == 1
         shard = self.n_bytes("trained_bytes", self.ranks)
@@ -125,10 +131,10 @@ class ShardedState:
             return 1.0
         return group_overlap(self.ranks, hardware, stride=self.mesh.stride("data"))
 
+    @cached_property
     def reduce_s(self) -> Array:
-        """Return the seconds to reduce-scatter gradients over data ranks at the end of the step, if
-        programs do not (ZeRO 1), and to all-reduce shards between blocks of ranks (hybrid
-        sharding)."""
+        """Seconds to reduce-scatter gradients over data ranks at the end of the step, if programs
+        do not (ZeRO 1), and to all-reduce shards between blocks of ranks (hybrid sharding)."""
         size = self.n_bytes("trained_bytes")
         seconds = self._collective_s(reduce_scatter_s, size * (self.segment.zero == 1))
         hardware, devices = self.profile.hardware, self.segment.shard_devices
@@ -141,8 +147,9 @@ class ShardedState:
             for collective_s in (reduce_scatter_s, all_gather_s)
         )
 
+    @cached_property
     def update_s(self) -> Array:
-        """Return the seconds of the optimizer's memory traffic and of gathering new parameters."""
+        """Seconds of the optimizer's memory traffic and of gathering new parameters."""
         hardware = self.profile.hardware
         working = self.n_bytes("trained_working_bytes") * (self.segment.zero != 3)
         gathered = self._collective_s(all_gather_s, working)

@@ -100,20 +100,29 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket) -> Packing:
     """Pack samples by first fit into microbatches of a bucket, which must hold each of them."""
     width = batch.anchor_rows(bucket)
     row_tokens, shared_M = batch.empty_tokens(bucket)
-    tokens_N = batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n_samples, np.int64)
-    tokens_NM = batch.shared_tokens_NM
-    empty_GR, empty_GM = np.full((1, width), row_tokens), shared_M[None]
+    tokens_N = batch.tokens[batch.anchor].tolist() if batch.anchor else [0] * batch.n_samples
+    tokens_NM = batch.shared_tokens_NM.tolist()
     packed: Packing = []
-    free_GR, free_GM = empty_GR[:0], empty_GM[:0]
+    # Free tokens of microbatches; those after the first `len(packed)` are empty.
+    free_GR, longest_G = np.full((1, width), row_tokens), np.full(1, row_tokens)
+    free_MG = [np.full(1, n) for n in shared_M.tolist()]
     for i in order:
-        fits_G = (free_GR.max(axis=1) >= tokens_N[i]) & (free_GM >= tokens_NM[i]).all(axis=1)
-        if not fits_G.any():
-            packed.append([[] for _ in range(width)])
-            free_GR, free_GM = np.vstack((free_GR, empty_GR)), np.vstack((free_GM, empty_GM))
-            fits_G = np.append(fits_G, True)
+        tokens = tokens_N[i]
+        fits_G = longest_G >= tokens
+        for free_G, needed in zip(free_MG, tokens_NM[i]):
+            fits_G &= free_G >= needed
         g = int(fits_G.argmax())
-        row = int((free_GR[g] >= tokens_N[i]).argmax())
+        if g == len(packed):
+            packed.append([[] for _ in range(width)])
+            if len(packed) == len(longest_G):  # append as many empty ones
+                free_GR = np.vstack((free_GR, np.full_like(free_GR, row_tokens)))
+                longest_G = np.append(longest_G, np.full_like(longest_G, row_tokens))
+                free_MG = [np.append(x, np.full_like(x, n)) for x, n in zip(free_MG, shared_M)]
+        free_R = free_GR[g]
+        row = int((free_R >= tokens).argmax())
         packed[g][row].append(i)
-        free_GR[g, row] -= tokens_N[i]
-        free_GM[g] -= tokens_NM[i]
+        free_R[row] -= tokens
+        longest_G[g] = free_R.max()
+        for free_G, needed in zip(free_MG, tokens_NM[i]):
+            free_G[g] -= needed
     return packed

@@ -146,7 +146,7 @@ def every_candidate(policy, n_devices, profile, data, config):
         share = profile.entry_share[t.module]
         ends[t.module, t.model] = LayerCosts(round(both * share, 6), round(both * (1 - share), 6))
     # Candidates are ranked by twice as many.
-    batches = sample_batches(data.loads, BATCH, 2 * config.sampled_batches)
+    batches = sample_batches(data.loads, BATCH, config.sampled_batches)
     hardware = profile.hardware
     n_groups = {}  # it does not depend on seconds
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}

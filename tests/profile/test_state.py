@@ -113,4 +113,4 @@ def test_state_bytes_match_the_shardings(zero, data, shard_devices, dtype, lora)
         state = ShardedState(plan, mesh, profile)
         assert state.state_bytes(trained=True) == pytest.approx(device_bytes(structs))
         assert state.state_bytes(trained=False) == device_bytes(structs[0])
-        assert state.step_end_bytes() <= ShardedState(plan, mesh, untrained).step_end_bytes()
+        assert state.step_end_bytes <= ShardedState(plan, mesh, untrained).step_end_bytes

@@ -53,6 +53,7 @@ class ProgramSizes:
             "after": (r, c),
             "runs_on": (r, c),
             "busy": (r,),
+            "same_end": (r,),
             "volume": (d, c),
             "need": (d,),
             "capacity": (m, c),
@@ -159,12 +160,14 @@ def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
 
     min  T + price @ y
     s.t. T >= work[r] @ y + rest[r] + before[r] @ first[r] + after[r] @ last[r] for each resource
-           (before its first group and after its last group, other resources run tasks),
+           (before its first group and after its last group, other resources run tasks; if these
+           groups differ, same_end[r] is 0),
          T >= shared @ y + shared_rest (devices that share cores),
          volume @ y >= need (`volume_conditions`),
          sum_c x[k, c] = count[k], x[k, c] <= max_samples[k, c],
          sum_k min_tokens[m, k] x[k, c] <= capacity[m, c] y[c] for each module,
          sum_c first[r, c] = sum_c last[r, c] = busy[r], both <= runs_on[r, c] y[c],
+         first[r, c] + last[r, c] <= runs_on[r, c] y[c] + same_end[r],
          y <= max_groups.
     """
     import cvxpy as cp
@@ -191,9 +194,11 @@ def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
         cp.sum(x, axis=1) == p["count"],
         p["min_tokens"] @ x <= cp.multiply(p["capacity"], groups_of_bucket(sizes.modules)),
     ]
+    groups_there = cp.multiply(p["runs_on"], groups_of_bucket(sizes.resources))
     for end in (first, last):
-        constraints += [end >= 0, cp.sum(end, axis=1) == p["busy"]]
-        constraints += [end <= cp.multiply(p["runs_on"], groups_of_bucket(sizes.resources))]
+        constraints += [end >= 0, cp.sum(end, axis=1) == p["busy"], end <= groups_there]
+    same_end = cp.reshape(p["same_end"], (sizes.resources, 1), order="C")
+    constraints += [first + last <= groups_there + same_end @ np.ones((1, sizes.buckets))]
     problem = cp.Problem(cp.Minimize(makespan + p["price"] @ y), constraints)
     for parameter in p.values():
         parameter.value = np.ones(parameter.shape)  # cvxpy needs values to canonicalise

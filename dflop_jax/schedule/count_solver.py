@@ -13,14 +13,16 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from dflop_jax.records import Layout, Prices
+from dflop_jax.records import BACKWARD, Layout, Prices
 from dflop_jax.schedule.balance_problem import Budget, Floats, Ints
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import BoundTerms, bound_terms, drain_s
 from dflop_jax.schedule.bucket_search import pack_into
-from dflop_jax.schedule.costs import TIE_TOLERANCE, running_order
+from dflop_jax.schedule.costs import TIE_TOLERANCE, running_order, segment_directions
 from dflop_jax.schedule.count_program import CountProgram, ProgramSizes
+from dflop_jax.schedule.count_vectors import fractional_bound
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
+from dflop_jax.simulate.task_graph import segment_resources
 
 _GAP = 1e-3  # relative MIP gap; counts that gain less are not packed
 _DIGITS = 9  # decimal digits to which parameters are rounded: last bits differ between machines
@@ -47,10 +49,12 @@ class BatchParameters:
         """Return the program's lower bound on a step's seconds with these counts of groups."""
         v = self.values
         runs_RC = (v["runs_on"] > 0) & (counts_C > 0)
-        before_R, after_R = (
-            np.where(runs_RC, v[end], np.inf).min(axis=1) for end in ("before", "after")
-        )
-        ends_R = np.where(v["busy"] > 0, before_R + after_R, 0.0)
+        before_RC, after_RC = (np.where(runs_RC, v[end], np.inf) for end in ("before", "after"))
+        pairs_RCC = before_RC[:, :, None] + after_RC[:, None, :]
+        is_one_RC = (counts_C < 2) & (v["same_end"][:, None] == 0)
+        is_same_RCC = is_one_RC[:, :, None] & np.eye(len(counts_C), dtype=bool)
+        least_R = np.where(is_same_RCC, np.inf, pairs_RCC).min(axis=(1, 2))
+        ends_R = np.where(v["busy"] > 0, least_R, 0.0)
         alone = (v["work"] @ counts_C + v["rest"] + ends_R).max()
         shared = v["shared"] @ counts_C + v["shared_rest"][0]
         return float(max(alone, shared)) * self.unit_s
@@ -92,12 +96,27 @@ def batch_parameters(
     values["volume"][: len(tight), n] = capacity_DC[tight]
     values["max_groups"][n] = 2 * np.maximum(np.ceil(space.demand.alone_C), known_C)
     unit_s = _set_time_parameters(values, space, terms, known_C)
+    differ_R = _ends_differ(space, layout, trainable, values["runs_on"][:, n])
+    values["same_end"][:] = ~differ_R | (sizes.divided > 0)
     largest_M1 = np.maximum(values["capacity"].max(axis=1, keepdims=True), 1.0)
     for name in ("capacity", "min_tokens"):
         values[name] /= largest_M1
     rounded = {name: np.round(value, _DIGITS) for name, value in values.items()}
     is_bound = sizes.divided <= 1 and _has_all_variants(space)
     return BatchParameters(rounded, class_N, unit_s, is_bound)
+
+
+def _ends_differ(
+    space: PackingSpace, layout: Layout, trainable: Collection[str], runs_on_RC: Floats
+) -> NDArray[np.bool_]:
+    """Return whether the first and the last task of each resource are of different groups, [R]: its
+    only segment runs one task of a group, and the batch needs two groups that run there."""
+    tasks, resource_of = segment_directions(layout, trainable), segment_resources(layout)
+    differ_R = np.zeros(len(runs_on_RC), bool)
+    for r, runs_on_C in enumerate(runs_on_RC):
+        there = [tasks[s.name] for s in layout.segments if resource_of[s.name] == r]
+        differ_R[r] = there == [(BACKWARD,)] and fractional_bound(space.demand, runs_on_C) > 1
+    return differ_R
 
 
 def _has_all_variants(space: PackingSpace) -> bool:
@@ -121,7 +140,13 @@ def _set_time_parameters(
 ) -> float:
     """Set the parameters that are times, in place; return their unit in seconds."""
     n = slice(len(space.buckets))
-    work_RC = np.array([terms.costs.bucket_s(b) for b in space.buckets]).T
+    work_LC = np.transpose(
+        [
+            sum(terms.weights[m] @ terms.costs.static_s[m, s] for m, s in b.shapes)
+            for b in space.buckets
+        ]
+    )
+    work_RC, shared_C = work_LC[:-1], work_LC[-1]
     ends = [terms.end_times({m: [s] for m, s in b.shapes}) for b in space.buckets]
     before_RC, after_RC = (np.array(end).T for end in zip(*ends, strict=True))
     there_RC = np.isfinite(before_RC)
@@ -130,15 +155,13 @@ def _set_time_parameters(
     busy_R = (there_RC[:, :, None] | ~space.can_hold_CN).all(axis=1).any(axis=1)
     unit_s = float((work_RC @ known_C).max()) or 1.0
     values["work"][:, n] = work_RC / unit_s
-    values["rest"][:] = terms.content_R / unit_s
-    values["before"][:, n] = np.where(there_RC, before_RC, 0.0) / unit_s
-    values["after"][:, n] = np.where(there_RC, tail_RC, 0.0) / unit_s
+    values["rest"][:] = terms.rest_L[:-1] / unit_s
+    for name, end_RC in (("before", before_RC), ("after", tail_RC)):
+        values[name][:, n] = np.where(there_RC, end_RC, 0.0) * terms.idle_R[:, None] / unit_s
     values["runs_on"][:, n] = there_RC
     values["busy"][:] = busy_R
-    for c, bucket in enumerate(space.buckets):
-        shared_s = sum(terms.costs.static_s[m, s] @ terms.devices[m] for m, s in bucket.shapes)
-        values["shared"][c] = shared_s / terms.concurrency / unit_s
-    values["shared_rest"][0] = terms.shared_content / terms.concurrency / unit_s
+    values["shared"][n] = shared_C / unit_s
+    values["shared_rest"][0] = terms.rest_L[-1] / unit_s
     values["price"][n] = _GROUP_PRICE * work_RC.mean(axis=0) / unit_s
     return unit_s
 

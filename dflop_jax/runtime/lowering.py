@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,8 @@ class Lowering:
         self.segment = segment
         self._unsharded_residuals: dict[Shape, Tree] = {}
         self._residuals: dict[Shape, Tree] = {}
+        # Forward and backward at a shape share the traces of the segment's functions.
+        self._vjps: defaultdict[Shape, spmd_loop.Vjps] = defaultdict(dict)
 
     def argument_structs(self, shape: Shape, kind: ProgramKind) -> tuple[Tree, ...]:
         """Return (params, x, fields), and for backward also (dy, grads, residuals)."""
@@ -90,7 +93,7 @@ class Lowering:
         saves_residuals = s.saves_residuals and not sums
         if saves_residuals:
             shardings["residuals"] = None if s.tp > 1 else s.sharding(*_PER_RANK)
-        body = partial(spmd_loop.forward_program, s, sums=sums)
+        body = partial(spmd_loop.forward_program, s, self._vjps[shape], sums=sums)
         jitted = self._jit(body, jax.tree.map(manual_spec, args), _PER_RANK, shardings)
         lowered = jitted.lower(*args)
         if saves_residuals:
@@ -107,7 +110,7 @@ class Lowering:
         dy = {k: P() if k == "sums" else _PER_RANK for k in args[3]}
         in_specs = (params, x, fields, dy, grads, _PER_RANK)
         shardings = jax.tree.map(lambda a: a.sharding, outs)
-        body = partial(spmd_loop.backward_program, self.segment)
+        body = partial(spmd_loop.backward_program, self.segment, self._vjps[shape])
         jitted = self._jit(body, in_specs, jax.tree.map(manual_spec, outs), shardings, donate=(4,))
         return jitted.lower(*args)
 

@@ -84,7 +84,8 @@ class SegmentFunctions:
     Each function takes the inputs `x` and the fields of one microbatch, and hidden states `h`; the
     arguments here are examples. A backward function takes the residuals that its forward function
     returned; without `saves_residuals`, forward functions return none. `params` are the segment's
-    parameters, as `shard_map` passes them.
+    parameters, as `shard_map` passes them. `vjps` has what an earlier program of the segment traced
+    at these shapes; more is added to it.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class SegmentFunctions:
         h: Tree,
         *,
         saves_residuals: bool,
+        vjps: dict[str, SplitVjp],
     ):
         self.segment, self.params, self.saves_residuals = segment, params, saves_residuals
         self.unrolled = saves_residuals and segment.unrolls_layers
@@ -109,7 +111,7 @@ class SegmentFunctions:
             or (plan.first and wanted & {*segment.entry_inputs})
             or (plan.first and segment.trainable & {"entry", adapter_of("entry")})
         )
-        self._vjps: dict[str, SplitVjp] = {}
+        self._vjps = vjps
         if not saves_residuals:
             return
         if plan.first:
@@ -124,6 +126,8 @@ class SegmentFunctions:
     # ---- one function: entry, a layer of a kind, a tap, an inlet or the exit ----
 
     def _build_vjp(self, name: str, params: Params, h: Tree, x: Tree, fields: Tree) -> None:
+        if name in self._vjps:
+            return
         trained, *others = self._split_arguments(name, params, x, fields)
         self._vjps[name] = SplitVjp(
             REMAT[self.segment.plan.remat],

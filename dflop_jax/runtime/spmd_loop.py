@@ -32,19 +32,23 @@ from jax import lax
 from dflop_jax.contract import Array, Params, adapter_of
 from dflop_jax.runtime import shards
 from dflop_jax.runtime.parameter_layout import param_zero_specs
+from dflop_jax.runtime.residuals import SplitVjp
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.segment_functions import SegmentFunctions, add_gradients
 from dflop_jax.runtime.token_split import run_module_part, run_per_tensor_rank, shard_tokens
 from dflop_jax.runtime.zero_sharding import ZeroSpec
 
 Tree = Any
+Vjps = dict[str, SplitVjp]  # of a segment's functions, by name: traced once for all its programs
 
 
-def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, sums: bool) -> Tree:
+def forward_program(
+    segment: Segment, vjps: Vjps, params: Params, x: Tree, fields: Tree, *, sums: bool
+) -> Tree:
     """Run a group; return per-rank outputs `y` with a leading dim of M / S microbatches, or M for
     taps. `sums`: whether to return the loss's sums [M / S, 1] and no residuals."""
     saves_residuals = segment.saves_residuals and not sums
-    loop = _StageLoop(segment, params, x, fields, saves_residuals=saves_residuals)
+    loop = _StageLoop(segment, vjps, params, x, fields, saves_residuals=saves_residuals)
     y, outs, residuals = loop.forward()
     if not segment.plan.last:
         y["next"] = outs
@@ -60,7 +64,14 @@ def forward_program(segment: Segment, params: Params, x: Tree, fields: Tree, *, 
 
 
 def backward_program(
-    segment: Segment, params: Params, x: Tree, fields: Tree, dy: Tree, grads: Tree, residuals: Tree
+    segment: Segment,
+    vjps: Vjps,
+    params: Params,
+    x: Tree,
+    fields: Tree,
+    dy: Tree,
+    grads: Tree,
+    residuals: Tree,
 ) -> tuple[Tree, Tree, Tree, Array]:
     """Return the gradient of a group: (sums, dx, grads + gradient, completion).
 
@@ -68,7 +79,7 @@ def backward_program(
     `residuals` come from `forward_program`; if the segment saves none, forward runs here.
     `completion` is a small output to wait for, since `grads` is donated to the next program.
     """
-    loop = _StageLoop(segment, params, x, fields, saves_residuals=True)
+    loop = _StageLoop(segment, vjps, params, x, fields, saves_residuals=True)
     if segment.saves_residuals:
         saved = jax.tree.map(lambda a: a[0, 0], residuals)
     else:
@@ -117,7 +128,14 @@ class _StageLoop:
     """The pipeline loop of a group on a segment's stages, forward and backward."""
 
     def __init__(
-        self, segment: Segment, params: Params, x: Tree, fields: Tree, *, saves_residuals: bool
+        self,
+        segment: Segment,
+        vjps: Vjps,
+        params: Params,
+        x: Tree,
+        fields: Tree,
+        *,
+        saves_residuals: bool,
     ):
         self.segment = segment
         self.params = _prepare_params(segment, params)
@@ -136,7 +154,9 @@ class _StageLoop:
         zero_hidden = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), hidden)
         self.zero_hidden = shard_tokens(_mark_varying(zero_hidden, "stage", "data"), segment.tp)
         examples = self.params, first_x, first_fields, self.zero_hidden
-        self.functions = SegmentFunctions(segment, *examples, saves_residuals=saves_residuals)
+        self.functions = SegmentFunctions(
+            segment, *examples, saves_residuals=saves_residuals, vjps=vjps
+        )
 
     def _slot(self, t: Array) -> LoopSlot:
         return slot_at(t, self.stage, microbatches=self.m, stages=self.s, rounds=self.rounds)

@@ -9,8 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from dflop_jax.aot.hlo_cost import program_cost
 from dflop_jax.aot.hlo_text import parse_hlo
 from dflop_jax.profile.needed import segment_flops, visible_pair_share
+from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
-from dflop_jax.runtime import segment
+from dflop_jax.runtime import segment, segment_functions
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.residuals import REMAT, SplitVjp
@@ -189,3 +190,18 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     assert len(structs["slots"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
         assert executed_flops(s, shape, BACKWARD) == want
+
+
+def test_forward_and_backward_share_a_layers_trace(monkeypatch):
+    """Both programs at a shape trace each function of the segment once; another shape again."""
+    traced = []
+    monkeypatch.setattr(
+        segment_functions, "SplitVjp", lambda *a, **k: traced.append(a) or SplitVjp(*a, **k)
+    )
+    lowering = Lowering(shallow_segment(NANO, "vision", 2, jax.devices()[:1], MeshShape()))
+    counts, small, large = [], Shape(1, 16), Shape(2, 16)
+    for shape, kind in ((small, FORWARD), (small, BACKWARD), (large, BACKWARD)):
+        lowering.lower(shape, kind)
+        counts.append(len(traced))
+    assert counts[0] == counts[1] > 1
+    assert counts[2] == 2 * counts[0]

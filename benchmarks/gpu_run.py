@@ -9,7 +9,7 @@ Expected: steps within 15% of the planned, memory within 5% of the planned and n
           the losses of the whole one bit for bit, and a CPU has them to 1e-4
 
 Each row is a process that trains with random weights on the built-in scenes as `dflop train` does:
-it profiles, plans, times the finalists' programs and trains, in bfloat16 with float32 masters.
+it profiles, plans, times the plan's programs and trains, in bfloat16 with float32 masters.
 `planned_s` is what plan.json says of a step, `measured_s` the mean of the steps after the third,
 whose batches differ in size; `over_schedule` is the median of a step over its own schedule.
 `grows` are bytes that the device holds more after a step than after the one before, and of these
@@ -93,7 +93,7 @@ def config(case: Case, steps: int, run: Path, *, tiny: bool) -> Config:
     return Config(
         model=ModelConfig(case.factory, case.tiny if tiny else case.size, dtype=dtype),
         data=data,
-        plan=PlanConfig(devices=1, buckets=2, effort="quick", finalists=2),
+        plan=PlanConfig(devices=1, buckets=2, effort="quick"),
         train=TrainConfig(
             steps=steps, global_batch=8 if tiny else 32, learning_rate=1e-4, warmup_steps=2,
             lora_rank=case.lora_rank,
@@ -106,8 +106,7 @@ def config(case: Case, steps: int, run: Path, *, tiny: bool) -> Config:
 
 def exact_config(run: Path) -> Config:
     tiny = config(CASES["llava-ov-0.5b"], EXACT_STEPS, run, tiny=True)
-    plan = replace(tiny.plan, finalists=1)
-    return replace(tiny, plan=plan, checkpoint=CheckpointConfig(every=EXACT_STEPS))
+    return replace(tiny, checkpoint=CheckpointConfig(every=EXACT_STEPS))
 
 
 # ---- in a process of its own ----

@@ -50,7 +50,7 @@ def config():
     return Config(
         model=ModelConfig(size="nano"),
         data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
-        plan=PlanConfig(policy="orch", max_model=1, buckets=2, effort="quick", finalists=0,
+        plan=PlanConfig(policy="orch", max_model=1, buckets=2, effort="quick",
                         max_microbatches=4),
         schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         train=TrainConfig(steps={steps}, global_batch=4, eval_every=20, eval_samples=4),

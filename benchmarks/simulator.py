@@ -15,7 +15,7 @@ steps are predicted three times:
   layers      from the profile of single layers only: what candidates are ranked by before that
 Then the schedules run by turns, each step by itself, after a round that
 is not counted; a schedule's time is the median of its steps. Plans are chosen as a run chooses
-them: the programs of two finalists are timed. Batches are packed ahead: the steps are those of the
+them: the first that fits on the devices. Batches are packed ahead: the steps are those of the
 devices, without the host's decoding. Two kinds of steps do not count and are repeated (column
 `others`: the share of others in the steps that count, and how many did not): those in which other
 programs or the host of a virtual machine took more than 6% of the cores, and those that took 10%
@@ -122,7 +122,6 @@ def config(kind: Kind, set_up: SetUp, quick: bool) -> Config:
             max_stage=2,
             max_microbatches=kind.microbatches,
             effort="quick",
-            finalists=2,
         ),
         train=TrainConfig(global_batch=16 if quick else set_up.batches[-1]),
         cache_dir=str(CACHE),

@@ -162,11 +162,6 @@ class PlanConfig:
     )
     sampled_batches: PosInt = option(4, "global batches simulated per candidate")
     drift: Fraction = option(1 / 3, "fraction of simulated batches with another mix of media")
-    finalists: UInt = option(
-        3,
-        "best plans whose programs are timed, to choose one and to schedule batches (1: time only "
-        "the best plan; 0: choose and schedule by the profile)",
-    )
     trials: UIntOrAuto = option(
         -1,
         "steps trained under the best plan of each policy of auto, to choose one; 0: choose by "

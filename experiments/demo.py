@@ -51,7 +51,6 @@ def config(policy: Policy = "dflop") -> Config:
             effort="quick",
             max_model=1,
             max_microbatches=8,
-            finalists=1,
         ),
         train=TrainConfig(steps=12, global_batch=64, warmup_steps=3),
         run_dir=f"runs/demo/{policy}",

@@ -23,9 +23,7 @@ def config() -> Config:
         data=DataConfig(
             n_samples=1024, min_pixels=1024, max_tiles=9, max_frames=16, max_tokens=256
         ),
-        plan=PlanConfig(
-            devices=2, buckets=2, max_model=1, max_microbatches=4, effort="quick", finalists=1
-        ),
+        plan=PlanConfig(devices=2, buckets=2, max_model=1, max_microbatches=4, effort="quick"),
         train=TrainConfig(steps=20, global_batch=16, warmup_steps=5),
         run_dir="runs/qwen3vl",
     )

@@ -41,7 +41,6 @@ def config(name: str = "separate") -> Config:
             buckets=2,
             max_microbatches=16,
             effort="quick",
-            finalists=1,
             **RUNS[name],
         ),
         train=TrainConfig(steps=12, global_batch=32, warmup_steps=3),

@@ -33,7 +33,6 @@ def config(shuffled: bool = False) -> Config:
             buckets=2,
             max_microbatches=4,
             effort="quick",
-            finalists=1,
         ),
         train=TrainConfig(
             steps=1500, global_batch=16, warmup_steps=20, learning_rate=2e-3, eval_samples=256

@@ -27,7 +27,6 @@ def config() -> Config:
             max_microbatches=4,
             buckets=2,
             effort="quick",
-            finalists=1,
         ),
         train=TrainConfig(steps=30, global_batch=16, warmup_steps=5, stage="connector"),
         checkpoint=CheckpointConfig(every=10, keep=2),

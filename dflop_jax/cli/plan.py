@@ -41,11 +41,14 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
+    from dflop_jax.train.choose_plan import max_alternatives
+    from dflop_jax.train.run_context import trial_steps
     from dflop_jax.train.step_figures import predict_run
 
     context, profile = open_run_context(args, partial(check_early, args, None))
     config = context.config
     options = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
+    options["max_alternatives"] = max_alternatives(config, first_step=0)
     tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
     result = planning.make_plan(context, profile, tick, **options)
     what_ifs, savings, structures = [], [], []
@@ -74,6 +77,8 @@ def run(args: argparse.Namespace) -> Any:
         if profile.model.hardware and result.plan.layout.n_devices > 1:
             show(describe_overlap(profile.model.hardware))
         show(describe_choice(result))
+        if result.alternatives:
+            show(describe_alternatives(result, trial_steps(config)))
         show(describe_run(expected, result.plan.layout.modules[-1]))
         show(f"wrote {folder / PLAN}")
     finish_run(context.peers)
@@ -96,6 +101,9 @@ def search_json(result: SearchResult) -> dict[str, object]:
         "peak_bytes",
     )
     values: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
+    values["alternatives"] = [
+        {"policy": p.policy, "makespan_s": p.predicted.makespan_s} for p in result.alternatives
+    ]
     values["candidates"] = [{k: getattr(c, k) for k in figures} for c in result.candidates]
     return values
 
@@ -162,6 +170,13 @@ def describe_choice(result: SearchResult) -> str:
         + f" by {predicted.priced_by}" * bool(predicted.priced_by)
         + "".join(f" ({1e3 * s:.1f} ms with one bucket, as ranked)" for s in one_s[:1])
     )
+
+
+def describe_alternatives(result: SearchResult, steps: int) -> str:
+    """Return a line with the plans that a run would train some steps under, to choose one."""
+    plans = (result.plan, *result.alternatives)
+    texts = (f"{p.policy} {1e3 * p.predicted.makespan_s:.1f} ms" for p in plans)
+    return f"dflop train runs {steps} steps under each of {', '.join(texts)}, to choose one"
 
 
 def describe_run(run: PredictedRun, module: str) -> str:

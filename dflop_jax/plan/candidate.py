@@ -114,7 +114,6 @@ class Candidate:
     # How the buckets were chosen; None: they are derived from the one bucket.
     bucket_choice: BucketChoice | None = None
     trial_seconds: tuple[float, ...] = ()  # by trial; all candidates run the same trials
-    prices: Prices | None = None  # of its own programs after they are timed
 
     @staticmethod
     def from_space(space: Space, p: int, c: int) -> Candidate:

@@ -222,9 +222,9 @@ class PlanEvaluator:
             self._trials[number] = batches
         return self._trials[number]
 
-    def simulate_trial(self, plan: Plan, number: int, prices: Prices | None = None) -> float:
+    def simulate_trial(self, plan: Plan, number: int) -> float:
         """Return a trial's step seconds; the drifted batch has the weight `plan.drift`."""
-        priced = self._priced(plan.layout, prices)
+        priced = self._priced(plan.layout)
         plain_s, *drifted_s = (
             quick_schedule(b, plan, *priced, TRIAL_WORK).makespan_s
             for b in self.trial_batches(number)

@@ -31,6 +31,8 @@ _MAX_POLICY_RATIO = 1.2
 # Steps of a policy may be predicted too long, relative to another one's, by up to this factor: in
 # `make demo` (two processes, 2026-11) dip took 1.50, orch 1.39 and dflop 1.11 times the predicted.
 PREDICTION_ERROR = 1.35
+# Minimum number of candidates where memory is limited: the devices may not hold the first ones.
+_MIN_CLOSE = 3
 # Number of candidates, and of placements, that get chosen buckets besides the first of each other
 # policy, by effort; each takes about 1 s.
 _N_SIZED = {"quick": 2, "full": 3}
@@ -76,8 +78,8 @@ def refine_candidates(
 
 
 def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates close to the first or to be timed, and the best of other policies."""
-    n, best_s = search.evaluator.config.finalists, ranked[0].lower_bound_s
+    """Return candidates close to the first, and the best of other policies."""
+    best_s, n = ranked[0].lower_bound_s, _MIN_CLOSE * (search.context.spec.memory_bytes > 0)
     max_s = CLOSE_RATIO * best_s
     close = [r for i, r in enumerate(ranked) if i < n or r.lower_bound_s <= max_s][:MAX_CLOSE]
     other_policies = sorted(search.policies - {r.policy for r in close})

@@ -4,7 +4,7 @@ The expectation is over global batches sampled from the data profile, each sched
 scheduler and simulated on the runtime's task graph (DFLOP's Data-aware 3D Parallelism Optimizer,
 arXiv 2603.25120, with an expectation instead of mean shapes). The best candidates of the space
 (`best_first`) then get buckets fitted to the data (`refine_buckets`). If devices are available, the
-programs of the fastest plans are timed, and the fastest plan is chosen by them (`time_plans`).
+fastest plan that fits on them is chosen, after its programs were timed (`time_plans`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflop_jax.plan.module_tables import SearchContext, module_volume
 from dflop_jax.plan.refine_buckets import PREDICTION_ERROR, refine_candidates
 from dflop_jax.plan.search_spec import SearchSpec, with_limits
 from dflop_jax.plan.space import allowed_baselines
-from dflop_jax.plan.time_plans import TimePlan, TimingSession, TryStep
+from dflop_jax.plan.time_plans import TimePlan, TryStep, choose_fitting_plan
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
 from dflop_jax.schedule.batch import sample_batches
@@ -45,7 +45,6 @@ class SearchResult:
     n_candidates: int  # (placement, granularity) pairs
     n_fit: int  # candidates that fit into memory
     n_evaluated: int  # candidates simulated
-    n_timed: int  # plans whose programs were timed
     limits: Mapping[str, int]  # of the space, from the config or derived from the job
 
 
@@ -64,7 +63,7 @@ def search_plan(
     Args:
       spec: the search's settings; `changes` replace its fields. Without `spec`, `changes` are the
         fields of a new SearchSpec.
-      time_plan: compiles and times a plan's programs; the final choice uses these times.
+      time_plan: compiles and times a plan's programs; the plan's predictions use these times.
       try_step: runs a step of the plan before it is chosen. Both callbacks raise PlanTooLarge if
         the plan does not fit on the devices; then the next plan is tried.
 
@@ -80,12 +79,11 @@ def search_plan(
     ranked = search.rank_placements(on_progress)
     if not ranked:
         raise ValueError(explain_no_fit(context, *search.smallest_candidate()))
-    plan, n_timed, alternatives = ranked[0].plan, 0, list[Plan]()
+    plan, alternatives = ranked[0].plan, list[Plan]()
     if context.spec.refine:
         plans = refine_candidates(search, ranked, data.tail)
         if time_plan:
-            session = TimingSession(evaluator, time_plan, try_step)
-            plan, n_timed = session.choose(plans, context.spec.config.finalists), session.n_timed
+            plan, evaluator = choose_fitting_plan(evaluator, plans, time_plan, try_step)
         else:
             plan = evaluator.evaluate(plans[0], plans[0].predicted.makespan_s)
         alternatives = find_alternatives(evaluator, plan, plans)
@@ -97,7 +95,6 @@ def search_plan(
         search.n_candidates,
         search.n_fit,
         search.n_evaluated,
-        n_timed,
         context.spec.limits,
     )
 

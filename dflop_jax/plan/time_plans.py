@@ -1,7 +1,7 @@
 """Comparison of plans on batches that their buckets were not fitted to, by successive halving
 (Karnin, Koren and Somekh 2013) with a test of paired differences: all plans run the same trials,
 the slower half drops out, and the others run twice as many, until the fastest is significant or the
-work limit is reached. If devices are available, trials use times of the plans' own programs.
+work limit is reached. If devices are available, the fastest plan that fits on them is chosen.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def compare_new(
 
 def _run_trials(evaluator: PlanEvaluator, candidate: Candidate, n: int) -> Candidate:
     """Return the candidate with its best lookahead and the seconds of its first `n` trials."""
-    plan, run_seconds, prices = candidate.plan, candidate.trial_seconds, candidate.prices
-    if not run_seconds and prices is None:
+    plan, run_seconds = candidate.plan, candidate.trial_seconds
+    if not run_seconds:
         plan = evaluator.with_lookahead(plan)
-    more = (evaluator.simulate_trial(plan, i, prices) for i in range(len(run_seconds), n))
+    more = (evaluator.simulate_trial(plan, i) for i in range(len(run_seconds), n))
     return replace(candidate, plan=plan, trial_seconds=(*run_seconds, *more))
 
 
@@ -117,84 +117,48 @@ class PlanTooLarge(ValueError):
         self.reason, self.short_bytes = reason, short_bytes
 
 
-def select_finalists(plans: Sequence[Plan], n: int) -> list[Plan]:
-    """Return the first `n` plans, and the first `n` plans of the first plan's policy."""
-    same_policy = [p for p in plans if p.policy == plans[0].policy][:n]
-    return [p for i, p in enumerate(plans) if i < n or p in same_policy]
+def choose_fitting_plan(
+    evaluator: PlanEvaluator, plans: Sequence[Plan], time_plan: TimePlan, try_step: TryStep
+) -> tuple[Plan, PlanEvaluator]:
+    """Return the first plan that fits on the devices, with predictions from the times of its own
+    programs, and the evaluator with the memory that plans may fill.
 
-
-class TimingSession:
-    """Timing of plans on the devices; each plan that runs out of memory lowers the limit."""
-
-    def __init__(self, evaluator: PlanEvaluator, time_plan: TimePlan, try_step: TryStep):
-        self.evaluator = self._full_memory_evaluator = evaluator
-        self._time_plan, self._try_step = time_plan, try_step
-        self._missing_bytes = 0.0  # missing in refused plans; later plans must leave them free
-        self._refused: list[PlanTooLarge] = []
-        self.n_timed = 0  # number of plans timed
-
-    def choose(self, plans: Sequence[Plan], n: int) -> Plan:
-        """Return the plan that is fastest by its own programs' times, with predictions from them.
-
-        Times about the first `n` plans (0: none, the profile decides), and the others one by one if
-        none of these fits. A plan that runs out of memory is dropped, and later plans must leave
-        its missing bytes free. ValueError: no plan fits.
-        """
-        finalists = select_finalists(plans, n)
-        for plan_group in (finalists, *([p] for p in plans if p not in finalists)):
-            alone, timed = len(plan_group) == 1, list[Candidate]()
-            for plan in plan_group:
-                timed += self._time_candidate(plan, is_timed=n > 0, alone=alone)
-            while timed := [c for c in timed if self.evaluator.fits(c.plan)]:
-                fastest, *timed = successive_halving(self.evaluator, timed)
-                if chosen := self._run_step(fastest):
-                    return chosen
-        limit = self.evaluator.context.spec.memory_bytes
-        if not self._missing_bytes:  # unknown
-            limit *= PLANNED_SHARE
-        remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
-        last = self._refused[-1].reason if self._refused else "none was tried"
-        raise ValueError(
-            f"none of the fastest plans fits into memory ({len(self._refused)} tried): {last}; use "
-            f"{remedy}, {_REMEDIES}"
-        )
-
-    def _refuse(self, error: PlanTooLarge) -> None:
-        """Lower the memory limit by the bytes that a plan was short of."""
-        self._refused.append(error)
-        self._missing_bytes += error.short_bytes
-        self.evaluator = self._full_memory_evaluator.with_less_memory(self._missing_bytes)
-
-    def _time_candidate(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
-        """Return the plan evaluated by its own or the profile's times; [] if it does not fit on the
-        devices. `alone`: no other plan is timed with it, so the profile chose it."""
-        evaluator = self.evaluator
-        if not evaluator.fits(plan):
-            return []
-        plan = evaluator.evaluate(plan, plan.predicted.makespan_s)
-        if not is_timed:
-            return [Candidate(plan)]
-        by_profile_s = plan.predicted.makespan_s
+    A plan that runs out of memory is dropped, and later plans must leave its missing bytes free.
+    ValueError: no plan fits.
+    """
+    refused, missing_bytes, with_all_memory = list[PlanTooLarge](), 0.0, evaluator
+    for plan in plans:
         try:
-            prices = self._time_plan(plan)
+            if evaluator.fits(plan):
+                timed, prices = _time_candidate(evaluator, plan, time_plan)
+                if evaluator.fits(timed):
+                    free = timed.scheduling.free_bytes.items()
+                    left = {m: max(0.0, n - missing_bytes) for m, n in free}
+                    timed = timed.with_scheduling(free_bytes=left)
+                    try_step(timed, prices)
+                    return timed, evaluator
         except PlanTooLarge as e:
-            self._refuse(e)
-            return []
-        self.n_timed += 1
-        plan = plan if plan.scheduling.residuals else plan.with_scheduling(lookahead=0)
-        plan = evaluator.evaluate(plan, by_profile_s, prices)
-        if alone:
-            plan = replace(plan, predicted=replace(plan.predicted, chosen_by_s=by_profile_s))
-        return [Candidate(plan, prices=prices)]
+            refused.append(e)
+            missing_bytes += e.short_bytes
+            evaluator = with_all_memory.with_less_memory(missing_bytes)
+    limit = evaluator.context.spec.memory_bytes
+    if not missing_bytes:  # unknown
+        limit *= PLANNED_SHARE
+    remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
+    last = refused[-1].reason if refused else "none was tried"
+    raise ValueError(
+        f"none of the fastest plans fits into memory ({len(refused)} tried): {last}; use "
+        f"{remedy}, {_REMEDIES}"
+    )
 
-    def _run_step(self, candidate: Candidate) -> Plan | None:
-        """Run a step of the plan and return the plan; None: the step ran out of memory."""
-        free = candidate.plan.scheduling.free_bytes.items()
-        left = {m: max(0.0, n - self._missing_bytes) for m, n in free}
-        plan = candidate.plan.with_scheduling(free_bytes=left)
-        try:
-            self._try_step(plan, candidate.prices or self._time_plan(plan))
-        except PlanTooLarge as e:
-            self._refuse(e)
-            return None
-        return plan
+
+def _time_candidate(
+    evaluator: PlanEvaluator, plan: Plan, time_plan: TimePlan
+) -> tuple[Plan, Prices]:
+    """Return the plan evaluated by the times of its own programs, and these."""
+    plan = evaluator.evaluate(plan, plan.predicted.makespan_s)
+    by_profile_s = plan.predicted.makespan_s
+    prices = time_plan(plan)
+    plan = plan if plan.scheduling.residuals else plan.with_scheduling(lookahead=0)
+    plan = evaluator.evaluate(plan, by_profile_s, prices)
+    return replace(plan, predicted=replace(plan.predicted, chosen_by_s=by_profile_s)), prices

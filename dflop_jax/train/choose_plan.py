@@ -43,7 +43,7 @@ from dflop_jax.train.resume import (
     reuse_state,
     run_settings,
 )
-from dflop_jax.train.run_context import RunContext
+from dflop_jax.train.run_context import RunContext, trial_steps
 from dflop_jax.train.trials import (
     MAX_TRIALS,
     Trial,
@@ -222,15 +222,15 @@ def _search_plan(
         profile,
         time_plan=timer.prices,
         try_step=timer.try_step,
-        max_alternatives=(MAX_TRIALS - 1) * has_steps_for_trials(context.config, first_step),
+        max_alternatives=max_alternatives(context.config, first_step),
     )
     return result.plan, make_trials([result.plan, *result.alternatives])
 
 
-def has_steps_for_trials(config: Config, first_step: int) -> bool:
-    """Return whether the run tries plans, and has steps left for as many as it may try."""
-    n = config.plan.trials
-    return 0 < MAX_TRIALS * n <= config.train.steps - first_step
+def max_alternatives(config: Config, first_step: int) -> int:
+    """Return how many plans besides the best one a run tries; 0 if it has too few steps left."""
+    n = trial_steps(config)
+    return MAX_TRIALS - 1 if 0 < MAX_TRIALS * n <= config.train.steps - first_step else 0
 
 
 def _reuse_on_all(

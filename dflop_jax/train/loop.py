@@ -298,7 +298,8 @@ class TrainLoop:
 
     def _is_save_due(self, steps_done: int) -> bool:
         every = self.config.checkpoint.every
-        return self._save_requested or bool(every and steps_done % every == 0)
+        ends_trial = self.next_plan is not None and self.next_plan.trials is not None
+        return self._save_requested or ends_trial or bool(every and steps_done % every == 0)
 
     def _prepare_handover(self, steps_done: int) -> None:
         """If the plan changes, plan how the state moves to it; `_fit_plan` moves it."""

@@ -48,7 +48,7 @@ from dflop_jax.train.run_context import RunContext, count_compiles
 REPEATS = 5  # timed runs of a program, whose median counts
 T = TypeVar("T")
 Sync = Callable[[], None]
-_REQUEST = "finalist"  # message key by which process 0 sends plans to try, then the chosen one
+_REQUEST = "timing"  # message key by which process 0 sends plans to try, then the chosen one
 
 
 def describe_plan(plan: Plan) -> str:
@@ -239,10 +239,8 @@ class PlanTrials:
         self._timed_plans: dict[str, TimedPlan] = {}
 
     def prices(self, plan: Plan) -> Prices:
-        """Return prices of a plan's own programs, or the profile's if no plan is to be timed; on
-        process 0 only. PlanTooLarge if a process runs out of memory."""
-        if not self._context.config.plan.finalists:
-            return layout_prices(plan.layout, CostModel(self._profile.model))
+        """Return prices of a plan's own programs, on process 0 only. PlanTooLarge if a process runs
+        out of memory."""
 
         def time_programs() -> PriceList:
             self._progress.log(f"timing the programs of {describe_plan(plan)}")

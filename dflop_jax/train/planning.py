@@ -78,7 +78,6 @@ def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
         plan_config = replace(
             plan_config,
             effort=budget.effort,
-            finalists=budget.n_finalists,
             buckets=budget.n_buckets,
         )
 

@@ -33,7 +33,6 @@ class StartBudget:
     seconds: Mapping[str, float]  # estimated seconds by category of wall time
     n_shapes: int  # shapes of every module that are timed
     effort: Literal["quick", "full"]  # of the search
-    n_finalists: int  # plans that are compiled and timed
     n_buckets: int  # maximum of a module in a plan
 
     def __str__(self) -> str:
@@ -42,8 +41,7 @@ class StartBudget:
         return (
             f"start-up may take {duration(self.limit_s)} (the steps are expected to take "
             f"{duration(self.run_s)}): shapes timed per module {self.n_shapes}, search "
-            f"{self.effort}, plans timed {self.n_finalists} with up to {self.n_buckets} buckets; "
-            f"estimate {estimates}"
+            f"{self.effort}, up to {self.n_buckets} buckets; estimate {estimates}"
         )
 
 
@@ -66,25 +64,22 @@ def plan_start(config: PlanConfig, *, run_s: float, shape_s: float, max_shapes: 
     """
     limit_s = max(MIN_START_S, MAX_START_SHARE * run_s)
 
-    def budget(
-        n_shapes: int, effort: Literal["quick", "full"], n_finalists: int, n_buckets: int
-    ) -> StartBudget:
+    def budget(n_shapes: int, effort: Literal["quick", "full"], n_buckets: int) -> StartBudget:
         seconds = {
             PROFILE: n_shapes * shape_s,
             PLAN: SEARCH_S[effort],
             # A bucket has one depth, half the programs of a timed shape; as many join segments.
-            COMPILE: max(1, n_finalists) * n_buckets * shape_s,
+            COMPILE: n_buckets * shape_s,
         }
-        return StartBudget(run_s, limit_s, seconds, n_shapes, effort, n_finalists, n_buckets)
+        return StartBudget(run_s, limit_s, seconds, n_shapes, effort, n_buckets)
 
-    n, n_buckets = config.finalists, config.buckets
+    n_buckets = config.buckets
     if config.effort != "auto":
-        return budget(max_shapes if config.effort == "full" else 1, config.effort, n, n_buckets)
+        return budget(max_shapes if config.effort == "full" else 1, config.effort, n_buckets)
     larger = [
-        *(budget(1, "quick", min(n, 1), k) for k in range(1, n_buckets + 1)),
-        *(budget(k, "quick", min(n, 1), n_buckets) for k in range(2, max_shapes + 1)),
-        *(budget(max_shapes, "quick", k, n_buckets) for k in range(2, n + 1)),
-        budget(max_shapes, "full", n, n_buckets),
+        *(budget(1, "quick", k) for k in range(1, n_buckets + 1)),
+        *(budget(k, "quick", n_buckets) for k in range(2, max_shapes + 1)),
+        budget(max_shapes, "full", n_buckets),
     ]
     fitting = [b for b in larger if sum(b.seconds.values()) <= limit_s]
     return fitting[-1] if fitting else larger[0]

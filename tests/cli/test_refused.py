@@ -90,6 +90,7 @@ CASES = [
     (TRAIN, "--plan.policy orch --plan.trials 8", "plan.policy=orch has one"),
     (TRAIN, "--plan.policy auto --plan.trials 8 --checkpoint.every_s 0", "changes plans through a"),
     (TRAIN, "--plan.policy auto --plan.trials 8 --train.steps 20", "give at most 6"),
+    (TRAIN, "--plan.finalists 2", "unknown override plan.finalists; did you mean plan.trials?"),
     (TRAIN, "--checkpoint.keep_best true", "keep_best needs checkpoints and held-out losses"),
     (TRAIN, "--checkpoint.keep_best true --train.eval_samples 4 --checkpoint.every_s 0",
      "give checkpoint.every_s, train.eval_samples"),

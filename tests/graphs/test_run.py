@@ -22,7 +22,7 @@ def config(folder, policy="dflop", devices=4, steps=12) -> Config:
         model=ModelConfig(factory="tests.graphs.made_up:build"),
         data=DataConfig(factory="tests.graphs.made_up:make_data", n_samples=64),
         plan=PlanConfig(policy=policy, devices=devices, max_model=1, max_stage=2, buckets=2,
-                        max_microbatches=4, effort="quick", finalists=1),
+                        max_microbatches=4, effort="quick"),
         # The learning rate stays, so that a shorter run is the beginning of a longer one.
         train=TrainConfig(steps=steps, global_batch=16, learning_rate=1e-3, warmup_steps=0,
                           final_lr_fraction=1.0),

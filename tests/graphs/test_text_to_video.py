@@ -74,7 +74,7 @@ def config(folder) -> Config:
         model=ModelConfig(factory="models.wan:build", size="nano+wan-nano"),
         data=DataConfig(path=str(folder / "clips.json")),
         plan=PlanConfig(policy="dflop", devices=2, max_model=1, max_stage=1, buckets=1,
-                        max_microbatches=2, effort="quick", finalists=1),
+                        max_microbatches=2, effort="quick"),
         train=TrainConfig(steps=4, global_batch=4, learning_rate=1e-3, warmup_steps=0,
                           final_lr_fraction=1.0, eval_samples=2),
         checkpoint=CheckpointConfig(every=1),

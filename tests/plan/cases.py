@@ -208,17 +208,12 @@ _SEARCHED: dict[str, SearchResult] = {}
 
 
 def run(
-    policy="dflop", n_devices=3, profile=None, data=None, effort="quick", finalists=3,
-    shard_devices=0, loop="any", **options,
+    policy="dflop", n_devices=3, profile=None, data=None, effort="quick", shard_devices=0,
+    loop="any", **options,
 ):  # fmt: skip
     """A search; equal ones, with the same choice of buckets, are searched once."""
     config = dataclasses.replace(
-        CONFIG,
-        policy=policy,
-        effort=effort,
-        finalists=finalists,
-        shard_devices=shard_devices,
-        loop=loop,
+        CONFIG, policy=policy, effort=effort, shard_devices=shard_devices, loop=loop
     )
     inputs = profile or model_profile(), data or data_profile()
     key = repr((refine_buckets.choose_buckets, inputs, n_devices, config, sorted(options.items())))

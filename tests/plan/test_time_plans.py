@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.plan import time_plans
 from dflop_jax.plan.candidate import MIN_SECOND_REMAT_GAIN, Candidate
-from dflop_jax.plan.time_plans import PlanTooLarge, TimingSession, select_finalists
+from dflop_jax.plan.time_plans import PlanTooLarge, choose_fitting_plan
 from dflop_jax.records import Predicted, Prices
 
 from ..plans import chain
@@ -38,7 +38,7 @@ class Evaluator:
     def trial_batches(self, number):
         return [[number] * self.samples] * 2  # a plain and a drifted one
 
-    def simulate_trial(self, plan, number, prices):
+    def simulate_trial(self, plan, number):
         assert number == self.asked[plan.name]  # each once, in order
         self.asked[plan.name] += 1
         noise = np.random.default_rng([number, *plan.name.encode()]).normal() * self.apart
@@ -119,16 +119,10 @@ class Devices:
         by_profile_s = plan.predicted.makespan_s
         return replace(plan, predicted=Predicted(prices.concurrency if prices else by_profile_s))
 
-    def trial_batches(self, number):
-        return [[]]
 
-    def simulate_trial(self, plan, number, prices):
-        return prices.concurrency
-
-
-def chosen(n, *, not_timed=None, no_step=None, needed=None):
-    """(the plan, how many were timed, what was tried) where these plans are short of so many GiB
-    while they are timed or in a step."""
+def chosen(*, not_timed=None, no_step=None, needed=None):
+    """(the plan, the GiB of the evaluator's limit, what was tried) where these plans are short of
+    so many GiB while they are timed or in a step."""
     tried = []
 
     def time_plan(plan):
@@ -143,31 +137,28 @@ def chosen(n, *, not_timed=None, no_step=None, needed=None):
         if plan.policy in (no_step or {}):
             raise PlanTooLarge(f"{plan.policy} is large", no_step[plan.policy] * GIB)
 
-    session = TimingSession(Devices(needed or {}), time_plan, try_step)
-    return session.choose(PLANS, n), session.n_timed, "".join(tried)
+    plan, devices = choose_fitting_plan(Devices(needed or {}), PLANS, time_plan, try_step)
+    return plan, devices.context.spec.memory_bytes / GIB, "".join(tried)
 
 
-@pytest.mark.parametrize("n, refused, expected, free_gib", [
-    (3, {}, ("c", 3, "abcC"), 2.0),
-    # A plan that is too large to be timed is dropped.
-    (3, {"not_timed": {"c": 0}}, ("b", 2, "abcB"), 2.0),
-    # The others leave free what one was short of while it was timed or in a step.
-    (3, {"not_timed": {"a": 1.5}, "needed": {"b": 9.0, "c": 8.0}}, ("c", 1, "acC"), 0.5),
-    (3, {"not_timed": {"a": 0.5}, "no_step": {"c": 1.0}, "needed": {"b": 8.75}},
-     ("d", 3, "abcCdD"), 0.5),
-    (3, {"no_step": {"c": 0, "b": 0}}, ("a", 3, "abcCBA"), 2.0),
-    # Beyond the finalists one after the other; without finalists by the profile.
-    (1, {"not_timed": {"a": 0, "b": 0}}, ("c", 1, "abcC"), 2.0),
-    (0, {}, ("a", 0, "aA"), 2.0),
-    (0, {"no_step": {"a": 1.0}, "needed": {"b": 9.5}}, ("c", 0, "aAcC"), 1.0),
+@pytest.mark.parametrize("refused, expected, free_gib", [
+    ({}, ("a", 10.0, "aA"), 2.0),  # though another one takes less by its own programs
+    # A plan that is too large is dropped while it is timed or in a step.
+    ({"not_timed": {"a": 0}}, ("b", 10.0, "abB"), 2.0),
+    ({"not_timed": {"a": 0, "b": 0}, "no_step": {"c": 0}}, ("d", 10.0, "abcCdD"), 2.0),
+    # The others leave free what it was short of.
+    ({"not_timed": {"a": 1.5}, "needed": {"b": 9.0, "c": 8.0}}, ("c", 8.5, "acC"), 0.5),
+    ({"not_timed": {"a": 0.5}, "no_step": {"b": 1.0}, "needed": {"c": 8.75}},
+     ("d", 8.5, "abBdD"), 0.5),
+    ({"needed": {"a": 10.5}}, ("b", 10.0, "bB"), 2.0),
 ])  # fmt: skip
-def test_the_fastest_plan_that_the_devices_hold_is_taken(n, refused, expected, free_gib):
-    best, n_timed, tried = chosen(n, **refused)
-    assert (best.policy, n_timed, tried) == expected
+def test_the_fastest_plan_that_the_devices_hold_is_taken(refused, expected, free_gib):
+    best, limit_gib, tried = chosen(**refused)
+    assert (best.policy, limit_gib, tried) == expected
     assert best.scheduling.free_bytes == {"l0": free_gib * GIB}
-    # The profile chose a plan that was timed alone, beyond the finalists.
     i = "abcd".index(best.policy)
-    assert best.predicted.chosen_by_s == (i + 1.0 if 0 < n <= i else 0.0)
+    assert best.predicted.chosen_by_s == i + 1.0
+    assert best.predicted.makespan_s == TOOK_S[best.policy]
 
 
 @pytest.mark.parametrize("short, remedy", [(1.0, "6.442e"), (0.0, "1.02e")])
@@ -175,12 +166,6 @@ def test_error_names_a_remedy_where_no_plan_fits(short, remedy):
     """10 GiB less 1 GiB for each of four; or, where nothing is known, less what plans leave."""
     message = rf"none of the fastest plans .* \(4 tried\): d is large; .*memory_bytes {remedy}.*, "
     with pytest.raises(ValueError, match=message):
-        chosen(3, no_step={p.policy: short for p in PLANS})
-
-
-@pytest.mark.parametrize("policies, n, expected", [
-    ("o", 0, []), ("oiod", 1, [0]), ("oiodoo", 3, [0, 1, 2, 4]), ("ooi", 3, [0, 1, 2]),
-])  # fmt: skip
-def test_other_policies_take_no_place_of_the_first(policies, n, expected):
-    plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
-    assert [p.at for p in select_finalists(plans, n)] == expected
+        chosen(no_step={p.policy: short for p in PLANS})
+    with pytest.raises(ValueError, match=r"\(0 tried\): none was tried"):
+        choose_fitting_plan(Devices({}), [], None, None)

@@ -20,7 +20,7 @@ CONFIG = Config(
     data=DataConfig(n_samples=64, max_tiles=2, max_frames=4, max_tokens=96, workers=1),
     plan=PlanConfig(
         policy="dflop", devices=2, max_model=1, buckets=2, sampled_batches=1, max_microbatches=4,
-        effort="quick", finalists=3, memory_bytes=1e9,
+        effort="quick", memory_bytes=1e9,
     ),
     train=TrainConfig(steps=2, global_batch=4),
     schedule=ScheduleConfig(correct=False),

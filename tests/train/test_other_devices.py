@@ -20,9 +20,7 @@ from .resume_cases import CACHE, CONFIG, STEPS, as_killed, essence
 pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
 
 compile_all = Executor.compile  # before `quick` has one plan's for all
-FEWER = PlanConfig(
-    policy="dflop", devices=2, buckets=1, effort="quick", max_microbatches=4, finalists=0
-)
+FEWER = PlanConfig(policy="dflop", devices=2, buckets=1, effort="quick", max_microbatches=4)
 
 
 def never(*args, **more):

@@ -73,11 +73,10 @@ def timed(monkeypatch):
     return seen
 
 
-def finalists(peers, folder, n=3, said=None):
+def timer_of(peers, folder, said=None):
     config = SimpleNamespace(
         cache_dir=str(folder / "new"),
         train=TrainConfig(seed=7),
-        plan=SimpleNamespace(finalists=n),
         distributed=SimpleNamespace(peer_timeout_s=30.0),
     )
     trained = SimpleNamespace(frozen=(), rates={"llm": 1e-3})
@@ -88,13 +87,13 @@ def finalists(peers, folder, n=3, said=None):
     return PlanTrials(place, profile, log)
 
 
-def run_two(folder, search, n=3, said=None):
+def run_two(folder, search, said=None):
     """What both processes come to: (plan, its prices, what was taken) each."""
     job = make_job(2)
 
     def hub():
         peers = job.groups[0]
-        mine = finalists(peers, folder, n, said)
+        mine = timer_of(peers, folder, said)
         try:
             plan = search(mine)
             prices = mine.prices(plan)
@@ -105,7 +104,7 @@ def run_two(folder, search, n=3, said=None):
         return plan, prices, mine.take_timed_plan(plan)
 
     def other():
-        mine = finalists(job.groups[1], folder, n)
+        mine = timer_of(job.groups[1], folder)
         plan, prices = mine.serve_requests()
         return plan, prices, mine.take_timed_plan(plan)
 
@@ -150,14 +149,6 @@ def test_what_was_timed_before_is_read_and_not_compiled_again(timed, tmp_path):
     assert [(plan, prices) for plan, prices, _ in again] == [first[0][:2]] * 2
     assert [kept for _, _, kept in again] == [None, None]
     assert not list((tmp_path / "new").glob("*.tmp"))
-
-
-def test_a_search_that_times_nothing_still_tells_the_others(timed, tmp_path, monkeypatch):
-    by_profile = prices_of(PLANS[2], 3.0)
-    monkeypatch.setattr(plan_trials, "layout_prices", lambda plan, profile: by_profile)
-    got = run_two(tmp_path, lambda mine: PLANS[2], n=0)
-    assert got == [(PLANS[2], by_profile, None)] * 2
-    assert timed == []
 
 
 # ---- memory that one process lacks ----

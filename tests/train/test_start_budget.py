@@ -7,10 +7,9 @@ import pytest
 from dflop_jax.config import PlanConfig
 from dflop_jax.train.start_budget import MIN_START_S, SEARCH_S, describe_start, plan_start
 
-AUTO = PlanConfig(buckets=2, finalists=3)
-# (shapes, effort, finalists, buckets) in the order in which they are added.
-MEASURES = [(1, "quick", 1, 1), (1, "quick", 1, 2), (2, "quick", 1, 2), (3, "quick", 1, 2),
-            (3, "quick", 2, 2), (3, "quick", 3, 2), (3, "full", 3, 2)]  # fmt: skip
+AUTO = PlanConfig(buckets=2)
+# (shapes, effort, buckets) in the order in which they are added.
+MEASURES = [(1, "quick", 1), (1, "quick", 2), (2, "quick", 2), (3, "quick", 2), (3, "full", 2)]
 
 
 def start(run_s, shape_s=10.0, config=AUTO, **changes):
@@ -19,11 +18,11 @@ def start(run_s, shape_s=10.0, config=AUTO, **changes):
 
 
 def measures(budget):
-    return budget.n_shapes, budget.effort, budget.n_finalists, budget.n_buckets
+    return budget.n_shapes, budget.effort, budget.n_buckets
 
 
-def seconds(n_shapes, effort, n_plans, n_buckets):
-    return 10.0 * (n_shapes + n_buckets * n_plans) + SEARCH_S[effort]
+def seconds(n_shapes, effort, n_buckets):
+    return 10.0 * (n_shapes + n_buckets) + SEARCH_S[effort]
 
 
 @pytest.mark.parametrize("run_s", [0, 60, 2_000, 2_700, 3_000, 3_400, 4_000, 5_000, 1e6])
@@ -40,21 +39,19 @@ def test_auto_takes_the_last_measures_that_fit(run_s):
 
 def test_the_first_plan_is_made_whatever_it_takes():
     budget = start(0.0, shape_s=1_000.0)
-    assert measures(budget) == (1, "quick", 1, 1)
+    assert measures(budget) == (1, "quick", 1)
     assert budget.limit_s == MIN_START_S < sum(budget.seconds.values())
-    assert measures(start(1e9, finalists=0)) == (3, "full", 0, 2)
-    assert measures(start(0.0, finalists=0)) == (2, "quick", 0, 2)
 
 
 def test_given_effort_is_followed():
     for run_s in (0.0, 1e9):
-        assert measures(start(run_s, effort="quick")) == (1, "quick", 3, 2)
-        assert measures(start(run_s, effort="full")) == (3, "full", 3, 2)
+        assert measures(start(run_s, effort="quick")) == (1, "quick", 2)
+        assert measures(start(run_s, effort="full")) == (3, "full", 2)
 
 
 def test_lines_for_the_log():
     text = str(start(4_000))
     assert "start-up may take 2 min (the steps are expected to take 1 h 6 min)" in text
-    assert "estimate profile 30 s, plan 20 s, compile 1 min" in text
+    assert "estimate profile 30 s, plan 1 min, compile 20 s" in text
     line = describe_start({"profile": 30.0, "compile": 60.0}, 210.0)
     assert line == "start-up: 1 min 30 s, 30.0% of the run (profile 30 s, compile 1 min)"

@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> Any:
             tokens = [load.tokens(m) for load in profile.data.loads]
             mean = sum(tokens) / len(tokens)
             texts.append(f"{mean:.1f} tokens of {m} on average (maximum {max(tokens)})")
+        if n := profile.model.n_timed:
+            texts.append(f"{n} shapes of each module timed, others extrapolated")
         samples = f"{profile.data.n_total} samples of {profile.data.source}"
         show(f"{samples}: {', '.join(texts)}; wrote {output_file}")
     finish_run(context.peers)

@@ -111,15 +111,14 @@ def shapes_within(
     return fitting
 
 
-def order_by_work(shapes: Sequence[Shape], data: DataProfile, module: str) -> list[Shape]:
-    """Return the shapes of a module, first those nearest in size to samples with most tokens: the
-    first is like a usual sample. Of shapes near to no sample the largest is first."""
-    log_sizes, tokens = np.log([s.size for s in shapes]), [0] * len(shapes)
-    for load in data.loads:
-        if n := load.tokens(module):
-            tokens[int(np.argmin(abs(log_sizes - np.log(n))))] += n
-    order = sorted(range(len(shapes)), key=lambda i: (-tokens[i], -shapes[i].size))
-    return [shapes[i] for i in order]
+def order_to_time(shapes: Sequence[Shape], data: DataProfile, module: str) -> list[Shape]:
+    """Return the shapes of a module in the order in which they are timed: first the one nearest in
+    size to the largest sample, which every plan has room for and whose programs run long enough to
+    be timed well; then the largest, the smallest, and the others, large ones first."""
+    largest_sample = max(1, *(load.tokens(module) for load in data.loads))
+    by_size = sorted(shapes, key=lambda s: (-s.size, s))
+    first = min(by_size, key=lambda s: abs(math.log(s.size / largest_sample)))
+    return list(dict.fromkeys([first, by_size[0], by_size[-1], *by_size]))
 
 
 # ---- programs, over processes ----

@@ -31,7 +31,7 @@ from dflop_jax.profile.links import (
 )
 from dflop_jax.profile.measure import (
     model_profile,
-    order_by_work,
+    order_to_time,
     profile_key,
     shapes_to_time,
     shapes_within,
@@ -190,7 +190,7 @@ def _time_model(
     degrees = peers.broadcast("profile/degrees", degrees, list[int])
     devices = [d for d in context.devices if d.process_index == peers.process_index]
     # In the order in which they are timed.
-    shapes = {m: order_by_work(module_shapes, data, m) for m, module_shapes in shapes.items()}
+    shapes = {m: order_to_time(module_shapes, data, m) for m, module_shapes in shapes.items()}
 
     @cache
     def key() -> str:

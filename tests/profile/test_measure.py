@@ -14,7 +14,7 @@ from dflop_jax.hardware import HARDWARE
 from dflop_jax.profile import measure, timed_programs
 from dflop_jax.profile.measure import (
     model_profile,
-    order_by_work,
+    order_to_time,
     profile_key,
     shapes_to_time,
     shapes_within,
@@ -88,15 +88,15 @@ def test_shapes_beyond_memory_are_left_out_and_a_sample_beyond_it_is_refused():
         shapes_within({"llm": shapes["vision"]}, 1.0, bytes_of)
 
 
-def test_shapes_near_to_most_work_are_timed_first():
-    """Four samples of 100 tokens near to 4 x 32, one of 1,000 near to 4 x 256; none near to others,
-    of which the largest is first."""
-    loads = (*[Load({"m": (60, 40)})] * 4, Load({"m": (200,) * 5}), Load({}))
+def test_the_shape_like_the_largest_sample_is_timed_first():
+    """A sample of 300 tokens is near to 1 x 256; then the largest, the smallest and the rest."""
+    loads = (*[Load({"m": (60, 40)})] * 4, Load({"m": (100,) * 3}), Load({}))
     shapes = [Shape(1, 32), Shape(4, 32), Shape(1, 256), Shape(1, 512), Shape(4, 256)]
-    got = order_by_work(shapes, DataProfile("d", 6, loads), "m")
-    assert got == [Shape(4, 256), Shape(4, 32), Shape(1, 512), Shape(1, 256), Shape(1, 32)]
-    unused = order_by_work(shapes[:2], DataProfile("d", 1, (Load({}),)), "m")
-    assert unused == [Shape(4, 32), Shape(1, 32)]
+    got = order_to_time(shapes, DataProfile("d", 6, loads), "m")
+    assert got == [Shape(1, 256), Shape(4, 256), Shape(1, 32), Shape(1, 512), Shape(4, 32)]
+    unused = order_to_time(shapes[:2], DataProfile("d", 1, (Load({}),)), "m")
+    assert unused == [Shape(1, 32), Shape(4, 32)]
+    assert order_to_time(shapes[:1], DataProfile("d", 6, loads), "m") == shapes[:1]
 
 
 # ---- jobs ----

@@ -2,7 +2,7 @@
 
 Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
           python benchmarks/auto_choice.py --overlaps --random 35 [--json FILE]
-Minutes:  20 to 90 on 2 cores, for all 30; about 15 for 50 set-ups with --overlaps
+Minutes:  20 to 90 on 2 cores, for all 30; with --overlaps 1 to 2 minutes of a core per set-up
 Expected: never more than 2% behind; on 2026-11-28 so in 29 of the 30, random 13, of data that
           drift far, 36% behind, and in 18 of 20 further ones (--first 25 --random 20), the others
           3 and 7% (docs/results.md)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dflop_jax.hardware import GIB
+from dflop_jax.hardware import GB
 from dflop_jax.records import Plan
 from dflop_jax.report.progress import Progress
 from dflop_jax.runtime.executor import Executor
@@ -56,5 +56,5 @@ def move_run(handover: Handover, context: RunContext, progress: Progress) -> Non
     seconds = time.perf_counter() - start_s
     progress.log(
         f"moved the state after step {handover.state.step} to another plan: "
-        f"{move.sent_bytes / GIB:.3f} GiB between devices in {seconds:.2f} s"
+        f"{1e3 * move.sent_bytes / GB:,.1f} MB between devices in {seconds:.2f} s"
     )

@@ -60,7 +60,7 @@ def executor(name: str, m, freeze=(), train=TRAIN) -> Executor:
     return Executor(m, plan, make_optimizer(train), clip_norm=1.0, freeze=freeze)
 
 
-@pytest.mark.slow(first=3)
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "source, target, options",
     [

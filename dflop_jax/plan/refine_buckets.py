@@ -37,7 +37,7 @@ _MIN_CLOSE = 3
 # policy, by effort; each takes about 1 s.
 _N_SIZED = {"quick": 2, "full": 3}
 # Number of candidates that solve the integer program of shapes; each takes 1 to 2 s.
-_N_SOLVED = {"quick": 1, "full": 2}
+_N_SOLVED = 2
 
 
 def refine_candidates(
@@ -47,8 +47,8 @@ def refine_candidates(
 
     The fastest ranked candidates and the first of other policies get chosen buckets, with effort
     "full" at several granularities; the fastest of these also from the integer program. Each
-    plan gets a bucket for the large samples of `tail`. Variants are tried in which segments have a
-    second recompute policy, which stores more and runs while memory is free.
+    plan gets a bucket for the large samples of `tail`. Variants of the leading plans are tried in
+    which segments have a second recompute policy, which stores more and runs while memory is free.
     """
     evaluator = search.evaluator
     if ranked[0].plan.scheduling.grouping == "arrival":
@@ -66,7 +66,7 @@ def refine_candidates(
     compared = [replace(c, plan=with_spare_bucket(c.plan, tail, evaluator)) for c in compared]
     second = [
         one.with_plan(plan)
-        for one in close_to_best(compared)
+        for one in _leading(close_to_best(compared), n_sized)
         for plan in with_second_remat(one.plan, evaluator)
     ]
     plan_by_layout: dict[Layout, Plan] = {}
@@ -75,6 +75,13 @@ def refine_candidates(
         plan = replace(one.plan, predicted=replace(one.plan.predicted, makespan_s=makespan_s))
         plan_by_layout.setdefault(plan.layout, plan)
     return list(plan_by_layout.values())
+
+
+def _leading(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
+    """Return the first `n` candidates and the first of every other policy."""
+    firsts = {one.policy: one for one in reversed(candidates)}
+    leading = [*candidates[:n], *firsts.values()]
+    return list({id(one): one for one in leading}.values())
 
 
 def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -115,7 +122,7 @@ def _with_integer_program(
         variants = (c for c in compared if c.ranked_plan is one.ranked_plan and c.bucket_choice)
         if first := next(variants, None):  # None: no choice of buckets fits
             sized.setdefault(id(one.ranked_plan), first)
-    to_solve = list(sized.values())[: _N_SOLVED[evaluator.config.effort]]
+    to_solve = list(sized.values())[:_N_SOLVED]
     solved = [c for one in to_solve for c in _solve_integer_program(evaluator, one)]
     new = [c for c in solved if all(c.plan.layout != one.plan.layout for one in compared)]
     return compare_new(evaluator, compared, new)

@@ -122,7 +122,8 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket) -> Packing:
         row = int((free_R >= tokens).argmax())
         packed[g][row].append(i)
         free_R[row] -= tokens
-        longest_G[g] = free_R.max()
+        if free_R[-1] < row_tokens:  # else the last row is empty
+            longest_G[g] = free_R.max()
         for free_G, needed in zip(free_MG, tokens_NM[i]):
             free_G[g] -= needed
     return packed

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from dflop_jax.plan.baselines import arrival_plans, fastest_option, samples_per_rank
 from dflop_jax.plan.bounds import Space, bound_families
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate, Key
 from dflop_jax.plan.dip import POLICY as DIP
@@ -25,12 +26,9 @@ from dflop_jax.plan.module_tables import SearchContext
 from dflop_jax.plan.placement import layout_name
 from dflop_jax.plan.space import search_families
 from dflop_jax.records import Layout
-from dflop_jax.schedule import arrival_buckets, capacity_of
 from dflop_jax.schedule.costs import TIE_TOLERANCE
 
 OnProgress = Callable[[int, int], None]  # called with (ranked, requested) numbers of placements
-# Numbers of microbatches per batch that a baseline tries, below the configured maximum.
-_BASELINE_MICROBATCHES = (4, 8, 16, 32, 64)
 # Maximum number of expansions in a whole search and in a screen of one policy. A search reaches it
 # if memory is tight and many combinations of options are nearly equal; it then makes candidates
 # with the lowest bounds exact and ends. Twice the limit takes up to twice the time.
@@ -178,33 +176,17 @@ class BestFirstSearch:
 
     def _evaluate_baseline(self, layout: Layout) -> Iterator[Candidate]:
         """Yield the evaluated layout at each granularity that fits, with one option everywhere."""
-        evaluator, context, config = self.evaluator, self.context, self.evaluator.config
-        if not all(map(context.spec.allowed, layout.submeshes)):
+        evaluator = self.evaluator
+        if not all(map(self.context.spec.allowed, layout.submeshes)):
             return
-        first, *other_options = (context.options(m) for m in context.n_layers)
-        options = [o for o in first if all(o in of_module for of_module in other_options)]
-        max_count, ranks = config.max_microbatches, capacity_of(layout).ranks
-        for microbatches in [*(n for n in _BASELINE_MICROBATCHES if n < max_count), max_count]:
+        for per_rank, microbatches in samples_per_rank(evaluator, layout).items():
             self.n_candidates += 1
-            n_rows = ranks[layout.modules[-1]] * microbatches
-            buckets = arrival_buckets(  # quantiles of microbatches in order of arrival
-                evaluator.loads,
-                ranks,
-                max(1, -(-context.spec.global_batch // n_rows)),
-                n_buckets=config.buckets,
-                piece_tokens=context.profile.piece_tokens,
-                token_multiple=context.spec.token_multiple,
-            )
-            plans = [
-                context.build_plan(layout, config.policy, buckets, dict.fromkeys(ranks, o))
-                for o in options
-            ]
+            plans = arrival_plans(evaluator, layout, per_rank)
             self._baseline_peaks += [
                 (evaluator.max_peak_bytes(p), _describe(p.layout)) for p in plans
             ]
-            if plans := list(filter(evaluator.fits, plans)):
+            if plan := fastest_option(evaluator, plans):
                 self.n_fit += 1
-                plan = min(plans, key=lambda p: evaluator.busy_s(p.layout))
                 plan = evaluator.evaluate(plan, 0.0)
                 candidate = Candidate(plan, microbatches, plan.predicted.makespan_s)
                 self._evaluated.add(candidate.granularity)

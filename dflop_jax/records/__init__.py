@@ -53,8 +53,11 @@ from dflop_jax.records.profile import (
     layer_key,
 )
 from dflop_jax.records.schedule import (
+    ARRIVAL_ORDER,
     BACKWARD,
     FORWARD,
+    FSDP,
+    LONGEST_FIRST,
     NO_GROUP,
     REDUCE,
     RETURN,

@@ -19,6 +19,8 @@ REDUCE: Direction = "reduce"
 UPDATE: Direction = "update"
 Status = Literal["optimal", "feasible", "greedy"]
 ScheduleMaker = Literal["arrival", "greedy", "local", "integer"]  # method that chose the groups
+# Ways to run a batch without data-aware scheduling, which a run is compared with.
+ARRIVAL_ORDER, LONGEST_FIRST, FSDP = "arrival order", "longest first", "FSDP"
 NO_GROUP = -1  # the group of a task that runs once per step
 
 

@@ -78,6 +78,8 @@ def make_charts(runs: Sequence[RunRecord]) -> dict[str, Any]:
     for name, schema in COLUMNS.items():
         if schema.chart and (name != "flops_per_s_by_module" or not has_mfu):
             d.chart(schema.chart, schema.unit, d.by_key(name, range(len(runs))))
+    baselines = [line for i, run in enumerate(runs) for line in _baseline_lines(d, i, run)]
+    d.chart("step simulated with and without data-aware scheduling", "s", baselines)
     replaced = d.by_run("samples", lambda rows: stretch_means(np.nancumsum(rows.column("n_bad"))))
     d.chart("samples replaced so far", "", replaced)
     for key in dict.fromkeys(key for run in runs for key in run.rows.keys("own")):
@@ -100,6 +102,21 @@ def _loss_lines(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
             )
         )
     return lines
+
+
+def _baseline_lines(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
+    """Return lines of the run's schedules and of each baseline, over the simulated steps."""
+    rows = run.rows
+    columns = {key: rows.column(("baseline_s", key)) for key in rows.keys("baseline_s")}
+    indices = [k for k in range(rows.n_steps) if any(math.isfinite(c[k]) for c in columns.values())]
+    axis = d.axis(rows.column("step")[indices][:: stretch_length(len(indices))].tolist())
+    columns = {"data-aware": rows.column("makespan_s")} | columns
+    return [
+        _make_line(
+            key + f", {run.name}" * d.several, line_colour(n), i, axis, stretch_means(c[indices])
+        )
+        for n, (key, c) in enumerate(columns.items())
+    ]
 
 
 def _make_line(name: str, colour: str, dash: int, axis: int, y: Values) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dflop_jax.folders import writable_path
 from dflop_jax.report.number_format import number
 from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE
-from dflop_jax.report.summary import figures, plan_lines
+from dflop_jax.report.summary import baseline_lines, figures, plan_lines
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
 _WORKLOAD_FIELDS = (
@@ -57,7 +57,8 @@ def figures_table(runs: Sequence[RunRecord], only: Sequence[str] = ()) -> Table:
 def summary_table(run: RunRecord) -> Group:
     """Return the terminal summary of one run: its figures, its plan and the paths of pictures."""
     files = (run.folder / name for name in (TIMELINE, LOSS, SUMMARY))
-    lines = [*plan_lines(run), *(str(path) for path in files if path.exists())]
+    lines = [*baseline_lines(run), *plan_lines(run)]
+    lines += [str(path) for path in files if path.exists()]
     return Group(figures_table([run]), *map(Text, lines))
 
 

@@ -25,7 +25,13 @@ from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.number_format import number
 from dflop_jax.report.panels import Panel, ink_on, legend_entries
 from dflop_jax.report.reader import RunRecord
-from dflop_jax.report.summary import bucket_text, shape_text, submesh_rows, trial_lines
+from dflop_jax.report.summary import (
+    baseline_lines,
+    bucket_text,
+    shape_text,
+    submesh_rows,
+    trial_lines,
+)
 
 # Computes memory over time in a trace: (folder, plan, trace, label of each group) -> submesh ->
 # points (time in seconds, bytes per device from then on). ValueError says why it is unknown.
@@ -60,6 +66,7 @@ def page(runs: Sequence[RunRecord], memory: MemoryCurves | None = None) -> str:
         planned, n_done = run.config.get("train", {}).get("steps", 0), run.rows.n_steps
         total_text = f" of {planned:,}" * (planned not in (0, n_done))
         status.append(f"{run.name}: {n_done:,} steps{total_text}")
+        status += [f"{run.name}: {line}" for line in baseline_lines(run)]
     untrained = "simulated, no step trained; figures come with a training run."
     untraced = "no trace, so no timeline; a run writes its trace when it ends."
     notes = [f"{run.name}: {untrained}" for run in runs if not run.rows.n_steps]

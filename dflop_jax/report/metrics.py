@@ -101,6 +101,9 @@ class StepMetrics:
     integer_bound_s: float = _scalar("s")
     # `makespan_s` / `lower_bound_s` - 1.
     schedule_gap: float = _scalar("%", "schedule over its proved bound", default=math.nan)
+    # Seconds of this step's batch, simulated by the same prices without data-aware scheduling, by
+    # name of the baseline; empty for most steps (see `schedule.baselines`).
+    baseline_s: Keyed = _keyed("s", "step simulated, {}", is_tracked=True)
     # Bytes of features sent to other data ranks of the node, or to other nodes, by SOURCE > TARGET.
     moved_in_node: Keyed = _keyed("bytes")
     moved_across_nodes: Keyed = _keyed("bytes")

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop_jax.records import AXES, Bucket, Layout, Plan, Shape
+from dflop_jax.records import (
+    ARRIVAL_ORDER,
+    AXES,
+    FSDP,
+    LONGEST_FIRST,
+    Bucket,
+    Layout,
+    Plan,
+    Shape,
+)
 from dflop_jax.report import run_folder
 from dflop_jax.report.metrics import COLUMNS, KEYED_FIELDS, WARMUP_STEPS, percentiles
 from dflop_jax.report.number_format import duration, flops_text, number, percent
@@ -93,7 +102,7 @@ def figures(run: RunRecord) -> list[Figure]:
         ),
         one("step predicted, chosen by", 1e3 * (predicted.chosen_by_s or math.nan), unit="ms"),
         one("step predicted, own programs", 1e3 * (predicted.makespan_s or math.nan), unit="ms"),
-        *medians("makespan_s", "schedule_gap"),
+        *medians("makespan_s", "baseline_s", "schedule_gap"),
         one("schedules found by", ", ".join(f"{k} {n}" for k, n in rows.made_by.most_common())),
         one("steps with an integer program's bound", n_bounded),
         one("compiles after warm-up", int(np.nansum(rows.column("compiles")[WARMUP_STEPS:]))),
@@ -105,6 +114,25 @@ def figures(run: RunRecord) -> list[Figure]:
         one("samples replaced", int(np.nansum(rows.column("n_bad")))),
         one("steps that changed no parameter", rows.n_skipped),
         *(_wall_time_figures(run.wall_time) if run.wall_time else []),
+    ]
+
+
+def baseline_lines(run: RunRecord) -> list[str]:
+    """Return a line that says how many times longer the run's steps would take without data-aware
+    scheduling; no line if no step was simulated so."""
+    rows = run.rows
+    steps_s = {n: rows.column(("baseline_s", n)) for n in (ARRIVAL_ORDER, LONGEST_FIRST, FSDP)}
+    n_compared = int(np.isfinite(steps_s[LONGEST_FIRST]).sum())
+    if not n_compared:
+        return []
+    ratios = {n: percentiles(s / rows.column("makespan_s")).median for n, s in steps_s.items()}
+    texts = [f"{number(x)}x over {name}" for name, x in ratios.items() if math.isfinite(x)]
+    absent = " or ".join(name for name, x in ratios.items() if math.isnan(x))
+    return [
+        f"Data-aware scheduling: {', '.join(texts)}, on your {rows.n_steps:,} batches "
+        f"({n_compared:,} of them simulated)."
+        + f" No plan of {absent} fits into memory and holds these samples."
+        * bool(absent)
     ]
 
 
@@ -185,7 +213,7 @@ def plan_lines(run: RunRecord) -> list[str]:
 
 def summary_text(run: RunRecord, pictures: list[str]) -> str:
     """Return the text of summary.md; `pictures` are files beside it."""
-    lines = [f"# Run {run.name}", "", "| figure | value |", "|---|---:|"]
+    lines = [f"# Run {run.name}", "", *baseline_lines(run), "", "| figure | value |", "|---|---:|"]
     lines += [f"| {figure.label} | {figure.text} |" for figure in figures(run)]
     warmup_note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
     lines += ["", warmup_note, "", "## Plan", "", *(f"- {line}" for line in plan_lines(run))]

@@ -7,57 +7,69 @@ child imports neither JAX nor cvxpy.
 A schedule depends only on (loads, prices, step, work), not on the process or the time. If the child
 is dead or exceeds its grace time, the parent solves the same request with the same result. Training
 then waits; `schedule_wait_s` has the seconds.
+
+The child also simulates every 10th batch under baselines (`schedule.baselines`), less often if that
+takes more than 1% of a core; the parent never does.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from dflop_jax.child_processes import Child, ignore_signals, open_child_pipes
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
+from dflop_jax.schedule.baselines import Baselines, simulate_baselines
 from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.count_program import CountProgram
 
 _log = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 3  # consecutive deaths without a schedule after which no child is started
+# Steps between batches that are simulated under baselines; they are further apart if that takes
+# more than the share of a core.
+BASELINE_INTERVAL, _BASELINE_SHARE = 10, 0.01
 
 
 @dataclass(frozen=True)
 class SolverSetup:
     """The first line to the child: arguments of all requests. `program` is the integer program of
-    the plan, if its grouping is balanced."""
+    the plan, if its grouping is balanced. None for `baselines`: the run is compared with none."""
 
     plan: Plan
     trainable: tuple[str, ...]
     work: int | None = None
     program: CountProgram | None = None
+    baselines: Baselines | None = None
 
 
 @dataclass(frozen=True)
 class BatchRequest:
     """A global batch to schedule. With `corrected` prices, the reply has instead the seconds that
-    scheduling by these prices saves."""
+    scheduling by these prices saves; with `for_baselines`, the seconds of its steps under these."""
 
     step: int
     loads: tuple[Load, ...]
     prices: PriceList
     corrected: PriceList | None = None
+    for_baselines: bool = False
 
 
 @dataclass(frozen=True)
 class ScheduleReply:
-    """A schedule or a gain in seconds, or the message of the ValueError that the batch raised."""
+    """A schedule, a gain, steps of baselines, or the message of the ValueError of the batch."""
 
     schedule: Schedule | None = None
     gain_s: float = 0.0
+    baseline_s: dict[str, float] = field(default_factory=dict)  # step seconds by baseline
+    cpu_s: float = 0.0  # that simulating the baselines took
     error: str = ""
 
 
@@ -69,6 +81,10 @@ def answer_request(setup: SolverSetup, request: BatchRequest) -> ScheduleReply:
         if corrected is not None:
             gain_s = predicted_gain_s(loads, plan, prices, corrected.prices, trainable)
             return ScheduleReply(gain_s=gain_s)
+        if request.for_baselines and setup.baselines:
+            start_s = time.process_time()
+            steps_s = simulate_baselines(loads, plan, prices, trainable, setup.baselines)
+            return ScheduleReply(baseline_s=steps_s, cpu_s=time.process_time() - start_s)
         step, work, program = request.step, setup.work, setup.program
         return ScheduleReply(
             schedule_batch(loads, plan, prices, trainable, step=step, program=program, work=work)
@@ -117,6 +133,9 @@ class ScheduleWorker:
         self._next_step, self._stop_step = first_step, stop_step
         self._requests: dict[int, tuple[BatchRequest, Future[ScheduleReply]]] = {}
         self._gain_request: tuple[BatchRequest, Future[ScheduleReply]] | None = None
+        # A step, and the reply with its steps under baselines; None: no step is being simulated.
+        self._compared: tuple[int, Future[ScheduleReply]] | None = None
+        self._next_compared = 0  # no earlier step is simulated under baselines
         self._is_down = False  # the child died or was late, and none has answered since
         self._lock = threading.Lock()  # of prices with the step they hold from, and of the child
         self._closed = False
@@ -137,8 +156,8 @@ class ScheduleWorker:
         self, step: int, loads: Sequence[Load], prices: Prices, new_prices: Prices
     ) -> None:
         """Request `predicted_gain_s` for this batch; earlier requests are answered first."""
-        lists = (PriceList.from_prices(p) for p in (prices, new_prices))
-        request = BatchRequest(step, tuple(loads), *lists)
+        old_list, new_list = map(PriceList.from_prices, (prices, new_prices))
+        request = BatchRequest(step, tuple(loads), old_list, new_list)
         self._gain_request = request, self._thread.submit(self._send_request, request)
 
     @property
@@ -151,6 +170,23 @@ class ScheduleWorker:
             return future.result().gain_s
         self._gain_request = request, self._thread.submit(self._send_request, request)
         return None
+
+    def take_baselines(self, step: int, step_s: float) -> dict[str, float]:
+        """Return the step seconds of baselines for this finished step's batch, by name; {} if they
+        were not simulated. `step_s` is what the step took."""
+        if self._compared is None:
+            return {}
+        compared_step, future = self._compared
+        if step < compared_step or not future.done():
+            return {}
+        self._compared = None
+        if future.exception() is not None:
+            return {}
+        reply = future.result()
+        share = reply.cpu_s / (step_s * BASELINE_INTERVAL) if step_s > 0 else 0.0
+        interval = BASELINE_INTERVAL * max(1, math.ceil(share / _BASELINE_SHARE))
+        self._next_compared = compared_step + interval
+        return reply.baseline_s if step == compared_step else {}
 
     def get(self, step: int) -> tuple[Schedule, float]:
         """Return (schedule of `step`, seconds waited); ValueError if a sample fits no bucket."""
@@ -195,6 +231,10 @@ class ScheduleWorker:
                 request = BatchRequest(step, loads, prices)
                 self._requests[step] = request, self._thread.submit(self._send_request, request)
                 self._next_step = step + 1
+            is_due = (step + 1) % BASELINE_INTERVAL == 0 and step >= self._next_compared
+            if self._setup.baselines and is_due and self._compared is None:
+                for_baselines = replace(request, for_baselines=True)
+                self._compared = step, self._thread.submit(self._send_request, for_baselines)
 
     def _send_request(self, request: BatchRequest) -> ScheduleReply:
         """Return the child's reply; start a child if there is none. Runs in the worker's thread.

@@ -35,6 +35,7 @@ from dflop_jax.train.correction import Corrector, restore_correction
 from dflop_jax.train.evaluate import HeldOutEvaluator
 from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
 from dflop_jax.train.plan_trials import load_count_program
+from dflop_jax.train.planning import load_baselines
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import RunState
 from dflop_jax.train.run_context import count_compiles
@@ -122,7 +123,7 @@ class TrainLoop:
             self._evaluator = HeldOutEvaluator(self._run, self.packer)
             self.saver.store.best = self._evaluator.best[0]
         counter = stack.enter_context(count_compiles())
-        self.log = StepLog(self._run, self.loader, counter, self._corrector)
+        self.log = StepLog(self._run, self.loader, counter, self._corrector, worker)
         steps = range(first_step, config.train.steps)
         if first_step and steps and self._is_evaluation_due(first_step):
             self._evaluate(first_step)  # a run that ended early has not evaluated yet
@@ -183,10 +184,13 @@ class TrainLoop:
             learnt = restore_correction(prices, self._run.state.learnt, samples, first_step)
         else:
             samples.drop_except(lambda sample: sample.step < first_step)
-        program = load_count_program(self.ex.plan, self.config.cache_dir)
+        plan, context = self.ex.plan, self._run.context
+        program = load_count_program(plan, self.config.cache_dir)
+        n_steps = self.config.train.steps - first_step
+        baselines = load_baselines(context, self._run.profile, plan, n_steps)
         worker = ScheduleWorker(
             self.loader.loads,
-            SolverSetup(self.ex.plan, tuple(self.ex.trainable), config.work or None, program),
+            SolverSetup(plan, tuple(self.ex.trainable), config.work or None, program, baselines),
             prices,
             changes=price_changes(prices, learnt) if learnt else None,
             first_step=first_step,

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dflop_jax.config import Config
 from dflop_jax.config_fields import parse_profile_steps
 from dflop_jax.contract import SAVED_NAMES, Module, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.hardware import GIB
+from dflop_jax.plan.baselines import BaselinePlans, quick_baselines
 from dflop_jax.plan.explain import Saving, check_placement_exists, savings
 from dflop_jax.plan.placement import SpaceLimits
+from dflop_jax.plan.refine_buckets import with_spare_bucket
 from dflop_jax.plan.search import SearchResult, build_evaluator, search_plan
 from dflop_jax.plan.search_spec import SearchSpec, with_limits
 from dflop_jax.plan.structures import StructureCost, structure_costs
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.traced_parts import TraceSpec, divides, parameter_dims, residual_bytes
 from dflop_jax.records import (
+    Layout,
     ModelProfile,
     Plan,
+    PriceList,
     Profile,
     Remat,
     SegmentPlan,
@@ -30,8 +38,12 @@ from dflop_jax.records import (
     SubmeshPlan,
     layer_key,
 )
+from dflop_jax.records.files import load_or_compute
+from dflop_jax.report.wall_time import PLAN
 from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.runtime.module_parts import segment_parts
+from dflop_jax.schedule.baselines import Baseline, Baselines
+from dflop_jax.schedule.worker import BASELINE_INTERVAL
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.profiling import (
     OnProgress,
@@ -51,6 +63,42 @@ def make_plan(
     `search_plan`. ValueError if the profile is of another model, or no plan fits."""
     arguments = {**_search_arguments(context, profile), **options}
     return search_plan(profile.model, profile.data, **arguments, on_progress=on_progress)
+
+
+def load_baselines(
+    context: RunContext, profile: Profile, plan: Plan, n_steps: int
+) -> Baselines | None:
+    """Return what `n_steps` under this plan are compared with, priced by its profile; the plans
+    come from the cache folder if possible. None if the plan is a baseline's, or steps are few."""
+    if plan.scheduling.grouping != "balanced" or n_steps < BASELINE_INTERVAL:
+        return None
+    with context.time_log.track(PLAN):
+        return _find_baselines(context, profile, plan)
+
+
+def _find_baselines(context: RunContext, profile: Profile, plan: Plan) -> Baselines:
+    arguments = _search_arguments(context, profile)
+    # One batch, or several of 512 samples in all: the plans need not be the very best.
+    changes = {"policy": "blind", "submeshes": "any", "loop": "any", "sampled_batches": 1}
+    blind = replace(arguments["config"], **changes)
+    spec = SearchSpec(**arguments | {"config": blind})
+    evaluator = build_evaluator(profile.model, profile.data, spec)
+    values = {n: v for n, v in vars(spec).items() if not callable(v)}
+    facts = profile, values, sorted(context.trained.frozen)
+    key = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+    file = Path(context.config.cache_dir, f"baselines-{key}.json")
+    tail = profile.data.tail
+    plans = load_or_compute(BaselinePlans, file, lambda: quick_baselines(evaluator)).by_name
+    plans = {name: with_spare_bucket(one, tail, evaluator) for name, one in plans.items()}
+
+    def price(layout: Layout) -> PriceList:
+        return PriceList.from_prices(evaluator.context.price_layout(layout))
+
+    baselines = {
+        name: Baseline(one, price(one.layout), tuple(evaluator.context.trainable(one.layout)))
+        for name, one in plans.items()
+    }
+    return Baselines(baselines, price(plan.layout))
 
 
 def explain_memory_savings(context: RunContext, profile: Profile, plan: Plan) -> list[Saving]:

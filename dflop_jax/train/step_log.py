@@ -13,6 +13,7 @@ from dflop_jax.records import Trace
 from dflop_jax.report.metrics import SkippedUpdate, StepMetrics
 from dflop_jax.report.trace import group_labels
 from dflop_jax.runtime.step_result import LocalResult, StepHandle, StepResult
+from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train import step_figures as figures
 from dflop_jax.train.callbacks import StepDone
 from dflop_jax.train.choose_plan import PlannedRun
@@ -59,11 +60,16 @@ class StepLog:
     metrics.jsonl, the progress bar and, at the end, trace.json."""
 
     def __init__(
-        self, run: PlannedRun, loader: Loader, counter: CompileCounts, corrector: Corrector | None
+        self,
+        run: PlannedRun,
+        loader: Loader,
+        counter: CompileCounts,
+        corrector: Corrector | None,
+        worker: ScheduleWorker | None,
     ):
         context, config = run.context, run.context.config
         self._run, self._config, self._peers = run, config.train, context.peers
-        self._loader, self._corrector = loader, corrector
+        self._loader, self._corrector, self._worker = loader, corrector, worker
         self.skips = run.state.skips
         self.end_reason = ""  # the reason if skipped steps end the run, on process 0
         self._peak_flops = figures.peak_flops(config, context.devices)
@@ -191,6 +197,7 @@ class StepLog:
             moved_in_node=counts.in_node,
             moved_across_nodes=counts.across_nodes,
             correction=self._corrector.report if self._corrector else {},
+            baseline_s=self._worker.take_baselines(batch.step, step_s) if self._worker else {},
             **figures.measure_utilisation(
                 counts.flops, step_s, layout, n_devices, self._peak_flops
             ),

@@ -73,7 +73,8 @@ def test_charts_are_drawn_over_the_steps(tmp_path):
         for i in range(5):
             phases = {"forward": 0.1 * i, "idle": 0.01}
             run.append(make_row(i, phase_s=phases, n_bad=i % 2, imbalance={"llm": 0.1},
-                                memory_bytes={"host": 2.0**31}, own={"x": i}))  # fmt: skip
+                                memory_bytes={"host": 2.0**31}, own={"x": i},
+                                baseline_s={"blind": 0.1 * i} if i % 2 else {}))  # fmt: skip
         run.append_evaluation(Evaluation(3, 1.0, 0.5))
     data = Parsed(page_of([tmp_path / "run"])).data
     charts = {c["title"]: c for c in data["charts"]}
@@ -89,6 +90,9 @@ def test_charts_are_drawn_over_the_steps(tmp_path):
     assert drawn("step time by phase") == ("forward", steps, pytest.approx([0, 0.1, 0.2, 0.3, 0.4]))
     assert drawn("samples replaced so far") == ("samples", steps, [0, 1, 1, 2, 2])
     assert drawn("x") == ("x", steps, steps)
+    compared = "step simulated with and without data-aware scheduling"
+    assert drawn(compared) == ("data-aware", [1, 3], [0.42, 0.42])
+    assert drawn(compared, 1) == ("blind", [1, 3], pytest.approx([0.1, 0.3]))
     assert {"padding", "imbalance: fullest over mean data rank", "memory in use"} <= {*charts}
     assert "run: 5 steps" in Parsed(page_of([tmp_path / "run"])).texts
 

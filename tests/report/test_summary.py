@@ -19,6 +19,7 @@ from dflop_jax.report.number_format import duration, number, percent
 from dflop_jax.report.reader import read_run, read_runs
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import summary_text, trial_lines, write_summary
+from dflop_jax.report.trackers import step_scalars
 from tests.report.runs import cells_of, figures_of, make_plan, make_row
 
 
@@ -104,6 +105,28 @@ def test_summary_page_and_table_hold_every_figure(make_run):
         assert f"![{name}]({name})" in page
         with Image.open(path / name) as image:
             assert image.size[0] == 1400
+
+
+def test_a_line_says_what_data_aware_scheduling_is_worth(tmp_path):
+    """Over the batches that were simulated, in ratios of the same batch; FSDP did not fit."""
+    factors = {9: (3.0, 1.1), 19: (2.0, 1.0), 29: (9.0, 1.3)}
+    with RunFolder(tmp_path / "r") as run:
+        run.write_plan(make_plan())
+        for i in range(30):
+            arrival, longest = factors.get(i, (0.0, 0.0))
+            steps_s = {"arrival order": arrival * (1 + i), "longest first": longest * (1 + i)}
+            run.append(make_row(i, makespan_s=1.0 + i, baseline_s=steps_s if arrival else {}))
+    line = (
+        "Data-aware scheduling: 3.00x over arrival order, 1.10x over longest first, on your 30 "
+        "batches (3 of them simulated). No plan of FSDP fits into memory and holds these samples."
+    )
+    write_summary(tmp_path / "r")
+    assert line in (tmp_path / "r" / "summary.md").read_text().splitlines()
+    assert line in " ".join(text_of(summary_table(read_run(tmp_path / "r"))).split())
+    assert f"r: {line}" in page(read_runs([tmp_path / "r"]))
+    assert cells_of(tmp_path / "r")["step simulated, arrival order"] == "40,000 ms"
+    tracked = step_scalars(make_row(9, baseline_s={"arrival order": 2.5}))
+    assert tracked["baseline_s/arrival order"] == 2.5
 
 
 @pytest.mark.parametrize("of, value, text", [

@@ -12,9 +12,10 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from dflop_jax.records import Load, Shape
+from dflop_jax.records import Load, PriceList, Shape
 from dflop_jax.schedule import ScheduleWorker, schedule_batch
 from dflop_jax.schedule import worker as worker_module
+from dflop_jax.schedule.baselines import Baselines
 from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.worker import SolverSetup
 from tests.processes import runs
@@ -36,9 +37,9 @@ def inline(step, plan, prices):
     return without_time(solved)
 
 
-def worker_for(plan, prices, **options):
+def worker_for(plan, prices, baselines=None, **options):
     options = {"ahead": 3, "grace_s": 60.0} | options
-    setup = SolverSetup(plan, plan.layout.modules, WORK)
+    setup = SolverSetup(plan, plan.layout.modules, WORK, baselines=baselines)
     return closing(ScheduleWorker(options.pop("loads_of", loads_of), setup, prices, **options))
 
 
@@ -151,6 +152,27 @@ def test_gain_is_computed_after_pending_schedules(small_plan):
         worker.request_gain(2, loads_of(2), old, new)  # whoever answers it
         gain_s = predicted_gain_s(loads_of(2), small_plan, old, new, small_plan.layout.modules)
         wait_until(lambda: worker.gain_s == gain_s)
+
+
+def test_every_tenth_batch_is_simulated_under_baselines_if_that_is_cheap(small_plan):
+    """Where steps take an hour; not where they take a microsecond. A dead child's is lost."""
+    prices = make_prices(small_plan)
+    baselines = Baselines({}, PriceList.from_prices(prices))
+    options = {"loads_of": lambda step: loads_of(step)[:3], "ahead": 1, "first_step": 8}
+    with worker_for(small_plan, prices, baselines, **options) as worker:
+        worker.get(8)
+        os.kill(pid_of(worker), signal.SIGKILL)
+        found = {}
+        for step in range(8, 31):
+            worker.get(step + 1)
+            wait_until(worker._requests[step + 2][1].done)
+            found[step] = worker.take_baselines(step, 3600.0 if step < 19 else 1e-6)
+    found.pop(9)  # from whichever child
+    (step_s,) = found.pop(19).values()
+    small, modules = loads_of(19)[:3], small_plan.layout.modules
+    longest_first = schedule_batch(small, small_plan, prices, modules, work=0)
+    assert step_s == pytest.approx(longest_first.makespan_s)
+    assert not any(found.values())
 
 
 def test_batch_that_fits_no_bucket_raises_in_the_parent(small_plan):

@@ -16,7 +16,9 @@ import pytest
 from dflop_jax import CheckpointConfig, Resume, ScheduleConfig
 from dflop_jax.distributed.process_exit import TransientError
 from dflop_jax.records import PriceList
+from dflop_jax.report.reader import read_run
 from dflop_jax.report.run_folder import CORRECTIONS, RunFolder, read_metrics
+from dflop_jax.report.summary import baseline_lines
 from dflop_jax.runtime import executor
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule import worker as worker_module
@@ -141,6 +143,14 @@ def test_the_optimizer_may_begin_anew(whole, monkeypatch, capsys):
 
 def lion():
     return dataclasses.replace(CONFIG.train, optimizer="lion", learning_rate=1e-4)
+
+
+def test_the_tenth_step_is_simulated_under_baselines(whole):
+    """But for those whose buckets are of a profile that has no samples as large as these."""
+    compared = {r["step"]: r["baseline_s"] for r in read_metrics(whole) if r["baseline_s"]}
+    assert {step: [*steps_s] for step, steps_s in compared.items()} == {9: ["longest first"]}
+    (line,) = baseline_lines(read_run(whole))
+    assert "1.00x over longest first, on your 12 batches (1 of them" in line
 
 
 def test_a_finished_run_has_nothing_to_resume(whole):

@@ -293,7 +293,7 @@ def check_trainable(config: Config) -> None:
         ),
         (
             plan.trials > 0 and not checkpoint.saves,
-            f"plan.trials={plan.trials} changes plans through a checkpoint, and "
+            f"plan.trials={plan.trials} saves a checkpoint after each trial, and "
             "checkpoint.every_s=0 writes none; leave it at 600",
         ),
         (

@@ -88,7 +88,7 @@ CASES = [
     (TRAIN, "--plan.hardware h100 --plan.devices 2", "plans for devices that this machine lacks"),
     (TRAIN, "--plan.redecide_every 2 --checkpoint.every_s 0", "checkpoint.every_s=0 writes none"),
     (TRAIN, "--plan.policy orch --plan.trials 8", "plan.policy=orch has one"),
-    (TRAIN, "--plan.policy auto --plan.trials 8 --checkpoint.every_s 0", "changes plans through a"),
+    (TRAIN, "--plan.policy auto --plan.trials 8 --checkpoint.every_s 0", "checkpoint after each"),
     (TRAIN, "--plan.policy auto --plan.trials 8 --train.steps 20", "give at most 6"),
     (TRAIN, "--plan.finalists 2", "unknown override plan.finalists; did you mean plan.trials?"),
     (TRAIN, "--checkpoint.keep_best true", "keep_best needs checkpoints and held-out losses"),

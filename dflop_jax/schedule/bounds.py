@@ -189,7 +189,7 @@ def _volume_bound(batch: Batch, module: str, shapes: tuple[Shape, ...], costs_CR
     """Return a lower bound, [R], on the cost of groups that hold all pieces of a module. The bound
     is for fractional groups if there are too many integer counts to list."""
     buckets = [Bucket.from_shapes({module: s}) for s in shapes]
-    conditions = volume_conditions(batch, buckets, [module])
+    conditions = volume_conditions(batch, buckets, [module], is_bound=True)
     suffices_C = (conditions.capacity_DC > 0).all(axis=0)
     alone_C = np.where(suffices_C, np.ceil(conditions.alone_C), np.inf)
     bound_R = np.zeros(costs_CR.shape[1])

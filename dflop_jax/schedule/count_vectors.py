@@ -47,6 +47,8 @@ def volume_conditions(
     batch: Batch,
     buckets: Sequence[Bucket],
     modules: Sequence[str] | None = None,
+    *,
+    is_bound: bool = False,
 ) -> Conditions:
     """Return conditions on the volume of modules (None: all), of pieces in rows and of samples in
     microbatches.
@@ -55,8 +57,8 @@ def volume_conditions(
       buckets larger than x.
     - For a superadditive u, the sizes in a bin satisfy sum u(size) <= u(capacity). `_superadditive`
       counts whole multiples of a common size.
-    - Any u(size) gives a condition whose capacity is the largest sum of u in a bin
-      (`_large_size_conditions`).
+    - If `is_bound`, any u(size) gives a condition whose capacity is the largest sum of u in a bin
+      (`_large_size_conditions`). Packing does not need these conditions.
     """
     modules = batch.modules if modules is None else modules
     capacity_MC = {
@@ -78,7 +80,7 @@ def volume_conditions(
             for unit, rest_share in product(_common_sizes(packed), _REST_SHARES):
                 rows.append(_superadditive(bin_C, unit, rest_share) * bins_C)
                 needs.append(float(_superadditive(packed, unit, rest_share).sum()))
-            for max_counted_C, need in _large_size_conditions(packed, bin_C):
+            for max_counted_C, need in _large_size_conditions(packed, bin_C) if is_bound else ():
                 rows.append(max_counted_C * bins_C)
                 needs.append(need)
     need_D = np.array(needs) * (1 - ROUNDING)  # rounding errors must not require one more group

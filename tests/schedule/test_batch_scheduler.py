@@ -191,7 +191,7 @@ def test_every_packing_satisfies_the_volume_conditions(seed):
                     tokens -= k
     batch = Batch(loads, Capacity({"a": 2, "b": 3}))
     for modules in (None, ["a"], ["b"]):
-        wanted = volume_conditions(batch, buckets, modules)
+        wanted = volume_conditions(batch, buckets, modules, is_bound=True)
         assert (wanted.capacity_DC @ counts >= wanted.need_D - 1e-6).all()
 
 

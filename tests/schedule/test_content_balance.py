@@ -89,12 +89,16 @@ def test_assign_rows_equals_a_plain_loop(seed):
 
 def test_a_piece_that_nearly_fills_a_row_counts_as_the_row():
     """Beside a piece of 15 there is no room for one of 6 in a row of 16 or 20: eight of the first
-    and four of the second take ten rows of 16; the volume is that of nine."""
+    and four of the second take ten rows of 16, which volumes alone do not tell."""
     batch = Batch([Load({"m": (n,)}) for n in [15] * 8 + [6] * 4], Capacity({"m": 1}))
     buckets = [Bucket.from_shapes({"m": Shape(1, tokens)}) for tokens in (16, 20)]
 
-    counts_XC, _ = list_covers(volume_conditions(batch, buckets), np.array([16.0, 20.0]), 200.0)
-    assert min(counts_XC @ [16, 20]) == 10 * 16
+    def least_rows(**options):
+        wanted = volume_conditions(batch, buckets, **options)
+        counts_XC, _ = list_covers(wanted, np.array([16.0, 20.0]), 200.0)
+        return min(counts_XC @ [16, 20])
+
+    assert least_rows(is_bound=True) == 10 * 16 > least_rows()
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -59,6 +59,8 @@ def _assign_slots(
     if shape is None or n == 0:
         return None if n else pieces
     length_P, rows = batch.lengths[module][pieces], ranks * shape.rows
+    if length_P.max() > shape.tokens:
+        return None
     if length_P.min() == length_P.max():
         pieces_per_row = shape.tokens // int(length_P[0])
         slot, rank = np.divmod(np.arange(n), ranks)

@@ -11,7 +11,12 @@ from dflop_jax.records import Bucket, Load, PackedPieces, Shape
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.bounds import fill_and_drain_s
-from dflop_jax.schedule.content_balance import GroupContents, assign_rows, balance_content
+from dflop_jax.schedule.content_balance import (
+    GroupContents,
+    assign_pieces,
+    assign_rows,
+    balance_content,
+)
 from dflop_jax.schedule.count_vectors import list_covers, volume_conditions
 
 RANKS, MICROBATCHES, SHAPE, GROUPS = 3, 2, Shape(2, 64), 4
@@ -125,3 +130,12 @@ def test_fill_and_drain_are_the_longest_paths(seed):
         assert after_s[i] == max(
             sum(back_s[u] for u in w) + sends(i, w, 1) + (reduce_s[w[-1]] if w else 0) for w in ways
         )
+
+
+@pytest.mark.parametrize("lengths", [(9, 3), (9, 9), (9,)])
+def test_a_piece_longer_than_a_row_fits_no_row(lengths):
+    batch = Batch([Load({"vision": lengths, "llm": (4,)})], Capacity({"vision": 1, "llm": 1}))
+    for tokens, fits in ((8, False), (9, True)):
+        bucket = Bucket((("vision", Shape(4, tokens)), ("llm", Shape(1, 4))))
+        placement = assign_pieces(batch, bucket, [[[0]]], "vision", Budget(0))
+        assert (placement is not None) == fits

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -88,9 +89,13 @@ class PlanEvaluator:
 
     def with_less_memory(self, n_bytes: float) -> PlanEvaluator:
         """Return an evaluator with the memory limit, if there is one, reduced by `n_bytes`."""
-        evaluator, spec = copy(self), self.context.spec
-        left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
-        evaluator.context = replace(self.context, spec=replace(spec, memory_bytes=left))
+        limit = self.context.spec.memory_bytes
+        return self.with_spec(memory_bytes=max(1.0, limit - n_bytes) if limit else 0.0)
+
+    def with_spec(self, **changes: Any) -> PlanEvaluator:
+        """Return an evaluator of the same batches with `changes` of its search spec."""
+        evaluator, context = copy(self), self.context
+        evaluator.context = replace(context, spec=replace(context.spec, **changes))
         return evaluator
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,15 +69,12 @@ def structure_costs(
 
     ranked, costs = list(ranked), [cost("chosen", chosen)]
     for name, required in STRUCTURES.items():
-        restricted = copy(evaluator)
-        spec = evaluator.context.spec
-        config = replace(spec.config, **required)
-        restricted.context = replace(evaluator.context, spec=replace(spec, config=config))
+        config = replace(evaluator.config, **required)
         if fits_structure(chosen.layout, config):
             costs.append(replace(costs[0], structure=name))
             continue
         try:
-            plan = _best_plan(restricted, ranked, tail)
+            plan = _best_plan(evaluator.with_spec(config=config), ranked, tail)
         except ValueError as error:
             costs.append(StructureCost(name, reason=str(error)))
         else:

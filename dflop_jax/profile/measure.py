@@ -3,7 +3,6 @@ and add the costs of recompute policies from the roofline model."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -34,6 +33,7 @@ from dflop_jax.records import (
     Recompute,
     Shape,
 )
+from dflop_jax.records.files import digest
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.out_of_memory import is_out_of_memory
 
@@ -219,7 +219,7 @@ def profile_key(
     device, given = devices[0], msgspec.to_builtins((shapes, extra_facts))
     machine = device.platform, device.device_kind, len(devices), TASK_HOST_S, jax.__version__
     facts = programs, names, content, given, machine
-    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+    return digest(facts)
 
 
 def model_profile(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,11 @@ _VERSIONS = {
 }
 _STEP = "<i4"  # dtype of differences of neighbours: piece ids and positions stay below 2^31
 T = TypeVar("T")
+
+
+def digest(facts: Any) -> str:
+    """Return the digest of facts that names a file of a cache."""
+    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
 
 def to_json(value: Any) -> bytes:

@@ -23,6 +23,7 @@ from dflop_jax.distributed.process_exit import RunFailed, preemption
 from dflop_jax.distributed.processes import report_step
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.report.run_folder import CORRECTIONS, XPROF
+from dflop_jax.report.summary import trial_lines
 from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
 from dflop_jax.runtime.step_result import StepHandle
 from dflop_jax.schedule.buckets.sizes import oversize_samples
@@ -41,7 +42,7 @@ from dflop_jax.train.resume import RunState
 from dflop_jax.train.run_context import count_compiles
 from dflop_jax.train.step_figures import row_tokens
 from dflop_jax.train.step_log import LoopRequests, StepLog
-from dflop_jax.train.trials import TrialRun, describe_trials, next_plan
+from dflop_jax.train.trials import TrialRun, list_results, next_plan
 
 
 class StepProfiler:
@@ -296,7 +297,7 @@ class TrainLoop:
             plan = next_plan(trials)
             assert plan is not None
             new = NewPlan(plan, self._run.profile, trials)
-            lines = describe_trials(trials)
+            lines = trial_lines(replace(plan, trials=list_results(trials)))
             self.progress.log(f"after step {steps_done}: " + "; ".join(lines))
         return self.peers.broadcast(f"trial/{steps_done}", new, NewPlan)
 

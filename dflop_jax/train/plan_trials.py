@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import jax
-import msgspec
 
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
@@ -33,7 +32,7 @@ from dflop_jax.records import (
     Schedule,
     content_seconds,
 )
-from dflop_jax.records.files import load_or_compute
+from dflop_jax.records.files import digest, load_or_compute
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.wall_time import COMPILE
 from dflop_jax.runtime.calibration import Calibration, content_of_rows, merge_calibrations
@@ -355,4 +354,4 @@ class PlanTrials:
             sorted(trained.rates),
             stepping,
         )
-        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+        return digest(facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,13 +10,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from dflop_jax.config import Config
 from dflop_jax.config_fields import parse_profile_steps
 from dflop_jax.contract import SAVED_NAMES, Module, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.hardware import GIB
 from dflop_jax.plan.baselines import BaselinePlans, quick_baselines
+from dflop_jax.plan.evaluate import PlanEvaluator
 from dflop_jax.plan.explain import Saving, check_placement_exists, savings
 from dflop_jax.plan.placement import SpaceLimits
 from dflop_jax.plan.refine_buckets import with_spare_bucket
@@ -38,7 +36,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     layer_key,
 )
-from dflop_jax.records.files import load_or_compute
+from dflop_jax.records.files import digest, load_or_compute
 from dflop_jax.report.wall_time import PLAN
 from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.runtime.module_parts import segment_parts
@@ -52,6 +50,7 @@ from dflop_jax.train.profiling import (
     with_default_degrees,
 )
 from dflop_jax.train.run_context import RunContext
+from dflop_jax.train.trials import MAX_TRIALS
 
 SHOWN_PLACEMENTS = 10  # placements that an explanation compares; each is simulated exactly
 
@@ -85,8 +84,7 @@ def _find_baselines(context: RunContext, profile: Profile, plan: Plan) -> Baseli
     evaluator = build_evaluator(profile.model, profile.data, spec)
     values = {n: v for n, v in vars(spec).items() if not callable(v)}
     facts = profile, values, sorted(context.trained.frozen)
-    key = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
-    file = Path(context.config.cache_dir, f"baselines-{key}.json")
+    file = Path(context.config.cache_dir, f"baselines-{digest(facts)}.json")
     tail = profile.data.tail
     plans = load_or_compute(BaselinePlans, file, lambda: quick_baselines(evaluator)).by_name
     plans = {name: with_spare_bucket(one, tail, evaluator) for name, one in plans.items()}
@@ -103,17 +101,20 @@ def _find_baselines(context: RunContext, profile: Profile, plan: Plan) -> Baseli
 
 def explain_memory_savings(context: RunContext, profile: Profile, plan: Plan) -> list[Saving]:
     """Return the memory that each module of a plan saves, and what this costs in seconds."""
-    spec = SearchSpec(**_search_arguments(context, profile))
-    return savings(build_evaluator(profile.model, profile.data, spec), plan)
+    return savings(_build_evaluator(context, profile), plan)
 
 
 def explain_structures(
     context: RunContext, profile: Profile, result: SearchResult
 ) -> list[StructureCost]:
     """Return what separate submeshes and a loop would cost over the chosen plan."""
-    spec = SearchSpec(**_search_arguments(context, profile))
-    evaluator = build_evaluator(profile.model, profile.data, spec)
+    evaluator = _build_evaluator(context, profile)
     return structure_costs(evaluator, result.plan, result.candidates, profile.data.tail)
+
+
+def _build_evaluator(context: RunContext, profile: Profile) -> PlanEvaluator:
+    spec = SearchSpec(**_search_arguments(context, profile))
+    return build_evaluator(profile.model, profile.data, spec)
 
 
 def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
@@ -297,9 +298,10 @@ def check_trainable(config: Config) -> None:
             "checkpoint.every_s=0 writes none; leave it at 600",
         ),
         (
-            3 * plan.trials > train.steps and not train.epochs,
-            f"plan.trials={plan.trials} takes up to {3 * plan.trials} steps, for three plans, and "
-            f"train.steps is {train.steps}; give at most {train.steps // 3}",
+            MAX_TRIALS * plan.trials > train.steps and not train.epochs,
+            f"plan.trials={plan.trials} takes up to {MAX_TRIALS * plan.trials} steps, for "
+            f"{MAX_TRIALS} plans, and train.steps is {train.steps}; give at most "
+            f"{train.steps // MAX_TRIALS}",
         ),
         (
             checkpoint.keep_best and not (checkpoint.saves and train.evaluates),

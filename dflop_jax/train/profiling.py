@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import jax
-import msgspec
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import Module, n_stacked_layers, stacked_parts, working_dtype_of
@@ -43,7 +41,7 @@ from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.timed_programs import measure_concurrent_rate, measure_flops_per_s
 from dflop_jax.profile.traced_parts import parameter_dims, params_with_axes, timed_program_bytes
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
-from dflop_jax.records.files import load, save
+from dflop_jax.records.files import digest, load, save
 from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.run_context import RunContext
@@ -275,7 +273,7 @@ def measure_hardware(context: RunContext) -> Hardware:
 
     def key() -> str:
         facts = kind, node, [d.process_index for d in context.devices], hosts, jax.__version__
-        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+        return digest(facts)
 
     def measure() -> Hardware | None:
         peers, devices = context.peers, context.devices

@@ -91,29 +91,24 @@ def choose_trial(trials: Sequence[Trial]) -> Trial | None:
     return min(equal, key=lambda t: t.predicted_s)
 
 
+def _current_trial(trials: Sequence[Trial]) -> Trial | None:
+    """Return the trial to run next, or the chosen one; None: all plans have failed."""
+    return find_pending(trials) or choose_trial(trials)
+
+
 def next_plan(trials: Sequence[Trial]) -> Plan | None:
     """Return the plan of the next trial, or the chosen one; None: all plans have failed."""
-    trial = find_pending(trials) or choose_trial(trials)
+    trial = _current_trial(trials)
     return trial.plan if trial else None
 
 
 def drop_pending(trials: Sequence[Trial], failure: str) -> tuple[Trial, ...]:
     """Return the trials without the current plan: that of the pending trial, or the chosen one."""
-    current = find_pending(trials) or choose_trial(trials)
+    current = _current_trial(trials)
     failed = (
         replace(t, ratios=(), step_s=(), failure=failure) if t is current else t for t in trials
     )
     return tuple(failed)
-
-
-def describe_trials(trials: Sequence[Trial]) -> list[str]:
-    """Return a text for each trial with its step times and its outcome."""
-    return [
-        f"{r.policy}: {1e3 * r.predicted_s:.1f} ms a step predicted"
-        + f", {1e3 * r.calibrated_s:.1f} ms calibrated" * (r.calibrated_s > 0)
-        + f", {r.outcome}"
-        for r in list_results(trials)
-    ]
 
 
 def list_results(trials: Sequence[Trial]) -> tuple[TrialResult, ...]:

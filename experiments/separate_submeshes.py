@@ -3,7 +3,8 @@
 Command:  python experiments/separate_submeshes.py      (4 pretended devices in one process)
           dflop launch -n 2 -- python experiments/separate_submeshes.py      (2 on each of two)
 Minutes:  2 to 3 on 2 cores (160 s of CPU, 170 on two processes), nothing cached; not timed alone
-Expected: losses that differ by less than 1e-6 (4e-8 on 2026-11-30), ticks and bubble of the loop,
+Expected: losses that differ by less than 1e-6 (4e-8 on 2026-11-30); the method that chose the
+          buckets; steps whose assignment an integer program bounds; ticks and bubble of the loop;
           planned and measured steps
 
 `plan.submeshes separate` puts the encoder on devices 0 and 1 (the submesh "vision") and the LLM on
@@ -69,7 +70,8 @@ def show(losses: Mapping[str, tuple[float, ...]]) -> None:
     from dflop_jax.report.run_folder import read_metrics, read_plan
 
     console = Console(width=120)
-    table = Table("run", "submeshes", "ticks", "bubble", "planned ms", "measured ms")
+    names = "run, submeshes, buckets by, steps solved, ticks, bubble, planned ms, measured ms"
+    table = Table(*names.split(", "))
     for name in RUNS:
         plan, steps = read_plan(config(name).run_dir), read_metrics(config(name).run_dir)
         layout = plan.layout
@@ -81,6 +83,8 @@ def show(losses: Mapping[str, tuple[float, ...]]) -> None:
         table.add_row(
             name,
             ", ".join(f"{m.name} {m.text} on {[*m.devices]}" for m in layout.submeshes),
+            plan.predicted.buckets_by,
+            f"{sum(s['integer_bound_s'] > 0 for s in steps)} of {len(steps)}",
             ", ".join(map(str, ticks)) or "no loop",
             ", ".join(f"{b:.0%}" for b in bubbles) or "-",
             f"{1e3 * plan.predicted.makespan_s:.0f}",

@@ -155,6 +155,7 @@ def describe_choice(result: SearchResult) -> str:
     rows = submesh_rows(layout)
     meshes = ", ".join(f"{name} {shape} on devices {devices}" for name, devices, shape, _ in rows)
     buckets = ", ".join(b.name for b in layout.buckets)
+    buckets += f" (by {predicted.buckets_by})" * bool(predicted.buckets_by)
     if layout.fan_in > 1:
         buckets += f", up to {layout.fan_in} groups of {' and '.join(layout.divided)} for one"
     if layout.group_size > 1:

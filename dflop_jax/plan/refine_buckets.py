@@ -98,8 +98,12 @@ def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> l
 def _with_smaller_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> Candidate:
     plan, n = candidate.plan, candidate.microbatches
     buckets = tuple(buckets_with_shares(plan.layout, evaluator.context))
-    smaller = plan.with_layout(buckets=buckets)
+    smaller = _chosen_by(plan.with_layout(buckets=buckets), "shares of the largest")
     return replace(candidate, plan=smaller, one_bucket_plan=plan, max_microbatches=n)
+
+
+def _chosen_by(plan: Plan, method: str) -> Plan:
+    return replace(plan, predicted=replace(plan.predicted, buckets_by=method))
 
 
 def _with_chosen_buckets(evaluator: PlanEvaluator, candidate: Candidate) -> list[Candidate]:
@@ -194,6 +198,7 @@ def _choose_buckets(
         plan = evaluator.with_cheapest_options(problem.with_buckets(choice.buckets))
     except ValueError:  # the largest sample does not fit into memory with a full bucket
         return []
+    plan = _chosen_by(plan, choice.method)
     sized = candidate.with_plan(plan, max_microbatches=max_microbatches, bucket_choice=choice)
     return [sized] if evaluator.fits(plan) else []
 

@@ -153,6 +153,7 @@ class Predicted:
     peak_bytes: dict[str, float] = field(default_factory=dict)  # per device, by submesh
     chosen_by_s: float = 0.0  # step time predicted from the profile's single layers
     priced_by: str = ""  # source of the prices, in words
+    buckets_by: str = ""  # method that chose the buckets, in words
 
 
 @dataclass(frozen=True)

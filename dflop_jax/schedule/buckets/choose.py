@@ -8,7 +8,7 @@ that set, to find a better one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 
 from dflop_jax.records import Bucket, Load, Shape
@@ -31,6 +31,7 @@ from dflop_jax.schedule.buckets.problem import (
 )
 from dflop_jax.schedule.buckets.sizes import Move, Sizes
 
+INTEGER_PROGRAM = "an integer program"
 _USUAL_BATCH = 100  # samples; the number of larger batches is reduced in proportion
 # Minimum share of the budget for large batches; also the additional share for the MILP's solution.
 _MIN_SHARE = 0.3
@@ -93,6 +94,7 @@ class BucketChoice:
 
     buckets: Buckets
     expected_s: float  # mean simulated makespan of a global batch
+    method: str = "a search"  # or INTEGER_PROGRAM, whose solution the search refines
 
 
 def choose_buckets(
@@ -162,6 +164,7 @@ def choose_buckets(
     if other_sets := [buckets for buckets in milp_sets if buckets != start.buckets]:
         best_set = _best_start(other_sets, evaluator, len(evaluator.batches), 1)
         milp_choice = _refined_choice(best_set, sizes, evaluator, front)
+        milp_choice = replace(milp_choice, method=INTEGER_PROGRAM)
     return milp_choice if is_less(milp_choice.expected_s, start.expected_s) else start
 
 

@@ -108,6 +108,7 @@ def test_milp_finds_row_lengths_of_a_multimodal_distribution():
     alone = choose_buckets(loads, problem, effort="quick", with_milp=False)
     both = choose_buckets(loads, problem, effort="quick", start=alone)
     assert both.expected_s < 0.99 * alone.expected_s
+    assert (alone.method, both.method) == ("a search", "an integer program")
     again = choose_buckets(loads, problem, effort="quick", start=both)
     assert again.expected_s <= both.expected_s
 

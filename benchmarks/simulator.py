@@ -159,12 +159,12 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
     from dflop_jax.plan.search import search_plan
     from dflop_jax.report.progress import Progress
     from dflop_jax.runtime.layout import can_form_submesh
-    from dflop_jax.train.plan_trials import PlanTrials
+    from dflop_jax.train.plan_timer import PlanTimer
 
-    trials = PlanTrials(replace(place, config=run), profile, Progress(1, quiet=True))
+    timer = PlanTimer(replace(place, config=run), profile, Progress(1, quiet=True))
     if not place.peers.is_primary:
-        plan, prices = trials.serve_requests()
-        trials.take_timed_plan(plan)
+        plan, prices = timer.serve_requests()
+        timer.take_timed_plan(plan)
         return plan, prices
 
     def allowed(m: Any) -> bool:
@@ -182,11 +182,11 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
         global_batch=run.train.global_batch,
         config=run.plan,
         allowed=allowed,
-        time_plan=trials.prices,
+        time_plan=timer.prices,
     ).plan
-    prices = trials.prices(plan)
-    trials.choose(plan, prices)
-    trials.take_timed_plan(plan)
+    prices = timer.prices(plan)
+    timer.choose(plan, prices)
+    timer.take_timed_plan(plan)
     return plan, prices
 
 
@@ -204,7 +204,7 @@ def measure_plan(
     from dflop_jax.profile.cost_model import CostModel, layout_prices
     from dflop_jax.runtime.calibration import merge_calibrations
     from dflop_jax.schedule.batch_scheduler import schedule_batch
-    from dflop_jax.train.plan_trials import make_executor
+    from dflop_jax.train.plan_timer import make_executor
 
     peers = place.peers
     ex = make_executor(place, plan)

@@ -22,8 +22,8 @@ from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import PLAN, read_metrics
 from dflop_jax.runtime.calibration import runs_by_key
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.train import plan_trials, profiling, run_context, trainer
-from dflop_jax.train.plan_trials import TimedPlan
+from dflop_jax.train import plan_timer, profiling, run_context, trainer
+from dflop_jax.train.plan_timer import TimedPlan
 from dflop_jax.train.run_context import RunContext
 
 RUNS = Path("runs/two_process")
@@ -160,14 +160,14 @@ class Timings:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Note what runs measure meanwhile."""
-        compile_and_time = plan_trials.compile_and_time
+        compile_and_time = plan_timer.compile_and_time
 
         def noted(place: RunContext, ex: Executor, **how: Any) -> TimedPlan:
             self._timed.append(compile_and_time(place, ex, **how))
             return self._timed[-1]
 
         with (
-            patch.object(plan_trials, "compile_and_time", noted),
+            patch.object(plan_timer, "compile_and_time", noted),
         ):
             yield
 

@@ -35,7 +35,7 @@ from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
 from dflop_jax.runtime.programs import LESS_REMAT, Programs, program_kinds
 from dflop_jax.runtime.segment import EVALUATE, device_bytes, field_structs, x_structs
 from dflop_jax.simulate.task_graph import SegmentLink, in_flight_limit, submesh_resources
-from dflop_jax.train.plan_trials import make_executor
+from dflop_jax.train.plan_timer import make_executor
 from dflop_jax.train.run_context import make_run_context
 
 Tree = Any

@@ -91,7 +91,7 @@ class Candidate:
     search counts its groups batch by batch, which raises the bounds; counting is expensive, and
     only a few of thousands of layouts need it. Then each choice of options becomes a candidate,
     whose makespan is exact once its groups are simulated. The fastest get refined buckets, run
-    trials, and finally have their programs timed.
+    rounds, and finally have their programs timed.
     """
 
     plan: Plan  # with the simplest options while options are undecided
@@ -113,7 +113,7 @@ class Candidate:
     max_microbatches: int = 0  # maximum per mean batch with the buckets of `plan`
     # How the buckets were chosen; None: they are derived from the one bucket.
     bucket_choice: BucketChoice | None = None
-    trial_seconds: tuple[float, ...] = ()  # by trial; all candidates run the same trials
+    round_seconds: tuple[float, ...] = ()  # by round; all candidates run the same rounds
 
     @staticmethod
     def from_space(space: Space, p: int, c: int) -> Candidate:
@@ -196,8 +196,8 @@ class Candidate:
         return self.one_bucket_plan or self.plan
 
     def with_plan(self, plan: Plan, **changes: Any) -> Candidate:
-        """Return the candidate with another plan and no trials."""
-        return replace(self, plan=plan, trial_seconds=(), **changes)
+        """Return the candidate with another plan and no rounds."""
+        return replace(self, plan=plan, round_seconds=(), **changes)
 
     def expand(self, evaluator: PlanEvaluator) -> list[Candidate]:
         """Count one more batch, choose options or simulate; return the replacing candidates."""
@@ -250,9 +250,9 @@ class Candidate:
         options = {s.module: MemoryOption.from_segment(s) for s in segments}
         return list(dict.fromkeys(space.largest_bucket(p, c, o) for o in (options, None)))
 
-    def mean_trial_s(self, n: int) -> float:
-        """Return the mean of the first `n` trials, with a penalty for a second remat policy."""
-        mean_s = float(np.mean(self.trial_seconds[:n]))
+    def mean_round_s(self, n: int) -> float:
+        """Return the mean of the first `n` rounds, with a penalty for a second remat policy."""
+        mean_s = float(np.mean(self.round_seconds[:n]))
         return mean_s * (1 + MIN_SECOND_REMAT_GAIN) if self.plan.scheduling.residuals else mean_s
 
     def with_predictions(self, evaluator: PlanEvaluator) -> Candidate:

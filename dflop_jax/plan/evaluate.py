@@ -50,10 +50,10 @@ _MIN_LOOKAHEAD_GAIN = 0.005  # share of the makespan that a longer lookahead mus
 # Minimum number of samples in an evaluation; the batches are limited to the second number or twice
 # the number of sampled batches.
 _MIN_EVALUATED_SAMPLES, _MAX_EVALUATED_BATCHES = 512, 8
-# Maximum scheduler work units per batch of an evaluation or trial. With 300, some plans' schedules
+# Maximum scheduler work units per batch of an evaluation or round. With 300, some plans' schedules
 # of 256 samples are up to 7% longer than with 4,000, others less, and the wrong plan seems fastest.
-TRIAL_WORK = 1_000
-_RANKING_WORK = TRIAL_WORK // 10  # the same while plans are ranked
+ROUND_WORK = 1_000
+_RANKING_WORK = ROUND_WORK // 10  # the same while plans are ranked
 # Share of the step time that the scheduler may use to prepare a later step: on its own core, and on
 # a core that also serves as a device.
 _SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
@@ -68,9 +68,9 @@ def work_budget(step_s: float, *, shares_cores: bool) -> int:
 class PlanEvaluator:
     """Evaluator that schedules and simulates the same sampled batches for every plan.
 
-    It ranks candidates by `batches`, compares them by trial batches, some with drifted shares of
-    media, and predicts from `evaluation_batches`. Methods take the prices of a plan's own programs;
-    None: prices from the profile.
+    It ranks candidates by `batches`, compares them by rounds of batches, with drifted shares of
+    media if `plan.drift` > 0, and predicts from `evaluation_batches`. Methods take the prices of a
+    plan's own programs; None: prices from the profile.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PlanEvaluator:
         one_rank = Capacity(dict.fromkeys(context.n_layers, 1))  # `min_groups` replaces it
         self._packed = [Batch(b, one_rank) for b in batches]
         self._groups: dict[tuple[object, ...], float] = {}
-        self._trials: dict[int, list[list[Load]]] = {}
+        self._rounds: dict[int, list[list[Load]]] = {}
 
     def with_less_memory(self, n_bytes: float) -> PlanEvaluator:
         """Return an evaluator with the memory limit, if there is one, reduced by `n_bytes`."""
@@ -178,7 +178,7 @@ class PlanEvaluator:
         """Return the plan with predictions, lookahead and work budget, given a rough step time."""
         plan, priced = self.with_lookahead(plan, prices), self._priced(plan.layout, prices)
         budget = partial(work_budget, shares_cores=self.context.profile.shares_cores)
-        work, batches = min(budget(expected_step_s), TRIAL_WORK), self.evaluation_batches
+        work, batches = min(budget(expected_step_s), ROUND_WORK), self.evaluation_batches
         schedules = [
             schedule_batch(b, plan, *priced, step=i, work=work) for i, b in enumerate(batches)
         ]
@@ -214,9 +214,9 @@ class PlanEvaluator:
                 fastest, best_s = longer, longer_s
         return fastest
 
-    def trial_batches(self, number: int) -> list[list[Load]]:
+    def round_batches(self, number: int) -> list[list[Load]]:
         """Return a batch with the data's mix of media and, if `plan.drift` > 0, a drifted one."""
-        if number not in self._trials:
+        if number not in self._rounds:
             n = self.context.spec.global_batch
             batches = sample_batches(self.loads, n, 1, seed=2 + number)
             if self.config.drift:
@@ -224,15 +224,15 @@ class PlanEvaluator:
                 # One seed gives both directions of a drift.
                 drifted = drifted_batches(self.loads, modules, n, 2, seed=seed)
                 batches.append(drifted[number % 2])
-            self._trials[number] = batches
-        return self._trials[number]
+            self._rounds[number] = batches
+        return self._rounds[number]
 
-    def simulate_trial(self, plan: Plan, number: int) -> float:
-        """Return a trial's step seconds; the drifted batch has the weight `plan.drift`."""
+    def simulate_round(self, plan: Plan, number: int) -> float:
+        """Return a round's step seconds; the drifted batch has the weight `plan.drift`."""
         priced = self._priced(plan.layout)
         plain_s, *drifted_s = (
-            quick_schedule(b, plan, *priced, TRIAL_WORK).makespan_s
-            for b in self.trial_batches(number)
+            quick_schedule(b, plan, *priced, ROUND_WORK).makespan_s
+            for b in self.round_batches(number)
         )
         return (1 - self.config.drift) * plain_s + self.config.drift * sum(drifted_s)
 

@@ -29,7 +29,7 @@ _GRANULARITIES = (0.6, 1.0, 1.6)
 # a larger ratio takes more planning time but misses fewer good plans.
 _MAX_POLICY_RATIO = 1.2
 # Steps of a policy may be predicted too long, relative to another one's, by up to this factor: in
-# `make demo` (two processes, 2026-11) dip took 1.50, orch 1.39 and dflop 1.11 times the predicted.
+# `make demo` (two processes, 2026-11) dip took 1.50, orch 1.39, dflop 1.11 times the prediction.
 PREDICTION_ERROR = 1.35
 # Minimum number of candidates where memory is limited: the devices may not hold the first ones.
 _MIN_CLOSE = 3
@@ -43,7 +43,7 @@ _N_SOLVED = 2
 def refine_candidates(
     search: BestFirstSearch, ranked: Sequence[Candidate], tail: Sequence[Load]
 ) -> list[Plan]:
-    """Return plans of the best candidates with chosen buckets, fastest first by mean trial time.
+    """Return plans of the best candidates with chosen buckets, fastest first by mean of rounds.
 
     The fastest ranked candidates and the first of other policies get chosen buckets, with effort
     "full" at several granularities; the fastest of these also from the integer program. Each
@@ -71,7 +71,7 @@ def refine_candidates(
     ]
     plan_by_layout: dict[Layout, Plan] = {}
     for one in compare_new(evaluator, compared, second):
-        makespan_s = float(np.mean(one.trial_seconds))
+        makespan_s = float(np.mean(one.round_seconds))
         plan = replace(one.plan, predicted=replace(one.plan.predicted, makespan_s=makespan_s))
         plan_by_layout.setdefault(plan.layout, plan)
     return list(plan_by_layout.values())

@@ -9,7 +9,7 @@ from typing import Any
 from dflop_jax.hardware import GIB
 from dflop_jax.plan.best_first import BestFirstSearch, search_spaces
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.evaluate import TRIAL_WORK, PlanEvaluator
+from dflop_jax.plan.evaluate import ROUND_WORK, PlanEvaluator
 from dflop_jax.plan.placement import fits_structure, layout_name
 from dflop_jax.plan.refine_buckets import refine_candidates
 from dflop_jax.plan.space import allowed_baselines
@@ -113,7 +113,7 @@ def time_use(evaluator: PlanEvaluator, plan: Plan) -> TimeUse:
     free_links = layout_prices(layout, CostModel(_with_free_links(context.profile)))
     step_s = link_s = bubble_s = padding_s = 0.0  # the last two of all devices
     for batch in batches:
-        schedule = quick_schedule(batch, plan, *priced, TRIAL_WORK)
+        schedule = quick_schedule(batch, plan, *priced, ROUND_WORK)
         trace = simulate_step(plan, schedule, *priced)
         step_s += trace.makespan_s
         link_s += trace.makespan_s - simulate_step(plan, schedule, free_links, priced[1]).makespan_s

@@ -1,5 +1,5 @@
 """Comparison of plans on batches that their buckets were not fitted to, by successive halving
-(Karnin, Koren and Somekh 2013) with a test of paired differences: all plans run the same trials,
+(Karnin, Koren and Somekh 2013) with a test of paired differences: all plans run the same rounds,
 the slower half drops out, and the others run twice as many, until the fastest is significant or the
 work limit is reached. If devices are available, the fastest plan that fits on them is chosen.
 """
@@ -13,52 +13,52 @@ from dataclasses import replace
 import numpy as np
 
 from dflop_jax.plan.candidate import CLOSE_RATIO, Candidate
-from dflop_jax.plan.evaluate import TRIAL_WORK, PlanEvaluator
+from dflop_jax.plan.evaluate import ROUND_WORK, PlanEvaluator
 from dflop_jax.records import PLANNED_SHARE, Plan, Prices
 from dflop_jax.schedule.batch import LARGE_BATCH
 from dflop_jax.schedule.costs import TIE_TOLERANCE
 
 TimePlan = Callable[[Plan], Prices]
 TryStep = Callable[[Plan, Prices], None]
-# Number of trials that every plan runs, and that the last plans run.
-_MIN_TRIALS, _MAX_TRIALS = 2, 4
-# A plan runs more trials only up to this ratio to the fastest plan in the first trials.
+# Number of rounds that every plan runs, and that the last plans run.
+_MIN_ROUNDS, _MAX_ROUNDS = 2, 4
+# A plan runs more rounds only up to this ratio to the fastest plan in the first rounds.
 _MAX_SLOWDOWN = 1.1
-# A difference is significant beyond this number of standard errors, from this number of trials on;
+# A difference is significant beyond this number of standard errors, from this number of rounds on;
 # differences below this share of a step count as equal.
-_STANDARD_ERRORS, _MIN_TESTED_TRIALS, _EQUAL_SHARE = 2.0, 4, 0.001
+_STANDARD_ERRORS, _MIN_TESTED_ROUNDS, _EQUAL_SHARE = 2.0, 4, 0.001
 # Work units per batch besides the scheduler's limit (more for larger batches); maximum for all
-# trials after the first ones; factor of that maximum with effort "full".
+# rounds after the first ones; factor of that maximum with effort "full".
 _BATCH_COST, _MAX_WORK, _FULL_EFFORT_RATIO = 500, 75_000, 4
 _REMEDIES = "--plan.zero 3, --train.remat layers or a smaller --data.max_tokens"
 
 
 def screen(
-    evaluator: PlanEvaluator, candidates: Sequence[Candidate], n: int = _MIN_TRIALS
+    evaluator: PlanEvaluator, candidates: Sequence[Candidate], n: int = _MIN_ROUNDS
 ) -> list[Candidate]:
-    """Run the candidates' first `n` trials; return them fastest first."""
-    return _fastest_first([_run_trials(evaluator, c, n) for c in candidates], n)
+    """Run the candidates' first `n` rounds; return them fastest first."""
+    return _fastest_first([_run_rounds(evaluator, c, n) for c in candidates], n)
 
 
 def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates within `CLOSE_RATIO` of the fastest in the first trials."""
-    max_s = CLOSE_RATIO * min(c.mean_trial_s(_MIN_TRIALS) for c in candidates)
-    return [c for c in candidates if c.mean_trial_s(_MIN_TRIALS) <= max_s]
+    """Return the candidates within `CLOSE_RATIO` of the fastest in the first rounds."""
+    max_s = CLOSE_RATIO * min(c.mean_round_s(_MIN_ROUNDS) for c in candidates)
+    return [c for c in candidates if c.mean_round_s(_MIN_ROUNDS) <= max_s]
 
 
 def successive_halving(
     evaluator: PlanEvaluator, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Return candidates fastest first, early dropouts last; a single candidate runs no trial."""
+    """Return candidates fastest first, early dropouts last; a single candidate runs no round."""
     running, left = list(candidates), list[Candidate]()
-    batches = evaluator.trial_batches(0)
-    trial_work = len(batches) * max(1.0, len(batches[0]) / LARGE_BATCH) * (TRIAL_WORK + _BATCH_COST)
+    batches = evaluator.round_batches(0)
+    round_work = len(batches) * max(1.0, len(batches[0]) / LARGE_BATCH) * (ROUND_WORK + _BATCH_COST)
     work = float(_MAX_WORK) * (_FULL_EFFORT_RATIO if evaluator.config.effort == "full" else 1)
-    n = _MIN_TRIALS
+    n = _MIN_ROUNDS
     while len(running) > 1:
-        if n > _MIN_TRIALS:
-            work -= sum(max(0, n - len(c.trial_seconds)) for c in running) * trial_work
-        if n > _MAX_TRIALS or work < 0:
+        if n > _MIN_ROUNDS:
+            work -= sum(max(0, n - len(c.round_seconds)) for c in running) * round_work
+        if n > _MAX_ROUNDS or work < 0:
             break
         fastest, *others = screen(evaluator, running, n)
         half = max(1, len(others) // 2)
@@ -72,28 +72,28 @@ def successive_halving(
 def compare_new(
     evaluator: PlanEvaluator, compared: Sequence[Candidate], new: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Compare `new` with the first of `compared`; return the fastest, then the others by trials."""
+    """Compare `new` with the first of `compared`; return the fastest, then the others by rounds."""
     if not new:
         return list(compared)
     fastest, *others = successive_halving(evaluator, [compared[0], *new])
-    return [fastest, *_fastest_first([*others, *compared[1:]], _MIN_TRIALS)]
+    return [fastest, *_fastest_first([*others, *compared[1:]], _MIN_ROUNDS)]
 
 
-def _run_trials(evaluator: PlanEvaluator, candidate: Candidate, n: int) -> Candidate:
-    """Return the candidate with its best lookahead and the seconds of its first `n` trials."""
-    plan, run_seconds = candidate.plan, candidate.trial_seconds
+def _run_rounds(evaluator: PlanEvaluator, candidate: Candidate, n: int) -> Candidate:
+    """Return the candidate with its best lookahead and the seconds of its first `n` rounds."""
+    plan, run_seconds = candidate.plan, candidate.round_seconds
     if not run_seconds:
         plan = evaluator.with_lookahead(plan)
-    more = (evaluator.simulate_trial(plan, i) for i in range(len(run_seconds), n))
-    return replace(candidate, plan=plan, trial_seconds=(*run_seconds, *more))
+    more = (evaluator.simulate_round(plan, i) for i in range(len(run_seconds), n))
+    return replace(candidate, plan=plan, round_seconds=(*run_seconds, *more))
 
 
 def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
-    """Sort by the first `n` trials; ties by number of buckets, then by the given order."""
+    """Sort by the first `n` rounds; ties by number of buckets, then by the given order."""
     unordered, ordered = list(candidates), list[Candidate]()
     while unordered:
-        fastest_s = min(c.mean_trial_s(n) for c in unordered)
-        equal = [c for c in unordered if c.mean_trial_s(n) <= fastest_s * (1 + TIE_TOLERANCE)]
+        fastest_s = min(c.mean_round_s(n) for c in unordered)
+        equal = [c for c in unordered if c.mean_round_s(n) <= fastest_s * (1 + TIE_TOLERANCE)]
         ordered.append(min(equal, key=lambda c: len(c.plan.layout.buckets)))
         unordered = [c for c in unordered if c is not ordered[-1]]
     return ordered
@@ -101,10 +101,10 @@ def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
 
 def _is_decided(candidate: Candidate, fastest: Candidate, n: int) -> bool:
     """Return whether a candidate is significantly slower than the fastest, or equal to it."""
-    if n < _MIN_TESTED_TRIALS:
-        return candidate.mean_trial_s(n) > _MAX_SLOWDOWN * fastest.mean_trial_s(n)
-    fastest_s = fastest.trial_seconds[:n]
-    slower = np.subtract(candidate.trial_seconds[:n], fastest_s) / np.mean(fastest_s)
+    if n < _MIN_TESTED_ROUNDS:
+        return candidate.mean_round_s(n) > _MAX_SLOWDOWN * fastest.mean_round_s(n)
+    fastest_s = fastest.round_seconds[:n]
+    slower = np.subtract(candidate.round_seconds[:n], fastest_s) / np.mean(fastest_s)
     margin = _STANDARD_ERRORS * slower.std(ddof=1) / math.sqrt(n)
     return bool(slower.mean() > margin or abs(slower.mean()) + margin < _EQUAL_SHARE)
 

@@ -35,7 +35,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.runtime.communicator import send, zeros
 from dflop_jax.runtime.initial_state import zero_gradients
-from dflop_jax.runtime.out_of_memory import TrialPrograms
+from dflop_jax.runtime.out_of_memory import TolerantPrograms
 from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.runtime.step import StepCall, TrainState
 from dflop_jax.simulate.task_graph import (
@@ -87,7 +87,7 @@ def calibrate(
         graph = step_graph(plan.layout, groups, tuple(programs.updates), evaluate=evaluate)
         order = order_tasks(plan, graph, groups)
         for repeat in range(repeats + 1):
-            call = _trial_call(programs, state, groups, arrays, evaluate=evaluate)
+            call = _tolerant_call(programs, state, groups, arrays, evaluate=evaluate)
             for task in order:
                 if task.group == NO_GROUP and groups:
                     continue
@@ -125,12 +125,12 @@ def rehearse(
 ) -> None:
     """Run a whole step in order on synthetic arrays and wait for each task, so that the step
     reaches its peak memory. This changes parameters and optimizer state."""
-    call = _trial_call(programs, state, groups, synthetic_arrays(programs, groups))
+    call = _tolerant_call(programs, state, groups, synthetic_arrays(programs, groups))
     for task in order:
         _time_task(call, task, sync)
 
 
-def _trial_call(
+def _tolerant_call(
     programs: Programs,
     state: TrainState,
     groups: Sequence[Group],
@@ -138,15 +138,15 @@ def _trial_call(
     *,
     evaluate: bool = False,
 ) -> StepCall:
-    """Return a step's call whose programs may run out of memory, as `TrialPrograms`."""
-    trial_programs: Any = TrialPrograms(programs)
+    """Return a step's call whose programs may run out of memory, as `TolerantPrograms`."""
+    tolerant: Any = TolerantPrograms(programs)
     scales = dict.fromkeys(programs.layout.modules, 1.0)
-    return StepCall(trial_programs, state, groups, arrays, scales, evaluate=evaluate)
+    return StepCall(tolerant, state, groups, arrays, scales, evaluate=evaluate)
 
 
 def _time_task(call: StepCall, task: Task, sync: Sync) -> TaskRun:
-    trial_programs: Any = call.programs
-    trial_programs.check_free_memory(call.key(task))
+    programs: Any = call.programs
+    programs.check_free_memory(call.key(task))
     host_ahead_s = 0.0
     if task.direction == FORWARD:
         sync()  # no process sends before all processes have passed the check
@@ -157,8 +157,8 @@ def _time_task(call: StepCall, task: Task, sync: Sync) -> TaskRun:
     sync()
     start, cpu_start_s = time.perf_counter(), time.thread_time()
     outputs = call.run(task)
-    if trial_programs.failed:
-        raise trial_programs.failed
+    if programs.failed:
+        raise programs.failed
     host_s = time.thread_time() - cpu_start_s
     jax.block_until_ready(outputs)
     device_s = time.perf_counter() - start

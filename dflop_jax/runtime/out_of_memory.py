@@ -68,7 +68,7 @@ def _parse_bytes(number: re.Match[str]) -> float:
     return float(number[1]) * _UNITS[number[2]]
 
 
-class TrialPrograms:
+class TolerantPrograms:
     """`Programs` that continue when a program runs out of memory; `failed` is the first error.
 
     Processes match the transfers between them by counting (`communicator`), so no process may skip

@@ -12,7 +12,7 @@ from dflop_jax.records import Plan
 from dflop_jax.report.progress import Progress
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.move_state import StateMove, move_state, plan_move
-from dflop_jax.train.plan_trials import make_executor, run_with_memory_check
+from dflop_jax.train.plan_timer import make_executor, run_with_memory_check
 from dflop_jax.train.resume import RunState, read_state
 from dflop_jax.train.run_context import RunContext
 

@@ -28,8 +28,8 @@ from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.simulate.steps import simulate_schedules
 from dflop_jax.train import profiling
 from dflop_jax.train.callbacks import Callbacks
-from dflop_jax.train.plan_trials import (
-    PlanTrials,
+from dflop_jax.train.plan_timer import (
+    PlanTimer,
     TimedPlan,
     describe_plan,
     load_count_program,
@@ -185,7 +185,7 @@ def choose_plan(
         plan, prices = plan_with_remat, None
     with context.time_log.track(PLAN):
         has_state = given_executor is not None and bool(given_executor.state.params)
-        timer = PlanTrials(context, profile, progress, given_executor if has_state else None)
+        timer = PlanTimer(context, profile, progress, given_executor if has_state else None)
         if context.peers.is_primary:
             if plan is None:
                 progress.log("planning")
@@ -214,7 +214,7 @@ def choose_plan(
 
 
 def _search_plan(
-    context: RunContext, profile: Profile, timer: PlanTrials, first_step: int
+    context: RunContext, profile: Profile, timer: PlanTimer, first_step: int
 ) -> tuple[Plan, tuple[Trial, ...]]:
     """Return the best plan, and pending trials of plans if the run chooses by trials."""
     result = make_plan(

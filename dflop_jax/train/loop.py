@@ -35,7 +35,7 @@ from dflop_jax.train.choose_plan import PlannedRun, start_trial
 from dflop_jax.train.correction import Corrector, restore_correction
 from dflop_jax.train.evaluate import HeldOutEvaluator
 from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
-from dflop_jax.train.plan_trials import load_count_program
+from dflop_jax.train.plan_timer import load_count_program
 from dflop_jax.train.planning import load_baselines
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import RunState

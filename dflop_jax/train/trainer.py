@@ -36,7 +36,7 @@ from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.report.wall_time import EVENTS, REDECISION, SAVE, START
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.train import plan_trials
+from dflop_jax.train import plan_timer
 from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
 from dflop_jax.train.change_plan import Handover, move_run
 from dflop_jax.train.choose_plan import (
@@ -51,7 +51,7 @@ from dflop_jax.train.choose_plan import (
 from dflop_jax.train.correction import read_samples
 from dflop_jax.train.load_params import make_initializer, warn_unexportable_adapters
 from dflop_jax.train.loop import TrainLoop
-from dflop_jax.train.plan_trials import run_with_memory_check
+from dflop_jax.train.plan_timer import run_with_memory_check
 from dflop_jax.train.planning import check_trainable
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
@@ -130,7 +130,7 @@ class Trainer:
             self._trials: tuple[Trial, ...] = ()
             self._is_changing = False  # whether this process has decided to change plans
             self._checkpoints = Path(config.run_dir) / run_folder.CHECKPOINTS
-            self._given_executor = plan_trials.make_executor(self.context, plan) if plan else None
+            self._given_executor = plan_timer.make_executor(self.context, plan) if plan else None
             self._handover: Handover | None = None  # from the last plan
 
     def fit(self) -> FitResult:
@@ -183,7 +183,7 @@ class Trainer:
         self._trials = self._trials if new.trials is None else new.trials
         gc.collect()  # the last plan's arrays in reference cycles, such as an error's traceback
         if self._handover is None:
-            self._given_executor = plan_trials.make_executor(self.context, new.plan)
+            self._given_executor = plan_timer.make_executor(self.context, new.plan)
 
     def _fit_plan(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
         """Train under one plan, to the last step or until another plan saves time."""
@@ -279,7 +279,7 @@ class Trainer:
         """Run the steps of a compiled plan and write the summary."""
         # Other processes wait on their devices for one that runs out of memory in a step.
         checks_memory = find_pending(run.state.trials) and self.peers.n_processes == 1
-        translate = plan_trials.translate_memory_errors(self.peers, run.ex.plan, "in a step")
+        translate = plan_timer.translate_memory_errors(self.peers, run.ex.plan, "in a step")
         with translate if checks_memory else nullcontext():
             loop = TrainLoop(run)
             result = loop.run(stack)
@@ -310,7 +310,7 @@ class Trainer:
         self,
         ex: Executor,
         state: RunState,
-        timed: plan_trials.TimedPlan | None,
+        timed: plan_timer.TimedPlan | None,
         folder: RunFolder | None,
         progress: Progress,
         is_same_plan: bool,
@@ -319,8 +319,8 @@ class Trainer:
         is_same_plan = self.peers.broadcast("untimed", is_same_plan, bool)
         if timed is None:
             start_s = time.perf_counter()
-            repeats = 0 if is_same_plan else plan_trials.REPEATS
-            timed = plan_trials.compile_and_time(self.context, ex, repeats=repeats)
+            repeats = 0 if is_same_plan else plan_timer.REPEATS
+            timed = plan_timer.compile_and_time(self.context, ex, repeats=repeats)
             compile_s = time.perf_counter() - start_s
             cached = f", {timed.n_found} of them from the cache" * bool(timed.n_found)
             progress.log(f"compiled {timed.n_programs} programs in {compile_s:.1f} s{cached}")

@@ -86,6 +86,6 @@ def test_second_remat_uses_free_memory(unlimited_plan, share):
     assert all(REMAT.index(s.remat_less) < REMAT.index(s.remat) for s in second)
     if second:
         with_s, without_s = (
-            sum(evaluator.simulate_trial(p, i) for i in range(2)) for p in (plan, plain)
+            sum(evaluator.simulate_round(p, i) for i in range(2)) for p in (plan, plain)
         )
         assert with_s < without_s

@@ -1,4 +1,4 @@
-"""Trials until the fastest plan is certain; the choice where memory does not hold some plans."""
+"""Rounds until the fastest plan is certain; the choice where memory does not hold some plans."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +14,7 @@ from dflop_jax.records import Predicted, Prices
 
 from ..plans import chain
 
-FIRST = time_plans._MIN_TRIALS
+FIRST = time_plans._MIN_ROUNDS
 
 
 def candidate(name, buckets=1, kept=(), **known):
@@ -24,7 +24,7 @@ def candidate(name, buckets=1, kept=(), **known):
 
 
 class Evaluator:
-    """Plans take these seconds in a trial, times a factor of the trial's batches."""
+    """Plans take these seconds in a round, times a factor of the round's batches."""
 
     def __init__(self, seconds, *, apart=0.0, effort="quick", samples=1):
         self.seconds, self.apart, self.samples = seconds, apart, samples
@@ -35,10 +35,10 @@ class Evaluator:
         self.looked[plan.name] += 1
         return plan
 
-    def trial_batches(self, number):
+    def round_batches(self, number):
         return [[number] * self.samples] * 2  # a plain and a drifted one
 
-    def simulate_trial(self, plan, number):
+    def simulate_round(self, plan, number):
         assert number == self.asked[plan.name]  # each once, in order
         self.asked[plan.name] += 1
         noise = np.random.default_rng([number, *plan.name.encode()]).normal() * self.apart
@@ -53,21 +53,21 @@ def halved(evaluator, **plans):
 @pytest.mark.parametrize("seconds, apart, known, order, asked", [
     ({}, 0.0, {}, "", {}),
     ({"a": 1.0}, 0.0, {}, "a", {}),
-    # Much slower plans leave after the first trials.
+    # Much slower plans leave after the first rounds.
     ({"a": 1.3, "b": 1.0, "c": 1.2}, 0.0, {}, "bca", dict.fromkeys("abc", FIRST)),
     # The slower half leaves, three of six others; the rest run on until the order is certain.
     ({n: 1 + 0.01 * i for i, n in enumerate("abcdefg")}, 1e-4, {}, "abcdefg",
-     dict.fromkeys("abcd", time_plans._MIN_TESTED_TRIALS) | dict.fromkeys("efg", FIRST)),
+     dict.fromkeys("abcd", time_plans._MIN_TESTED_ROUNDS) | dict.fromkeys("efg", FIRST)),
     # What has run is not run again.
     ({"a": 1.0, "b": 1.2}, 0.0, {"a": (1.0, 2.0)}, "ab", {"b": FIRST}),
-    # Equal plans are not compared for long, and no plan runs more than the most trials.
-    ({"a": 1.0, "b": 1.0}, 0.0, {}, "ab", dict.fromkeys("ab", time_plans._MIN_TESTED_TRIALS)),
-    ({"c": 1.0, "d": 1.001}, 0.03, {}, None, dict.fromkeys("cd", time_plans._MAX_TRIALS)),
+    # Equal plans are not compared for long, and no plan runs more than the most rounds.
+    ({"a": 1.0, "b": 1.0}, 0.0, {}, "ab", dict.fromkeys("ab", time_plans._MIN_TESTED_ROUNDS)),
+    ({"c": 1.0, "d": 1.001}, 0.03, {}, None, dict.fromkeys("cd", time_plans._MAX_ROUNDS)),
 ])  # fmt: skip
-def test_trials_end_when_plans_are_certainly_different(seconds, apart, known, order, asked):
-    """Trials differ threefold, but the plans run the same ones."""
+def test_rounds_end_when_plans_are_certainly_different(seconds, apart, known, order, asked):
+    """Rounds differ threefold, but the plans run the same ones."""
     evaluator = Evaluator(seconds, apart=apart)
-    begun = {n: candidate(n, trial_seconds=trials) for n, trials in known.items()}
+    begun = {n: candidate(n, round_seconds=rounds) for n, rounds in known.items()}
     got = halved(evaluator, **begun)
     assert order is None or got == [*order]
     assert evaluator.asked == asked
@@ -75,13 +75,13 @@ def test_trials_end_when_plans_are_certainly_different(seconds, apart, known, or
 
 
 @pytest.mark.parametrize("effort, times, larger", [("quick", 1, 1), ("full", 4, 4)])
-def test_equal_plans_use_at_most_the_budget_of_trials(effort, times, larger):
+def test_equal_plans_use_at_most_the_budget_of_rounds(effort, times, larger):
     names = [f"p{i}" for i in range(24 * times // larger)]
     samples = larger * time_plans.LARGE_BATCH
     evaluator = Evaluator(dict.fromkeys(names, 1.0), apart=0.02, effort=effort, samples=samples)
     halved(evaluator)
     beyond = sum(evaluator.asked.values()) - FIRST * len(names)
-    cost = beyond * 2 * larger * (time_plans.TRIAL_WORK + time_plans._BATCH_COST)
+    cost = beyond * 2 * larger * (time_plans.ROUND_WORK + time_plans._BATCH_COST)
     assert 0.4 * times * time_plans._MAX_WORK <= cost <= times * time_plans._MAX_WORK
 
 

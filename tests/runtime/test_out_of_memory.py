@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.runtime.out_of_memory import (
     OutOfMemory,
-    TrialPrograms,
+    TolerantPrograms,
     check_free_memory,
     is_out_of_memory,
     short_bytes,
@@ -60,7 +60,7 @@ def test_room_is_that_of_the_fullest_device():
     assert short_bytes(error.value, []) == GIB
 
 
-def test_a_program_that_fails_in_a_trial_gives_zeros_to_send():
+def test_a_program_that_fails_in_a_rehearsal_gives_zeros_to_send():
     """Other processes count the transfers; a bug is an error all the same."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     struct = jax.ShapeDtypeStruct((2, 3), np.float32, sharding=here)
@@ -72,9 +72,9 @@ def test_a_program_that_fails_in_a_trial_gives_zeros_to_send():
 
     made = SimpleNamespace(reduced_structs=lambda: {"out": struct})
     programs = SimpleNamespace(program=lambda key: fails, updates={"llm": made})
-    trial = TrialPrograms(programs)
-    got = trial.program(("llm", "reduce"))(1)
+    tolerant = TolerantPrograms(programs)
+    got = tolerant.program(("llm", "reduce"))(1)
     np.testing.assert_array_equal(got["out"], np.zeros((2, 3), np.float32))
-    assert trial.failed is full
+    assert tolerant.failed is full
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        trial.program(("llm", "update"))()
+        tolerant.program(("llm", "update"))()

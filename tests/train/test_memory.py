@@ -10,7 +10,7 @@ from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import trainer as trainer_module
-from dflop_jax.train.plan_trials import make_executor
+from dflop_jax.train.plan_timer import make_executor
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, bucket, nano_profile

@@ -13,9 +13,9 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.schedule.count_program import ProgramSizes, canonicalize, program_sizes
-from dflop_jax.train import plan_trials, run_context, run_dir
+from dflop_jax.train import plan_timer, run_context, run_dir
 from dflop_jax.train.choose_plan import describe_data
-from dflop_jax.train.plan_trials import load_count_program
+from dflop_jax.train.plan_timer import load_count_program
 from dflop_jax.train.run_context import RunContext, with_step_count
 from dflop_jax.train.run_dir import is_restarted_run, resolve_run_dir
 from dflop_jax.train.trainer import broadcast_errors
@@ -161,7 +161,7 @@ def test_every_process_keeps_its_programs(monkeypatch):
 def test_the_count_program_is_written_once_and_again_where_it_is_damaged(tmp_path, monkeypatch):
     written: list[ProgramSizes] = []
     monkeypatch.setattr(
-        plan_trials, "canonicalize", lambda wanted: written.append(wanted) or canonicalize(wanted)
+        plan_timer, "canonicalize", lambda wanted: written.append(wanted) or canonicalize(wanted)
     )
     plan = plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1))
     scheduling = plan.scheduling

@@ -216,7 +216,7 @@ class TimingRequest:
     refusal: str = ""  # why the plan is too large, if no other plan is tried
 
 
-class PlanTrials:
+class PlanTimer:
     """Times the programs of plans, and runs a whole step of plans that may be chosen.
 
     Process 0 searches and calls `prices` and `try_step`, then `choose`; the other processes run

@@ -14,8 +14,8 @@ from dflop_jax.plan.time_plans import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Shape, Task
 from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.simulate.task_graph import segment_links
-from dflop_jax.train import plan_trials
-from dflop_jax.train.plan_trials import PlanTrials, run_with_memory_check
+from dflop_jax.train import plan_timer
+from dflop_jax.train.plan_timer import PlanTimer, run_with_memory_check
 
 from ..distributed.service import make_job
 from ..plans import chain, programs
@@ -68,8 +68,8 @@ def timed(monkeypatch):
         fake.prices = lambda profile: replace(prices_of(ex.plan), concurrency=profile.concurrency)
         return fake
 
-    monkeypatch.setattr(plan_trials, "make_executor", lambda place, plan: FakeExecutor(plan))
-    monkeypatch.setattr(plan_trials, "compile_and_time", compile_and_time)
+    monkeypatch.setattr(plan_timer, "make_executor", lambda place, plan: FakeExecutor(plan))
+    monkeypatch.setattr(plan_timer, "compile_and_time", compile_and_time)
     return seen
 
 
@@ -84,7 +84,7 @@ def timer_of(peers, folder, said=None):
     place = SimpleNamespace(config=config, trained=trained, peers=peers, **noted)
     profile = SimpleNamespace(model=SimpleNamespace(key="key", concurrency=1.5))
     log = SimpleNamespace(log=(lambda text: None) if said is None else said.append)
-    return PlanTrials(place, profile, log)
+    return PlanTimer(place, profile, log)
 
 
 def run_two(folder, search, said=None):
@@ -205,9 +205,9 @@ def test_what_one_process_cannot_hold_all_drop(tmp_path, monkeypatch, part):
                 told.append((plan, e.short_bytes))
         return PLANS[2]
 
-    monkeypatch.setattr(plan_trials, "make_executor", make)
+    monkeypatch.setattr(plan_timer, "make_executor", make)
     monkeypatch.setattr(
-        plan_trials.TimedPlan, "prices", lambda self, profile: prices_of(self.executor.plan)
+        plan_timer.TimedPlan, "prices", lambda self, profile: prices_of(self.executor.plan)
     )
     got = run_two(tmp_path, search, said=said)
     assert told == [(PLANS[1], 2 * 2**30)]
@@ -257,17 +257,15 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
     plan = PLANS[0]
     own, by_profile = prices_of(plan), programs(plan, 2.0)
     by_profile = {k: replace(p, content_s=(5e-4,)) for k, p in by_profile.items()}
-    monkeypatch.setattr(plan_trials, "merge_calibrations", lambda *_, **__: own)
-    monkeypatch.setattr(
-        plan_trials, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.5)
-    )
+    monkeypatch.setattr(plan_timer, "merge_calibrations", lambda *_, **__: own)
+    monkeypatch.setattr(plan_timer, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.5))
     modules = {"vision": SimpleNamespace(content=lambda n, placed: {}), "llm": SimpleNamespace()}
     ex = SimpleNamespace(
         plan=plan,
         one_at_a_time=False,
         model=SimpleNamespace(modules=modules, piece_tokens={"vision": 16}),
     )
-    got = plan_trials.TimedPlan(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
+    got = plan_timer.TimedPlan(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
     assert got.concurrency == 1.5
     assert (got.step_end, got.sends) == (own.step_end, own.sends)
     assert got.programs.keys() == own.programs.keys()

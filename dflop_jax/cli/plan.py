@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
-    from dflop_jax.train.choose_plan import max_alternatives
     from dflop_jax.train.run_context import trial_steps
     from dflop_jax.train.step_figures import predict_run
+    from dflop_jax.train.trials import max_alternatives
 
     context, profile = open_run_context(args, partial(check_early, args, None))
     config = context.config

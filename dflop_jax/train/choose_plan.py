@@ -43,7 +43,7 @@ from dflop_jax.train.resume import (
     reuse_state,
     run_settings,
 )
-from dflop_jax.train.run_context import RunContext, trial_steps
+from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.trials import (
     MAX_TRIALS,
     Trial,
@@ -51,6 +51,7 @@ from dflop_jax.train.trials import (
     find_pending,
     list_results,
     make_trials,
+    max_alternatives,
 )
 
 
@@ -225,12 +226,6 @@ def _search_plan(
         max_alternatives=max_alternatives(context.config, first_step),
     )
     return result.plan, make_trials([result.plan, *result.alternatives])
-
-
-def max_alternatives(config: Config, first_step: int) -> int:
-    """Return how many plans besides the best one a run tries; 0 if it has too few steps left."""
-    n = trial_steps(config)
-    return MAX_TRIALS - 1 if 0 < MAX_TRIALS * n <= config.train.steps - first_step else 0
 
 
 def _reuse_on_all(

@@ -1,8 +1,8 @@
 """Decides how much a run measures and searches before its first step.
 
-The first plan always gets one timed shape per module, a quick search and one compiled plan of one
-bucket. More of each is added while the estimated seconds stay within a share of the run's expected
-seconds.
+A run always gets one timed shape per module, a quick search, and plans of one bucket: the first one
+and those of its trials. More of each is added while the estimated seconds stay within a share of
+the run's expected seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def describe_start(start_up_s: Mapping[str, float], steps_s: float) -> str:
     return f"start-up: {duration(total_s)}, {run_share} of the run ({texts})"
 
 
-def plan_start(config: PlanConfig, *, run_s: float, shape_s: float, max_shapes: int) -> StartBudget:
+def plan_start(
+    config: PlanConfig, *, run_s: float, shape_s: float, max_shapes: int, n_plans: int
+) -> StartBudget:
     """Return what to measure before a run.
 
     Args:
@@ -61,6 +63,7 @@ def plan_start(config: PlanConfig, *, run_s: float, shape_s: float, max_shapes: 
       run_s: expected seconds of all steps.
       shape_s: seconds of timing one shape of every module: two depths, forward and backward.
       max_shapes: the largest number of shapes that a module has.
+      n_plans: plans that are compiled: the first one, and those that trials may add.
     """
     limit_s = max(MIN_START_S, MAX_START_SHARE * run_s)
 
@@ -69,7 +72,7 @@ def plan_start(config: PlanConfig, *, run_s: float, shape_s: float, max_shapes: 
             PROFILE: n_shapes * shape_s,
             PLAN: SEARCH_S[effort],
             # A bucket has one depth, half the programs of a timed shape; as many join segments.
-            COMPILE: n_buckets * shape_s,
+            COMPILE: n_plans * n_buckets * shape_s,
         }
         return StartBudget(run_s, limit_s, seconds, n_shapes, effort, n_buckets)
 

@@ -14,8 +14,10 @@ from math import hypot, sqrt
 
 import numpy as np
 
+from dflop_jax.config import Config
 from dflop_jax.records import Plan, TrialResult
 from dflop_jax.report.metrics import WARMUP_STEPS
+from dflop_jax.train.run_context import trial_steps
 
 # Plans that a run tries: the best one of each policy of `auto`.
 MAX_TRIALS = 3
@@ -66,6 +68,12 @@ class Trial:
         noise_s = standard_errors * hypot(self.error_s, other.error_s)
         min_s = max(noise_s, min_slowdown * other.calibrated_s)
         return self.calibrated_s - other.calibrated_s > min_s
+
+
+def max_alternatives(config: Config, first_step: int) -> int:
+    """Return how many plans besides the best one a run tries; 0 if it has too few steps left."""
+    n = trial_steps(config)
+    return MAX_TRIALS - 1 if 0 < MAX_TRIALS * n <= config.train.steps - first_step else 0
 
 
 def make_trials(plans: Sequence[Plan]) -> tuple[Trial, ...]:

@@ -12,28 +12,29 @@ AUTO = PlanConfig(buckets=2)
 MEASURES = [(1, "quick", 1), (1, "quick", 2), (2, "quick", 2), (3, "quick", 2), (3, "full", 2)]
 
 
-def start(run_s, shape_s=10.0, config=AUTO, **changes):
+def start(run_s, shape_s=10.0, config=AUTO, n_plans=1, **changes):
     config = dataclasses.replace(config, **changes)
-    return plan_start(config, run_s=run_s, shape_s=shape_s, max_shapes=3)
+    return plan_start(config, run_s=run_s, shape_s=shape_s, max_shapes=3, n_plans=n_plans)
 
 
 def measures(budget):
     return budget.n_shapes, budget.effort, budget.n_buckets
 
 
-def seconds(n_shapes, effort, n_buckets):
-    return 10.0 * (n_shapes + n_buckets) + SEARCH_S[effort]
+def seconds(n_shapes, effort, n_buckets, n_plans=1):
+    return 10.0 * (n_shapes + n_plans * n_buckets) + SEARCH_S[effort]
 
 
+@pytest.mark.parametrize("n_plans", [1, 3])
 @pytest.mark.parametrize("run_s", [0, 60, 2_000, 2_700, 3_000, 3_400, 4_000, 5_000, 1e6])
-def test_auto_takes_the_last_measures_that_fit(run_s):
+def test_auto_takes_the_last_measures_that_fit(run_s, n_plans):
     """By trying all in their order; the limit is 3% of the run, or a minute."""
     limit_s = max(60.0, 0.03 * run_s)
-    fitting = [m for m in MEASURES if seconds(*m) <= limit_s]
-    budget = start(run_s)
+    fitting = [m for m in MEASURES if seconds(*m, n_plans) <= limit_s]
+    budget = start(run_s, n_plans=n_plans)
     assert measures(budget) == fitting[-1]
     assert budget.limit_s == limit_s
-    assert sum(budget.seconds.values()) == seconds(*measures(budget)) <= limit_s
+    assert sum(budget.seconds.values()) == seconds(*measures(budget), n_plans) <= limit_s
     assert list(budget.seconds) == ["profile", "plan", "compile"]
 
 

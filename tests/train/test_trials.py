@@ -16,7 +16,6 @@ from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import choose_plan
-from dflop_jax.train.choose_plan import max_alternatives
 from dflop_jax.train.run_context import trial_steps
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.train.trials import (
@@ -27,6 +26,7 @@ from dflop_jax.train.trials import (
     find_pending,
     list_results,
     make_trials,
+    max_alternatives,
     next_plan,
 )
 

@@ -41,9 +41,9 @@ def prepare_handover(
     return Handover(as_stored, source, target, move, is_saved)
 
 
-def move_run(handover: Handover, context: RunContext, progress: Progress) -> None:
-    """Move a run's arrays to the target, on all processes together. All raise PlanTooLarge if one
-    runs out of memory; the state is lost then."""
+def move_run(handover: Handover, context: RunContext, progress: Progress) -> float:
+    """Move a run's arrays to the target, on all processes together; return the seconds. All raise
+    PlanTooLarge if one runs out of memory; the state is lost then."""
     source, target, move = handover.source, handover.target, handover.move
     start_s = time.perf_counter()
     run_with_memory_check(
@@ -58,3 +58,4 @@ def move_run(handover: Handover, context: RunContext, progress: Progress) -> Non
         f"moved the state after step {handover.state.step} to another plan: "
         f"{1e3 * move.sent_bytes / GB:,.1f} MB between devices in {seconds:.2f} s"
     )
+    return seconds

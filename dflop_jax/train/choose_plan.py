@@ -68,7 +68,7 @@ class PlannedRun:
     folder: RunFolder | None  # on process 0
     progress: Progress
     is_saved: bool  # whether a checkpoint has `state`; true before the first step
-    start_s: float  # seconds of choosing, compiling and restoring
+    change_s: float  # seconds of the last change: compiling, timing, and moving the state if it was
     ends_s: float  # when `train.max_hours` are over, in `time.monotonic` seconds
     callbacks: Callbacks
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -145,6 +146,7 @@ class TimedPlan:
     n_programs: int  # of this process
     n_found: int  # number of these found in the cache
     calibrations: tuple[Calibration, ...]  # of all processes, on process 0; empty on others
+    seconds: float  # of compiling and timing
 
     def prices(self, profile: ModelProfile) -> Prices:
         """Return prices of the compiled programs, on process 0. The profile provides the seconds of
@@ -179,6 +181,7 @@ def compile_and_time(
     """Compile and time the programs of an executor that has a state (`init`); timing step ends
     changes that state. All processes raise PlanTooLarge if one runs out of memory."""
     peers, limit_s = context.peers, context.config.distributed.peer_timeout_s
+    start_s = time.perf_counter()
 
     def compile_all(sync: Sync) -> int:
         return ex.compile(lambda *_: context.sections.renew(), sync)
@@ -191,7 +194,7 @@ def compile_and_time(
         n_found = counts.cache_hits
     calibration = run_with_memory_check(peers, ex.plan, "timing its programs", calibrate, limit_s)
     gathered = peers.gather("calibrated", calibration, Calibration)
-    return TimedPlan(ex, n, n_found, tuple(gathered))
+    return TimedPlan(ex, n, n_found, tuple(gathered), time.perf_counter() - start_s)
 
 
 def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:

@@ -284,8 +284,9 @@ def check_trainable(config: Config) -> None:
         ),
         (
             plan.redecide_every and not checkpoint.saves,
-            f"plan.redecide_every={plan.redecide_every} changes plans through a checkpoint, and "
-            "checkpoint.every_s=0 writes none; leave it at 600",
+            f"plan.redecide_every={plan.redecide_every} changes plans through a checkpoint where "
+            "memory has no room to move the state, and checkpoint.every_s=0 writes none; leave it "
+            "at 600",
         ),
         (
             plan.trials > 0 and plan.policy != "auto",

@@ -3,7 +3,7 @@
 Every `plan.redecide_every` steps process 0 compares the loads of recent samples with those that the
 plan was last searched for. If they differ by more than chance, it searches for another plan and
 simulates both, while the other processes wait. The run changes plans if the remaining steps save
-more time than the change costs (`change_plan`). Losses agree to rounding.
+more time than the last change cost (`change_plan`). Losses agree to rounding.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Redecider:
         self, steps_done: int, step_s: Sequence[float]
     ) -> tuple[NewPlan | None, str]:
         """Search if samples have changed; return a plan that saves time or None, and why."""
-        context, restart_s = self._run.context, self._run.start_s
+        context, change_s = self._run.context, self._run.change_s
         config = context.config
         n = -(-config.plan.profile_samples // config.train.global_batch)
         steps = range(max(0, steps_done - min(n, config.plan.redecide_every)), steps_done)
@@ -135,9 +135,9 @@ class Redecider:
             return None, reason
         steps_left = config.train.steps - steps_done
         saved_s = saving * float(np.median(step_s)) * steps_left
-        is_worthwhile = saving > _MIN_SAVING and saved_s > restart_s
+        is_worthwhile = saving > _MIN_SAVING and saved_s > change_s
         message = (
             f"another plan would save {saving:.0%} of a step, {saved_s:.1f} s in {steps_left} "
-            f"steps, and cost {restart_s:.1f} s: "
+            f"steps, and cost {change_s:.1f} s: "
         ) + ("changing to it" if is_worthwhile else "keeping the current one")
         return (NewPlan(new_plan, self._profile) if is_worthwhile else None), message

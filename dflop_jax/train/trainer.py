@@ -211,9 +211,9 @@ class Trainer:
         progress = stack.enter_context(
             Progress(config.train.steps, first_step, log_interval=every, quiet=quiet)
         )
-        start_s, context, source = time.perf_counter(), self.context, self.source
+        context, source, move_s = self.context, self.source, 0.0
         if handover:
-            move_run(handover, context, progress)
+            move_s = move_run(handover, context, progress)
             given_executor, handover = handover.target, None  # frees the last plan's programs
         given = given_executor, self.profile, self._trials
         ex, state, timed = choose_plan(context, source, stored, *given, progress, self._report_data)
@@ -233,7 +233,7 @@ class Trainer:
         # A state that was saved to change plans has no prices of the new plan.
         has_run = stored is not None and stored.prices is not None and stored.plan == ex.plan
         is_same_plan, self._is_changing = has_run and not self._is_changing, False
-        self._compile(ex, state, timed, folder, progress, is_same_plan)
+        compile_s = self._compile(ex, state, timed, folder, progress, is_same_plan)
         if self._dry:
             peers.barrier("dry")
             return FitResult(Path(config.run_dir), (), None, 0, state.step, False), None
@@ -247,7 +247,7 @@ class Trainer:
             folder=folder,
             progress=progress,
             is_saved=is_saved,
-            start_s=time.perf_counter() - start_s,
+            change_s=compile_s + move_s,
             ends_s=self._ends_s,
             callbacks=self._callbacks,
         )
@@ -314,16 +314,15 @@ class Trainer:
         folder: RunFolder | None,
         progress: Progress,
         is_same_plan: bool,
-    ) -> None:
-        """Compile the programs if needed; if the plan is new, time them, write it and report it."""
+    ) -> float:
+        """Compile the programs if needed; if the plan is new, time them, write it and report it.
+        Return the seconds of compiling and timing."""
         is_same_plan = self.peers.broadcast("untimed", is_same_plan, bool)
         if timed is None:
-            start_s = time.perf_counter()
             repeats = 0 if is_same_plan else plan_timer.REPEATS
             timed = plan_timer.compile_and_time(self.context, ex, repeats=repeats)
-            compile_s = time.perf_counter() - start_s
             cached = f", {timed.n_found} of them from the cache" * bool(timed.n_found)
-            progress.log(f"compiled {timed.n_programs} programs in {compile_s:.1f} s{cached}")
+            progress.log(f"compiled {timed.n_programs} programs in {timed.seconds:.1f} s{cached}")
         if folder:
             plan = ex.plan
             if not is_same_plan:
@@ -335,6 +334,7 @@ class Trainer:
             progress.log(describe_remaining_time(plan, steps))
             steps_s = plan.predicted.makespan_s * steps
             progress.log(describe_start(self.context.time_log.start_up_s(), steps_s))
+        return timed.seconds
 
     def _report_data(self) -> None:
         if self._on_line:

@@ -265,7 +265,7 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
         one_at_a_time=False,
         model=SimpleNamespace(modules=modules, piece_tokens={"vision": 16}),
     )
-    got = plan_timer.TimedPlan(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
+    got = plan_timer.TimedPlan(ex, 1, 0, (), 1.0).prices(SimpleNamespace(shares_cores=False))
     assert got.concurrency == 1.5
     assert (got.step_end, got.sends) == (own.step_end, own.sends)
     assert got.programs.keys() == own.programs.keys()

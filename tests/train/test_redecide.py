@@ -199,7 +199,7 @@ def propose_plan(tiles, step_s):
         context=SimpleNamespace(config=config, peers=ProcessGroup()),
         ex=SimpleNamespace(plan=PLAN),
         profile=profile,
-        start_s=50.0,
+        change_s=50.0,
         progress=SimpleNamespace(log=said.append),
     )
     redecider = Redecider(run, lambda step: [load(tiles, 20 + i % 2) for i in range(4)])

@@ -109,12 +109,17 @@ def _is_decided(candidate: Candidate, fastest: Candidate, n: int) -> bool:
     return bool(slower.mean() > margin or abs(slower.mean()) + margin < _EQUAL_SHARE)
 
 
-class PlanTooLarge(ValueError):
-    """Raised when a plan's programs run out of memory by `short_bytes` (0: unknown)."""
+class MemoryShortage(ValueError):
+    """Raised on a process where a plan's programs run out of memory by `short_bytes` (0: unknown),
+    while the others may wait for its data on their devices."""
 
     def __init__(self, reason: str, short_bytes: float = 0.0):
         super().__init__(f"{reason}; use a smaller --plan.memory_bytes, {_REMEDIES}")
         self.reason, self.short_bytes = reason, short_bytes
+
+
+class PlanTooLarge(MemoryShortage):
+    """Raised instead on all processes together, so that the run can go on under another plan."""
 
 
 def choose_fitting_plan(

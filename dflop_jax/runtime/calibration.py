@@ -123,8 +123,8 @@ def rehearse(
     order: Sequence[Task],
     sync: Sync,
 ) -> None:
-    """Run a whole step in order on synthetic arrays and wait for each task, so that the step
-    reaches its peak memory. This changes parameters and optimizer state."""
+    """Run a step's tasks in order on synthetic arrays and wait for each, so that the step reaches
+    its peak memory. Updates change parameters and optimizer state."""
     call = _tolerant_call(programs, state, groups, synthetic_arrays(programs, groups))
     for task in order:
         _time_task(call, task, sync)

@@ -223,9 +223,13 @@ class Executor:
         """Time every program alone on this process; see `runtime.calibration`."""
         return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
 
-    def rehearse(self, schedule: Schedule, sync: Sync = _no_sync) -> None:
-        """Run a step on synthetic arrays to test whether it fits into memory. Ruins the state."""
+    def rehearse(
+        self, schedule: Schedule, sync: Sync = _no_sync, *, with_updates: bool = True
+    ) -> None:
+        """Run a step on synthetic arrays to test whether it fits into memory. Updates change
+        parameters and optimizer state."""
         _, order = self._ordered(schedule)
+        order = tuple(t for t in order if with_updates or t.direction != UPDATE)
         rehearse(self.programs, self.state, schedule.groups, order, sync)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import cached_property
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -21,7 +22,7 @@ from dflop_jax.plan.evaluate import filter_fitting_loads
 from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, Schedule, with_remat
 from dflop_jax.report.number_format import duration, number
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.run_folder import CHECKPOINTS, RunFolder
 from dflop_jax.report.wall_time import PLAN, PROFILE
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule.batch_scheduler import schedule_batch
@@ -39,6 +40,7 @@ from dflop_jax.train.planning import check_layers, check_named_remat, check_plan
 from dflop_jax.train.resume import (
     RunState,
     describe_changed_flags,
+    drop_failed_plans,
     is_other_device_count,
     reuse_state,
     run_settings,
@@ -67,7 +69,7 @@ class PlannedRun:
     saver: Checkpointer
     folder: RunFolder | None  # on process 0
     progress: Progress
-    is_saved: bool  # whether a checkpoint has `state`; true before the first step
+    is_saved: bool  # whether a checkpoint has `state`; before the first step only trials need one
     change_s: float  # seconds of the last change: compiling, timing, and moving the state if it was
     ends_s: float  # when `train.max_hours` are over, in `time.monotonic` seconds
     callbacks: Callbacks
@@ -171,6 +173,8 @@ def choose_plan(
     settings = run_settings(context)
     state = _reuse_on_all(context, stored, given_executor, profile, settings, progress.log)
     plan, profile = state.plan, state.profile
+    if given_executor is None:
+        trials = state.trials
     prices = state.prices.prices if state.prices else None
     check_before_measuring(context, source, profile, plan)
     on_checked()
@@ -250,6 +254,8 @@ def _reuse_on_all(
             state, message = reuse_state(stored, settings, given_plan, profile)
             if message:
                 log(message)
+            if state.plan and given_plan is None:
+                state = drop_failed_plans(state, Path(context.config.run_dir, CHECKPOINTS))
     plan, profile = peers.broadcast(
         "given", (state.plan, state.profile), tuple[Plan | None, Profile | None]
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,17 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
 from dflop_jax.data.content import features_struct
 from dflop_jax.data.packing import LocalRanks, PackedGroup, local_samples, pack_groups
+from dflop_jax.distributed.hang_watch import Sections
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.profile.needed import PieceFlops
 from dflop_jax.records import Load, Plan, Schedule, crossing_traffic, rank_nodes
 from dflop_jax.report.trace import group_label
-from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
+from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE, TRAINING
 from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.step_figures import max_by_name, measure_imbalance, sum_by_name
 
+FIRST_STEP = "first step"  # the section of a first step
 WEIGHTS = "weights"  # the field that a module with a loss reads
 _FEED = "feed/"  # prefix of the messages that are sent before a step needs them
 
@@ -278,3 +281,17 @@ def feed_batches(
     finally:
         packer.peers.cancel_waits(_FEED)  # the others may have stopped before they sent all
         batches.close()
+
+
+def mark_sections(
+    sections: Sections, batches: Iterator[tuple[PackedBatch, Waits]], first_step: int
+) -> Iterator[tuple[PackedBatch, Waits]]:
+    """Yield the batches; the wait for each is a section, and the time until the next is a step."""
+    for step in itertools.count(first_step):
+        sections.begin(DATA)
+        batch = next(batches, None)
+        # A step's section includes the wait for the previous step; the first step has none.
+        sections.begin(TRAINING if step > first_step else FIRST_STEP, step)
+        if batch is None:
+            return
+        yield batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +17,13 @@ import msgspec
 
 from dflop_jax.config_fields import parse_profile_steps
 from dflop_jax.data import make_loader
-from dflop_jax.distributed.hang_watch import Sections, TaskProgress
+from dflop_jax.distributed.hang_watch import TaskProgress
 from dflop_jax.distributed.process_exit import RunFailed, preemption
 from dflop_jax.distributed.processes import report_step
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.report.run_folder import CORRECTIONS, XPROF
 from dflop_jax.report.summary import trial_lines
-from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
+from dflop_jax.report.wall_time import END, REDECISION, SAVE, TRAINING
 from dflop_jax.runtime.step_result import StepHandle
 from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.schedule.correction import price_changes
@@ -34,7 +33,14 @@ from dflop_jax.train.change_plan import Handover, prepare_handover
 from dflop_jax.train.choose_plan import PlannedRun, start_trial
 from dflop_jax.train.correction import Corrector, restore_correction
 from dflop_jax.train.evaluate import HeldOutEvaluator
-from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
+from dflop_jax.train.feed import (
+    PackedBatch,
+    Packer,
+    Waits,
+    feed_batches,
+    find_local_ranks,
+    mark_sections,
+)
 from dflop_jax.train.plan_timer import load_count_program
 from dflop_jax.train.planning import load_baselines
 from dflop_jax.train.redecide import NewPlan, Redecider
@@ -80,9 +86,6 @@ class StepProfiler:
             jax.profiler.stop_trace()
 
 
-FIRST_STEP = "first step"
-
-
 class TrainLoop:
     """One process's part of the steps of a run. It ends early to change to `next_plan`."""
 
@@ -125,6 +128,10 @@ class TrainLoop:
             self.saver.store.best = self._evaluator.best[0]
         counter = stack.enter_context(count_compiles())
         self.log = StepLog(self._run, self.loader, counter, self._corrector, worker)
+        if self._trial:  # its failure leads back to this state
+            with context.time_log.track(SAVE):
+                self._save(first_step)
+                self.saver.wait()
         steps = range(first_step, config.train.steps)
         if first_step and steps and self._is_evaluation_due(first_step):
             self._evaluate(first_step)  # a run that ended early has not evaluated yet
@@ -384,17 +391,3 @@ class TrainLoop:
             for c in self._run.callbacks.active if step in saved_steps else ():
                 c.after_save(step, self.saver.store.folder(step))
         self._unreported_saves = []
-
-
-def mark_sections(
-    sections: Sections, batches: Iterator[tuple[PackedBatch, Waits]], first_step: int
-) -> Iterator[tuple[PackedBatch, Waits]]:
-    """Yield the batches; the wait for each is a section, and the time until the next is a step."""
-    for step in itertools.count(first_step):
-        sections.begin(DATA)
-        batch = next(batches, None)
-        # A step's section includes the wait for the previous step; the first step has none.
-        sections.begin(TRAINING if step > first_step else FIRST_STEP, step)
-        if batch is None:
-            return
-        yield batch

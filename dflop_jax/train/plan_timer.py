@@ -20,7 +20,7 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.hardware import GIB
 from dflop_jax.plan.evaluate import fullest_schedule
-from dflop_jax.plan.time_plans import PlanTooLarge
+from dflop_jax.plan.time_plans import MemoryShortage, PlanTooLarge
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import (
     ModelProfile,
@@ -49,6 +49,7 @@ REPEATS = 5  # timed runs of a program, whose median counts
 T = TypeVar("T")
 Sync = Callable[[], None]
 _REQUEST = "timing"  # message key by which process 0 sends plans to try, then the chosen one
+_MEMORY = "memory"  # message key of what each process lacks
 
 
 def describe_plan(plan: Plan) -> str:
@@ -67,13 +68,14 @@ def run_with_memory_check(
     they wait for each other. If one runs out of memory, all raise PlanTooLarge.
 
     Args:
-      limit_s: how long to wait for the others after this process ran out of memory; then the run
-        ends, since they may wait on their devices for its data. None: `work` sends nothing.
+      limit_s: how long to wait for the others after this process ran out of memory; then it raises
+        MemoryShortage, since they may wait on their devices for its data. None: `work` sends
+        nothing.
     """
 
     def agree(own_shortage: tuple[str, float] | None = None) -> None:
         record_type = tuple[str, float] | None
-        shortages = filter(None, peers.all_gather("memory", own_shortage, record_type))
+        shortages = filter(None, peers.all_gather(_MEMORY, own_shortage, record_type))
         if worst := max(shortages, key=lambda s: s[1], default=None):
             raise PlanTooLarge(*worst)
 
@@ -86,14 +88,14 @@ def run_with_memory_check(
             raise
     # The error is freed by now, and the arrays in its traceback with it.
     if shortage:
-        too_large = PlanTooLarge(*shortage)
-        timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, peers.fail, (str(too_large), 2))
+        wait_s = limit_s or threading.TIMEOUT_MAX
+        timer = threading.Timer(wait_s, peers.cancel_waits, (_MEMORY,))
         timer.daemon = True
         timer.start()
         try:
             agree(shortage)
         except RunFailed:  # the others did not arrive
-            raise too_large from None
+            raise MemoryShortage(*shortage) from None
         finally:
             timer.cancel()
     agree()
@@ -102,12 +104,14 @@ def run_with_memory_check(
 
 @contextmanager
 def translate_memory_errors(peers: ProcessGroup, plan: Plan, action: str) -> Iterator[None]:
-    """Raise PlanTooLarge instead of XLA's error if this process runs out of memory."""
+    """Raise MemoryShortage instead of XLA's error if this process runs out of memory; PlanTooLarge
+    if it is the only one."""
     try:
         yield
     except RuntimeError as e:
         if shortage := _find_shortage(peers, plan, action, e):
-            raise PlanTooLarge(*shortage) from None
+            error_type = PlanTooLarge if peers.n_processes == 1 else MemoryShortage
+            raise error_type(*shortage) from None
         raise
 
 
@@ -254,7 +258,7 @@ class PlanTimer:
 
     def try_step(self, plan: Plan, prices: Prices) -> None:
         """Run one step of a plan if memory is limited; raises as `prices` does."""
-        if self._context.plannable_bytes and self._executor(plan) is not self._running:
+        if self._context.plannable_bytes:
             loads, n = self._profile.data.loads, self._context.config.train.global_batch
             trainable = self._executor(plan).trainable
             schedule = fullest_schedule(plan, loads, n, prices, trainable)
@@ -313,12 +317,15 @@ class PlanTimer:
         plan, name = request.plan, self._plan_key(request.plan)
         ex, timed = self._executor(plan), self._timed_plans.pop(name, None)
         config, peers = self._context.config, self._context.peers
+        seed, limit_s = config.train.seed, config.distributed.peer_timeout_s
         if ex is self._running:
-            self._timed_plans[name] = timed or compile_and_time(self._context, ex)
-            return self._timed_plans[name]
+            timed = self._timed_plans[name] = timed or compile_and_time(self._context, ex)
+            if schedule := request.schedule:  # without updates, which would change the run's state
+                step = partial(ex.rehearse, schedule, with_updates=False)
+                run_with_memory_check(peers, plan, "in a step", step, limit_s)
+            return timed
         fits = False
         try:
-            seed, limit_s = config.train.seed, config.distributed.peer_timeout_s
             run_with_memory_check(
                 peers, plan, "placing its parameters", lambda s: ex.init(seed, sync=s)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isclose
 from pathlib import Path
@@ -27,13 +28,14 @@ from dflop_jax.records import Plan, PriceList, Profile
 from dflop_jax.schedule.correction import CorrectionState
 from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.step_figures import SkippedSteps
-from dflop_jax.train.trials import Trial
+from dflop_jax.train.trials import Trial, drop_failed, next_plan, plan_key
 
 log = logging.getLogger(__name__)
 VERSION = 5  # version of `RunState` in checkpoints
 _PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
 _MEMORY, _FROZEN = "memory of a device", "frozen parts"
 _RECORDED_FLAGS = ("model.", "data.", "train.", "plan.")
+_FAILED = "failed-"  # before `plan_key`, the name of a file that says why the plan cannot train
 # Flags of plan.* that do not affect the choice of a plan.
 _FLAGS_WITHOUT_EFFECT = {"plan.devices", "plan.hardware", "plan.redecide_every", "plan.trials"}
 # The profile is measured again if one of these changes.
@@ -172,6 +174,31 @@ def reuse_state(
     names = "; ".join(f"{name} {text}" for name, text in changes.items())
     message = "" if plan else f"{names}: planning again"
     return replace(stored, plan=plan, profile=profile, prices=None), message
+
+
+def record_failure(checkpoints: Path, plan: Plan, reason: str) -> None:
+    """Write beside the checkpoints why a plan of the trials cannot train. Any process may call it;
+    of several, the first one's reason stays."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError), (checkpoints / f"{_FAILED}{plan_key(plan)}").open("x") as file:
+        file.write(reason)
+
+
+def drop_failed_plans(state: RunState, checkpoints: Path) -> RunState:
+    """Return the state without plans whose failure is recorded, and under the plan that its trials
+    then need; ValueError if none is left."""
+    reasons = {f.name.removeprefix(_FAILED): f.read_text() for f in checkpoints.glob(f"{_FAILED}*")}
+    trials = drop_failed(state.trials, reasons)
+    if trials == state.trials:
+        return state
+    if (plan := next_plan(trials)) is None:
+        raise ValueError(
+            f"no plan of the trials fits into memory: {trials[-1].failure}; use a smaller "
+            "--plan.memory_bytes"
+        )
+    if plan == next_plan(state.trials):  # another one failed
+        return replace(state, trials=trials)
+    return replace(state, plan=plan, prices=None, trials=trials)
 
 
 def _text(value: Any) -> str:

@@ -27,7 +27,7 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import TransientError, exit_code_of, is_cli_process
 from dflop_jax.distributed.processes import is_restart, launch_name
 from dflop_jax.folders import tolerate_full_disk
-from dflop_jax.plan.time_plans import PlanTooLarge
+from dflop_jax.plan.time_plans import MemoryShortage, PlanTooLarge
 from dflop_jax.records import Plan, Profile
 from dflop_jax.report import run_folder
 from dflop_jax.report.progress import Progress
@@ -55,7 +55,14 @@ from dflop_jax.train.plan_timer import run_with_memory_check
 from dflop_jax.train.planning import check_trainable
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
-from dflop_jax.train.resume import Resume, RunState, UnreadableCheckpoint, find_checkpoint, restore
+from dflop_jax.train.resume import (
+    Resume,
+    RunState,
+    UnreadableCheckpoint,
+    find_checkpoint,
+    record_failure,
+    restore,
+)
 from dflop_jax.train.run_context import RunContext, make_run_context, with_step_count
 from dflop_jax.train.run_dir import is_restarted_run
 from dflop_jax.train.start_budget import describe_start
@@ -164,7 +171,8 @@ class Trainer:
 
     def _fit_or_drop_plan(self, stack: ExitStack) -> tuple[FitResult | None, NewPlan | None]:
         """Train under one plan (`_fit_plan`). If it does not fit into memory, return no result and
-        another plan of the trials, on all processes together."""
+        another plan of the trials, on all processes together. TransientError if they cannot agree:
+        the next start drops the plan."""
         try:
             return self._fit_plan(stack)
         except PlanTooLarge as e:
@@ -174,6 +182,13 @@ class Trainer:
                 raise
             assert self.profile
             return None, NewPlan(plan, self.profile, trials)
+        except MemoryShortage as e:  # the others wait for this process on their devices
+            if (pending := find_pending(self._trials)) is None:
+                raise
+            record_failure(self._checkpoints, pending.plan, e.reason)
+            raise TransientError(
+                f"{e.reason}; start again with --resume auto: the run goes on without this plan"
+            ) from None
 
     def _change_plan(self, new: NewPlan) -> None:
         """Go on under another plan: with the state handed over, or from the newest checkpoint, or
@@ -195,7 +210,7 @@ class Trainer:
         resume, self._resume = self._resume, Resume()
         given_executor, self._given_executor = self._given_executor, None
         handover, self._handover = self._handover, None
-        is_moved, is_saved = handover is not None, handover is None or handover.is_saved
+        is_moved, is_saved = handover is not None, handover is not None and handover.is_saved
         checkpoint, unreadable = None, list[UnreadableCheckpoint]()
         if self._existing == "resume" and not handover:
             checkpoint = find_checkpoint(self._checkpoints, peers, unreadable, at=resume.at)
@@ -223,6 +238,7 @@ class Trainer:
         if not is_moved:
             initialize = partial(self._init_state, saver, ex, checkpoint, unreadable, resume)
             stored = run_with_memory_check(peers, ex.plan, "placing its parameters", initialize)
+            is_saved = stored is not None or not find_pending(state.trials)
         if stored:
             state = state.continue_from(stored)
             progress.log(f"resumed after step {state.step} of {config.train.steps}")
@@ -277,10 +293,8 @@ class Trainer:
 
     def _run_steps(self, stack: ExitStack, run: PlannedRun) -> tuple[FitResult, NewPlan | None]:
         """Run the steps of a compiled plan and write the summary."""
-        # Other processes wait on their devices for one that runs out of memory in a step.
-        checks_memory = find_pending(run.state.trials) and self.peers.n_processes == 1
         translate = plan_timer.translate_memory_errors(self.peers, run.ex.plan, "in a step")
-        with translate if checks_memory else nullcontext():
+        with translate if find_pending(run.state.trials) else nullcontext():
             loop = TrainLoop(run)
             result = loop.run(stack)
         if run.folder and result.losses:

@@ -8,7 +8,7 @@ on one set of sampled batches, which is the same for all plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot, sqrt
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from dflop_jax.config import Config
 from dflop_jax.records import Plan, TrialResult
+from dflop_jax.records.files import digest
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.train.run_context import trial_steps
 
@@ -117,6 +118,20 @@ def drop_pending(trials: Sequence[Trial], failure: str) -> tuple[Trial, ...]:
         replace(t, ratios=(), step_s=(), failure=failure) if t is current else t for t in trials
     )
     return tuple(failed)
+
+
+def drop_failed(trials: Sequence[Trial], reasons: Mapping[str, str]) -> tuple[Trial, ...]:
+    """Return the trials without the plans that `reasons` names by `plan_key`."""
+    failures = (t.failure or reasons.get(plan_key(t.plan), "") for t in trials)
+    return tuple(
+        replace(t, ratios=(), step_s=(), failure=failure) if failure else t
+        for t, failure in zip(trials, failures, strict=True)
+    )
+
+
+def plan_key(plan: Plan) -> str:
+    """Return a name of the plan that stays when its figures change."""
+    return digest((plan.policy, plan.layout))
 
 
 def list_results(trials: Sequence[Trial]) -> tuple[TrialResult, ...]:

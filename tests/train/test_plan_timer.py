@@ -10,12 +10,13 @@ import pytest
 from dflop_jax import TrainConfig
 from dflop_jax.distributed.hang_watch import Sections
 from dflop_jax.distributed.process_exit import RunFailed
-from dflop_jax.plan.time_plans import PlanTooLarge
+from dflop_jax.plan.time_plans import MemoryShortage, PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Shape, Task
 from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.simulate.task_graph import segment_links
 from dflop_jax.train import plan_timer
 from dflop_jax.train.plan_timer import PlanTimer, run_with_memory_check
+from dflop_jax.train.trainer import broadcast_errors
 
 from ..distributed.service import make_job
 from ..plans import chain, programs
@@ -238,12 +239,14 @@ def test_the_run_ends_where_the_others_cannot_leave():
         run_with_memory_check(job.groups[0], PLANS[0], "in a step", stuck, 0.1)
 
     def other():
-        run_with_memory_check(job.groups[1], PLANS[0], "in a step", fails, 0.1)
+        with broadcast_errors(job.groups[1]):
+            run_with_memory_check(job.groups[1], PLANS[0], "in a step", fails, 0.1)
 
     with ThreadPoolExecutor(2) as pool:
         waits, failed = pool.submit(hub), pool.submit(other)
-        with pytest.raises(PlanTooLarge, match=r"process 1 ran out of it in a step, 2\.00 GiB"):
+        with pytest.raises(MemoryShortage, match=r"ran out of it in a step, 2\.00 GiB") as error:
             failed.result(20)
+        assert not isinstance(error.value, PlanTooLarge)  # which all raise
         with pytest.raises((PlanTooLarge, RunFailed)):  # a real process has ended
             waits.result(20)
     job.stop()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -11,29 +14,44 @@ import numpy as np
 import pytest
 
 from dflop_jax import Callback, PlanConfig
+from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from dflop_jax.records import Plan, SubmeshPlan
 from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import choose_plan
-from dflop_jax.train.run_context import trial_steps
+from dflop_jax.train.callbacks import FitResult
+from dflop_jax.train.resume import RunState, drop_failed_plans, record_failure
+from dflop_jax.train.run_context import count_compiles, trial_steps
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.train.trials import (
     Trial,
     TrialRun,
     choose_trial,
+    drop_failed,
     drop_pending,
     find_pending,
     list_results,
     make_trials,
     max_alternatives,
     next_plan,
+    plan_key,
 )
 
 from ..plans import NANO, bucket, nano_profile
-from .resume_cases import CONFIG, PLAN, STEPS, quick, whole  # noqa: F401 (fixtures)
+from .many import LIMIT_S, Jobs, environment, losses
+from .resume_cases import (  # noqa: F401 (fixtures)
+    CACHE,
+    CONFIG,
+    PLAN,
+    STEPS,
+    assert_as_whole,
+    quick,
+    whole,
+)
 
 N = 3  # steps of a trial, of which two warm up
+RTOL = 1e-6  # of losses under plans that add in another order
 
 
 def plan_of(policy: str) -> Plan:
@@ -148,6 +166,28 @@ def test_long_runs_of_auto_try_plans(trials, policy, steps, saves, expected):
     assert [max_alternatives(config, steps - n) for n in left] == [2 * (expected > 0), 0]
 
 
+@pytest.mark.parametrize("failed, left", [("", "ab"), ("a", "b"), ("b", "a"), ("ab", "")])
+def test_a_resumed_run_drops_plans_whose_failure_is_recorded(tmp_path, failed, left):
+    trials = (trial("a", ratios=[1.0]), trial("b"))
+    state = RunState(step=8, plan=next_plan(trials), prices="prices", trials=trials)
+    folder = tmp_path / "checkpoints"
+    assert drop_failed_plans(RunState(), folder) == RunState()
+    for policy in failed:
+        record_failure(folder, plan_of(policy), "too large")
+        record_failure(folder, plan_of(policy), "of another process")
+    if not left:
+        with pytest.raises(ValueError, match="no plan of the trials fits into memory: too large"):
+            drop_failed_plans(state, folder)
+        return
+    got = drop_failed_plans(state, folder)
+    assert [t.plan.policy for t in got.trials if not t.failure] == [*left]
+    assert {t.failure for t in got.trials if t.failure} == ({"too large"} if failed else set())
+    assert got.plan.policy == left[-1]
+    assert got.prices == (None if "b" in failed else "prices")
+    again = {plan_key(t.plan): "again" for t in got.trials if t.failure}
+    assert drop_failed(got.trials, again) == got.trials
+
+
 # ---- a run of three plans ----
 
 ORCH = dataclasses.replace(NANO, policy="orch").with_layout(
@@ -156,6 +196,8 @@ ORCH = dataclasses.replace(NANO, policy="orch").with_layout(
 DIP = dataclasses.replace(PLAN, policy="dip").with_layout(buckets=(bucket(10, 192),))
 PLANS = [ORCH, PLAN, DIP]
 STEP_S = {"orch": 3.0, "dflop": 1.0, "dip": 2.0}
+COMPILE = Executor.compile  # not `compiled_once`
+TRIED: list[tuple[Path, FitResult, list[int]]] = []  # of `tried_whole`, once it is there
 
 
 class Stop(Callback):
@@ -169,67 +211,84 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
-@pytest.fixture
-def tried(quick, monkeypatch, tmp_path):
-    """What is searched and measured: three plans, of which steps seem to take so long."""
-    searches = []
+def try_three_plans(patch) -> list[int]:
+    """Make runs search and try three plans, whose steps seem to take so long; returns how many
+    alternatives each search is asked for."""
+    searches, add_step = [], TrialRun.add_step
 
     def search(*_, max_alternatives, **options):
         searches.append(max_alternatives)
-        return SimpleNamespace(plan=PLANS[0], alternatives=tuple(PLANS[1:]))
-
-    add_step = TrialRun.add_step
+        return SimpleNamespace(plan=PLANS[0], alternatives=PLANS[1 : 1 + max_alternatives])
 
     def add(self, step, step_s, simulated_s):
         add_step(self, step, STEP_S[self._pending.plan.policy], simulated_s)
 
-    monkeypatch.setattr(choose_plan, "make_plan", search)
-    monkeypatch.setattr(choose_plan, "check_before_measuring", lambda *_: None)
-    monkeypatch.setattr(TrialRun, "add_step", add)
-    monkeypatch.chdir(tmp_path)
+    patch.setattr(choose_plan, "make_plan", search)
+    patch.setattr(choose_plan, "check_before_measuring", lambda *_: None)
+    patch.setattr(TrialRun, "add_step", add)
     return searches
 
 
-def fit(existing="error", callbacks=(), n=N):
+@pytest.fixture
+def tried(quick, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return try_three_plans(monkeypatch)
+
+
+@pytest.fixture
+def tried_whole(tried, tmp_path_factory):
+    """The folder of a run with trials that nothing interrupts, its result, and `tried`."""
+    if not TRIED:
+        folder = tmp_path_factory.mktemp("tried") / "run"
+        TRIED.append((folder, fit(folder), [*tried]))
+    return TRIED[0]
+
+
+def fit(run_dir="run", existing="error", callbacks=(), **changes):
     jax.devices()
-    plan = PlanConfig(devices=2, trials=n)
-    config = dataclasses.replace(CONFIG, run_dir="run", cache_dir="cache", plan=plan)
+    plan = PlanConfig(devices=2, trials=N, **changes)
+    config = dataclasses.replace(CONFIG, run_dir=str(run_dir), **CACHE, plan=plan)
     return Trainer(config, profile=nano_profile(), existing=existing, callbacks=callbacks).fit()
 
 
-def assert_as_without_trials(whole):
-    rows = read_metrics("run")
+def assert_as_without_trials(run_dir, whole) -> dict[str, str]:
+    """Returns the outcome of each trial, by policy."""
+    rows = read_metrics(run_dir)
     assert [r["step"] for r in rows] == list(range(STEPS))
     expected = [r["loss"] for r in read_metrics(whole)]
-    np.testing.assert_allclose([r["loss"] for r in rows], expected, rtol=1e-4)
-    plan = read(Plan, "run/plan.json")
+    np.testing.assert_allclose([r["loss"] for r in rows], expected, rtol=RTOL)
+    plan = read(Plan, f"{run_dir}/plan.json")
     assert plan.policy == "dflop"
-    return [(r.policy, r.outcome) for r in plan.trials]
-
-
-OUTCOMES = ["slower than the fastest", "chosen: the fastest", "slower than the fastest"]
+    assert [r.policy for r in plan.trials] == ["orch", "dflop", "dip"]
+    return {r.policy: r.outcome for r in plan.trials}
 
 
 @pytest.mark.slow
-def test_a_run_trains_under_each_plan_and_goes_on_under_the_fastest(tried, whole):
-    result = fit()
-    outcomes = assert_as_without_trials(whole)
-    assert [p for p, _ in outcomes] == ["orch", "dflop", "dip"]
-    assert all(said.endswith(says) for (_, said), says in zip(outcomes, OUTCOMES, strict=True))
-    assert (len(result.losses), result.compiles_after_warmup, tried) == (STEPS, 0, [2])
+def test_a_run_trains_under_each_plan_and_goes_on_under_the_fastest(tried_whole, whole):
+    folder, result, searches = tried_whole
+    outcomes = assert_as_without_trials(folder, whole)
+    assert outcomes["dflop"] == "chosen: the fastest"
+    assert all(outcomes[p].endswith("slower than the fastest") for p in ("orch", "dip"))
+    assert (len(result.losses), result.compiles_after_warmup, searches) == (STEPS, 0, [2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, N + 2, 2 * N + 1, 3 * N + 1])
-def test_a_run_that_is_killed_in_a_trial_makes_the_same_choice(tried, whole, step):
+def test_a_run_that_is_killed_in_a_trial_goes_on_as_if_it_were_not(tried_whole, monkeypatch, step):
+    """Bit for bit, with every program from the compilation cache."""
+    folder, _, _ = tried_whole
     with pytest.raises(KeyboardInterrupt):
         fit(callbacks=[Stop(step)])
-    fit("resume")
-    assert [p for p, _ in assert_as_without_trials(whole)] == ["orch", "dflop", "dip"]
+    monkeypatch.setattr(Executor, "compile", COMPILE)
+    with count_compiles() as counts:
+        fit(existing="resume")
+    assert_as_whole("run", folder)
+    assert read(Plan, "run/plan.json").trials == read(Plan, folder / "plan.json").trials
+    assert counts.compiled == counts.cache_hits > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["init_for_restore", "calibrate", "run_step"])
+@pytest.mark.parametrize("part", ["init_for_restore", "calibrate", "rehearse", "run_step"])
 def test_a_plan_that_does_not_fit_is_dropped(tried, whole, monkeypatch, part):
     run, failed = getattr(Executor, part), []
 
@@ -237,12 +296,98 @@ def test_a_plan_that_does_not_fit_is_dropped(tried, whole, monkeypatch, part):
         policy = self.plan.policy
         if policy == "dip" or (part == "run_step" and policy == "orch"):
             failed.append(policy)
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+            raise jax.errors.JaxRuntimeError(SHORT)
         return run(self, *args, **options)
 
     monkeypatch.setattr(Executor, part, run_or_fail)
-    fit()
-    outcomes = dict(assert_as_without_trials(whole))
+    fit(memory_bytes=1e12)  # limited, so that plans rehearse a step
+    outcomes = assert_as_without_trials("run", whole)
     assert outcomes["dflop"] == "chosen: the fastest"
     assert all("ran out of it" in outcomes[policy] for policy in failed)
     assert sorted(failed) == (["dip", "orch"] if part == "run_step" else ["dip"])
+
+
+# ---- two processes, of which one runs out of memory ----
+
+SHORT = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
+# Appended to an experiment: process 1 fails when it runs a part for the n-th time under a policy.
+FAILS = """
+import jax
+import pytest
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.train.run_context import count_compiles
+from dflop_jax.train.trainer import Trainer
+from tests.train.test_trials import SHORT, try_three_plans
+
+try_three_plans(pytest.MonkeyPatch())
+run, fit, n_runs = Executor.{part}, Trainer.fit, []
+
+def run_or_fail(self, *args, **options):
+    if self.plan.policy == {policy!r} and jax.process_index() == 1:
+        n_runs.append(1)
+        if len(n_runs) == {n}:
+            raise jax.errors.JaxRuntimeError(SHORT)
+    return run(self, *args, **options)
+
+def count_and_fit(self):
+    with count_compiles() as counts:
+        result = fit(self)
+    print(f"{{counts.compiled}} programs, {{counts.compiled - counts.cache_hits}} compiled")
+    return result
+
+Executor.{part}, Trainer.fit = run_or_fail, count_and_fit
+"""
+
+
+def run_two(folder, policy="", part="run_step", n=2, restarts=0, trials=N, more=()):
+    """The exit code and output of a run of two processes, where a policy's plan does not fit."""
+    jobs = Jobs.make(folder, PLAN, STEPS, every=4)
+    with (folder / "small.py").open("a") as experiment:
+        experiment.write(FAILS.format(policy=policy, part=part, n=n))
+    limits = ["--plan.trials", str(trials), "--plan.memory_bytes", "1e12"]
+    command = jobs.command(2, folder / "run", *limits, *more)
+    at = command.index("--plan-file")  # as without trials
+    del command[at : at + 2]
+    first = command.index("launch") + 1
+    command = [*command[:first], "--max-restarts", str(restarts), *command[first:]]
+    options = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+    done = subprocess.run(command, env=environment(), **options)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def two_whole(tmp_path_factory):
+    """The losses of a run of two processes without trials."""
+    folder = tmp_path_factory.mktemp("two")
+    code, output = run_two(folder, trials=0)
+    assert code == 0, output
+    return losses(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, part, n, restarts, first_code", [
+    ("orch", "run_step", 2, 1, 0),
+    ("dip", "run_step", 2, 0, TRANSIENT_FAILURE),
+    ("dip", "rehearse", 1, 0, 0),  # the processes agree, and go on
+])  # fmt: skip
+def test_a_plan_that_one_process_cannot_hold_is_dropped_on_all(
+    tmp_path, two_whole, policy, part, n, restarts, first_code
+):
+    code, output = run_two(tmp_path, policy, part, n, restarts)
+    assert code == first_code, output
+    if code:
+        assert "start again with --resume auto: the run goes on without this plan" in output
+        code, more = run_two(tmp_path, policy, part, n, more=["--resume", "auto"])
+        output += more
+    assert code == 0, output
+    plan = read(Plan, tmp_path / "run/plan.json")
+    outcomes = {r.policy: r.outcome for r in plan.trials}
+    assert plan.policy == "dflop"
+    assert outcomes["dflop"] == "chosen: the fastest"
+    assert outcomes[policy].startswith("dropped: plan " + policy)
+    assert outcomes[policy].endswith("process 1 ran out of it in a step")
+    np.testing.assert_allclose(losses(tmp_path / "run"), two_whole, rtol=RTOL)
+    compiled = [int(n) for n in re.findall(r"\d+ programs, (\d+) compiled", output)]
+    assert len(compiled) == 2  # of each process, at the end
+    if first_code:  # the first start compiled all plans
+        assert compiled == [0, 0]

@@ -104,7 +104,8 @@ def judged(case: Case, found: Evaluation) -> np.ndarray:
     names = [s.name for s in found.plan.layout.segments]
     seconds = []
     for draw in range(DRAWS):
-        prices = layout_prices(found.plan.layout, CostModel(perturbed(get_profile(case), draw)))
+        costs = CostModel(perturbed(get_profile(case), draw))
+        prices = layout_prices(found.plan.layout, costs, found.plan.scheduling.grouping)
         traces = [simulate_step(found.plan, step.schedule, prices, names) for step in found.steps]
         seconds.append([t.makespan_s for t in traces])
     return np.mean(seconds, axis=0)

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> Any:
     tick = make_ticker("planning", "placements", starts_shown=starts_shown)
     plan = given_plan or planning.make_plan(context, profile, tick).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
-    prices = layout_prices(plan.layout, CostModel(profile.model))
+    costs = CostModel(profile.model)
+    prices = layout_prices(plan.layout, costs, plan.scheduling.grouping)
     names = [s.name for s in plan.layout.segments]
     schedules = [schedule_batch(b, plan, prices, names, step=i) for i, b in enumerate(batches)]
     trace = simulate_schedules(plan, schedules, prices, names)

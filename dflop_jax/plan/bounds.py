@@ -30,12 +30,14 @@ from dflop_jax.plan.module_tables import ModuleTable, SearchContext, group_conte
 from dflop_jax.plan.placement import Parallelism
 from dflop_jax.plan.space import LayoutFamily
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Bucket, Direction, Layout, Plan
+from dflop_jax.records import Bucket, Direction, Layout, Plan, exchanged_features
 from dflop_jax.schedule.bounds import fill_and_drain_s, step_bound_s
 from dflop_jax.schedule.costs import segment_directions
 from dflop_jax.simulate.task_graph import in_flight_limit, segment_links, submesh_resources
 
 SegmentDirections = tuple[tuple[Direction, ...], ...]
+# Data-parallel degree of a module, and `exchanged_features` by edge to its readers.
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -291,21 +293,30 @@ def bound_families(
     policy: str, families: Sequence[LayoutFamily], context: SearchContext
 ) -> Iterator[Space]:
     """Yield the space of each family of layouts at all granularities."""
-    names, limit = list(context.n_layers), context.spec.memory_bytes
-    degrees: dict[tuple[str, Parallelism, int], set[int]] = defaultdict(set)
+    names, limit, edges = list(context.n_layers), context.spec.memory_bytes, context.profile.edges
+    all_ranks: dict[tuple[str, Parallelism, int], set[Ranks]] = defaultdict(set)
     for f in families:
-        for m, parallelism, data in zip(names, f.parallelisms, f.data.T, strict=True):
-            degrees[m, parallelism, f.max_stages].update(np.unique(data).tolist())
+        for m, parallelism, ranks in zip(names, f.parallelisms, _ranks(f, context), strict=True):
+            all_ranks[m, parallelism, f.max_stages].update(ranks)
+    row_of = {key: {r: i for i, r in enumerate(sorted(rs))} for key, rs in all_ranks.items()}
 
     @cache
     def build_table(
         module: str, parallelism: Parallelism, max_stages: int, directions: SegmentDirections
     ) -> ModuleTable:
-        data: Array = np.array(sorted(degrees[module, parallelism, max_stages]))[:, None]
+        data, *by_edge = np.array([*row_of[module, parallelism, max_stages]]).T[..., None]
         mesh, segments = replace(parallelism.mesh, data=data), context.segments(module, parallelism)
         groups, group_sizes = context.granularities(max_stages)
-        shapes = context.row_shapes(module, groups * group_sizes, data, mesh.model)
-        return module_table(context, segments, directions, mesh, (groups, group_sizes), shapes)
+        sent = list(zip((e for e in edges if e.source == module), by_edge, strict=True))
+        return module_table(
+            context,
+            segments,
+            directions,
+            mesh,
+            (groups, group_sizes),
+            context.row_shapes(module, groups * group_sizes, data, mesh.model),
+            exchanged={s.name: sum(n for e, n in sent if s.sends(e)) for s in segments},
+        )
 
     Key = tuple[str, Parallelism, int, SegmentDirections, tuple[int, ...], tuple[int, ...]]
 
@@ -326,10 +337,10 @@ def bound_families(
         if graph_key not in graphs:
             graphs[graph_key] = segment_graph(layout(0), context)
         graph = graphs[graph_key]
-        of_modules = list(zip(names, f.parallelisms, f.data.T, strict=True))
+        of_modules = list(zip(names, f.parallelisms, _ranks(f, context), strict=True))
         keys = {m: (m, k, f.max_stages, *graph.module_key(m)) for m, k, _ in of_modules}
         tables = {m: build_table(*key[:4]) for m, key in keys.items()}
-        rows = {m: np.searchsorted(tables[m].data, data) for m, _, data in of_modules}
+        rows = {m: np.array([*map(row_of[keys[m][:3]].get, ranks)]) for m, _, ranks in of_modules}
         options = {m: build_options(key) for m, key in keys.items()}
         minima = {
             block: module_minimum(keys[block[0]]).select(rows[block[0]])
@@ -339,6 +350,16 @@ def bound_families(
         }
         sizes = context.granularities(f.max_stages)
         yield Space(policy, layout, graph, context, *sizes, tables, rows, options, minima)
+
+
+def _ranks(family: LayoutFamily, context: SearchContext) -> list[list[Ranks]]:
+    """Return by module the `Ranks` of each layout."""
+    data, by_module = dict(zip(context.n_layers, family.data.T, strict=True)), []
+    for module, n in data.items():
+        readers = (data[e.target] for e in context.profile.edges if e.source == module)
+        columns = [n, *(exchanged_features(n, reader) for reader in readers)]
+        by_module.append(list(zip(*(column.tolist() for column in columns), strict=True)))
+    return by_module
 
 
 def _build_layout(context: SearchContext, family: LayoutFamily, i: int) -> Layout:

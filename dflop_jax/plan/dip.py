@@ -196,8 +196,7 @@ def _bound_layout(context: SearchContext, layout: Layout) -> Space:
             mesh,
             granularities,
             (rows, tokens),
-            sub_microbatches[m],
-            max_subs,
+            (mean_subs[None], max_subs),
         )
         in_flight = [np.array([[limits[n][s.name] for n in fan_in]]) for s in segments]
         options[m] = make_module_options(tables[m], resources, in_flight)

@@ -308,7 +308,7 @@ def simulate(
     ValueError: a sample fits no bucket, or the profile lacks a degree of the plan.
     """
     names = [s.name for s in plan.layout.segments] if trainable is None else trainable
-    prices = layout_prices(plan.layout, CostModel(profile))
+    prices = layout_prices(plan.layout, CostModel(profile), plan.scheduling.grouping)
     schedules = [schedule_batch(b, plan, prices, names, step=i) for i, b in enumerate(batches)]
     return simulate_schedules(plan, schedules, prices, names, noise=noise)
 

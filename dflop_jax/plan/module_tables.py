@@ -2,8 +2,8 @@
 
 All groups of a granularity have one shape and equal content, so their task times are exact before
 scheduling; the number of groups per batch is a lower bound from the batch's volume. Arrays are
-[n_rows, n_granularities], with one row per data-parallel degree, or with a leading axis of options,
-[n_options, n_rows, n_granularities].
+[n_rows, n_granularities], or with a leading axis of options, [n_options, n_rows, n_granularities].
+A row is a data-parallel degree and what its ranks exchange with those of the module's readers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import get_args
 
 import numpy as np
@@ -26,13 +26,14 @@ from dflop_jax.plan.placement import (
 )
 from dflop_jax.plan.search_spec import GROUPS_PER_BATCH, SearchSpec
 from dflop_jax.plan.space import BASELINES
-from dflop_jax.profile.cost_model import CostModel, SegmentCosts, layout_prices
+from dflop_jax.profile.cost_model import CostModel, Predictions, SegmentCosts, layout_prices
 from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
     Bucket,
     Direction,
+    Grouping,
     Layout,
     Load,
     MeshShape,
@@ -224,8 +225,10 @@ class SearchContext:
         """Return the layout with the model's edges and tied parameters."""
         return replace(layout, edges=self.profile.edges, tied=self.profile.tied)
 
-    def price_layout(self, layout: Layout) -> Prices:
-        return layout_prices(layout, self.costs)
+    def price_layout(self, layout: Layout, policy: str | None = None) -> Prices:
+        """Return the layout's prices under a policy's grouping of samples; None: the search's
+        policy."""
+        return layout_prices(layout, self.costs, _grouping(policy or self.spec.config.policy))
 
     def trainable(self, layout: Layout) -> list[str]:
         """Return the names of segments with trainable parameters."""
@@ -245,16 +248,18 @@ class SearchContext:
     ) -> Plan:
         """Build the plan of a layout with `buckets`; `options` None: the simplest."""
         options = options or {m: self.options(m)[0] for m in self.n_layers}
-        scheduling = Scheduling(
-            "arrival" if policy in BASELINES else "balanced", node=self.spec.config.node
-        )
+        scheduling = Scheduling(_grouping(policy), node=self.spec.config.node)
         layout = replace(self.with_edges(layout), buckets=tuple(buckets))
         return with_options(Plan(policy, layout, scheduling), options)
 
 
+def _grouping(policy: str) -> Grouping:
+    return "arrival" if policy in BASELINES else "balanced"
+
+
 @dataclass(frozen=True)
 class ModuleTable:
-    """A module's shapes, time and memory by data-parallel degree (row), option and granularity."""
+    """A module's shapes, time and memory by row, option and granularity."""
 
     options: tuple[MemoryOption, ...]
     data: Array  # data-parallel degree, [n_rows]
@@ -280,17 +285,18 @@ def module_table(
     mesh: MeshShape,
     granularities: tuple[Array, Array],
     row_shapes: tuple[Array, Array],
-    sub_microbatches: Array = 1,
-    max_sub_microbatches: Array = 1,
+    sub_microbatches: tuple[Array, Array] = (1, 1),
+    exchanged: Mapping[str, Array] | None = None,
 ) -> ModuleTable:
     """Return the table of a module.
 
     Args:
       segments, directions: the module's segments and the tasks of each.
-      mesh: with ascending data-parallel degrees, [n_rows, 1].
+      mesh: with data-parallel degrees [n_rows, 1].
       granularities: groups per mean batch, and microbatches per group.
       row_shapes: rows per rank and tokens per row at each granularity.
-      sub_microbatches, max_sub_microbatches: the module's groups per group of other modules.
+      sub_microbatches: mean and maximum number of groups per group of other modules.
+      exchanged: `SegmentCosts.exchanged` by segment, [n_rows, 1]; None: of readers on equal meshes.
     """
     module, (n_groups, group_size), (rows, tokens) = segments[0].module, granularities, row_shapes
     volume, n_tokens = context.volumes[module], rows * tokens
@@ -298,7 +304,8 @@ def module_table(
     min_tokens = n_tokens[:, [int((n_groups * group_size).argmax())]]
     capacity = context.group_capacity(module, rows, tokens) * data * group_size
     predictions = context.costs.predict(module, mesh.model, rows, tokens)
-    content = group_content(volume, n_groups * sub_microbatches, data)
+    content = group_content(volume, n_groups * sub_microbatches[0], data)
+    task_s = partial(_task_s, group_size, predictions, content)
     by_kind: dict[tuple[object, ...], Array] = {}
 
     def quantities(s: SegmentPlan, tasks: Collection[str]) -> Array:
@@ -306,23 +313,17 @@ def module_table(
         trains, by_option = context.spec.trains(s), []
         # Costs, and seconds of forward, of the options that shard equally.
         by_state: dict[tuple[Zero, int], tuple[SegmentCosts, Array]] = {}
-
-        def task_s(costs: SegmentCosts, direction: Direction) -> Array:
-            if direction not in tasks:
-                return 0.0
-            static_s = costs.task_s(group_size, predictions, direction)
-            return static_s + content_seconds(costs.content_s(group_size, direction), content)
-
         for option in context.options(module):
             sharding = option.zero, option.shard_devices
             if sharding not in by_state:
-                costs = context.costs.segment(option.apply(s), mesh)
-                by_state[sharding] = costs, task_s(costs, FORWARD)
+                costs = context.costs.segment(option.apply(s), mesh, (exchanged or {}).get(s.name))
+                by_state[sharding] = costs, task_s(costs, FORWARD) if FORWARD in tasks else 0.0
             costs = by_state[sharding][0].with_remat(option.remat)
-            seconds: list[Array] = [by_state[sharding][1], task_s(costs, BACKWARD), 0.0, 0.0]
+            backward = BACKWARD in tasks
+            backward_s = task_s(costs, BACKWARD) if backward else 0.0
+            seconds: list[Array] = [by_state[sharding][1], backward_s, 0.0, 0.0]
             if trains:
                 seconds[2:] = costs.state.reduce_s, costs.state.update_s
-            backward = BACKWARD in tasks
             n_bytes = costs.n_bytes(group_size, predictions, trained=trains, backward=backward)
             values = *seconds, n_bytes.state, n_bytes.residuals, n_bytes.temporaries
             by_option.append([np.broadcast_to(a, n_tokens.shape) for a in values])
@@ -341,10 +342,22 @@ def module_table(
         rows,
         tokens,
         n_tokens <= np.maximum(context.max_trusted_tokens(module), min_tokens),
-        min_groups(volume, capacity * max_sub_microbatches, context.bucket_shares[0]),
+        min_groups(volume, capacity * sub_microbatches[1], context.bucket_shares[0]),
         tuple(a[:4] for a in each),
         tuple(SegmentBytes(*a[4:]) for a in each),
     )
+
+
+def _task_s(
+    group_size: Array,
+    predictions: Predictions,
+    content: Sequence[Array],
+    costs: SegmentCosts,
+    direction: Direction,
+) -> Array:
+    """Return the seconds of a group's task with this content per rank."""
+    static_s = costs.task_s(group_size, predictions, direction)
+    return static_s + content_seconds(costs.content_s(group_size, direction), content)
 
 
 def group_content(volume: ModuleVolume, groups_per_batch: Array, data: Array) -> tuple[Array, ...]:

@@ -110,7 +110,8 @@ def time_use(evaluator: PlanEvaluator, plan: Plan) -> TimeUse:
     """Return where the time of the plan's evaluated steps goes."""
     context, layout, batches = evaluator.context, plan.layout, evaluator.evaluation_batches
     priced = context.price_layout(layout), context.trainable(layout)
-    free_links = layout_prices(layout, CostModel(_with_free_links(context.profile)))
+    costs = CostModel(_with_free_links(context.profile))
+    free_links = layout_prices(layout, costs, plan.scheduling.grouping)
     step_s = link_s = bubble_s = padding_s = 0.0  # the last two of all devices
     for batch in batches:
         schedule = quick_schedule(batch, plan, *priced, ROUND_WORK)

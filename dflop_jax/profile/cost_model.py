@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial, reduce
-from math import gcd
 from typing import get_args
 
 import numpy as np
@@ -53,7 +52,8 @@ class CostModel:
         self._max_bytes: dict[tuple[object, ...], SegmentBytes] = {}
 
     def price_key(self, segment: SegmentPlan) -> tuple[object, ...]:
-        """Return a key that is equal for segments with equal prices and bytes."""
+        """Return a key that is equal for segments of a layout with equal prices and bytes on one
+        mesh."""
         return (
             segment.module,
             tuple(self.profile.kinds_in(segment).items()),
@@ -65,16 +65,17 @@ class CostModel:
             segment.rounds,
             self.has_forward(segment),
             self.saved_inputs(segment),
-            self.n_edges_sent(segment),
+            tuple(map(segment.sends, self.profile.edges)),
         )
 
     def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
         return Predictions(self, module, tp, rows, tokens)
 
     def segment(
-        self, segment: SegmentPlan, mesh: MeshShape, exchanged: float | None = None
+        self, segment: SegmentPlan, mesh: MeshShape, exchanged: Array | None = None
     ) -> SegmentCosts:
-        """Return a segment's costs; `exchanged` None: the least that any readers exchange."""
+        """Return a segment's costs; `exchanged`: see `SegmentCosts`; None: the least that any
+        readers exchange."""
         if exchanged is None:
             exchanged = float(self.n_edges_sent(segment))
         state = ShardedState(segment, mesh, self.profile)
@@ -135,8 +136,9 @@ class SegmentCosts:
     segment: SegmentPlan
     mesh: MeshShape
     state: ShardedState  # parameters, gradients and optimizer state on one device
-    # Features that the busiest data rank exchanges for each task, relative to its own features.
-    exchanged: float
+    # Features that the busiest data rank exchanges for each task, relative to its own features, by
+    # data-parallel degree if the mesh has an array of them; see `exchanged_features`.
+    exchanged: Array
 
     def with_remat(self, remat: records.Remat) -> SegmentCosts:
         """Return the costs under another recompute policy, which does not change the state."""
@@ -271,7 +273,7 @@ class SegmentCosts:
         that read them, or their gradients back. Assignments of two modules are independent, so a
         rank reads equal shares from all ranks."""
         hardware, mesh = self.costs.profile.hardware, self.mesh
-        if hardware is None or not self.exchanged:
+        if hardware is None or not np.any(self.exchanged):
             return 0.0
         n_bytes = predictions["output"] * group_size / mesh.stage
         each_s = all_to_all_s(n_bytes, mesh.data, hardware, stride=mesh.stride("data"))
@@ -289,10 +291,13 @@ class SegmentCosts:
         return np.where(is_across, across, inside)
 
 
-def layout_prices(layout: Layout, costs: CostModel) -> records.Prices:
-    """Return the prices of a layout; ValueError if the profile lacks a degree of the layout."""
+def layout_prices(
+    layout: Layout, costs: CostModel, grouping: records.Grouping = "balanced"
+) -> records.Prices:
+    """Return the prices of a layout; ValueError if the profile lacks a degree of the layout. With
+    `grouping` "arrival", all pieces of a sample stay on one data rank, so nothing is exchanged."""
     return records.Prices(
-        programs=_program_prices(layout, costs),
+        programs=_program_prices(layout, costs, grouping),
         step_end=_step_end_seconds(layout, costs),
         sends=_send_seconds(layout, costs),
         concurrency=costs.profile.concurrency,
@@ -301,16 +306,21 @@ def layout_prices(layout: Layout, costs: CostModel) -> records.Prices:
     )
 
 
-def _program_prices(layout: Layout, costs: CostModel) -> dict[records.ProgramId, Price]:
+def _program_prices(
+    layout: Layout, costs: CostModel, grouping: records.Grouping
+) -> dict[records.ProgramId, Price]:
     """Return the price of every segment at every shape, under each of its policies."""
     programs: dict[records.ProgramId, Price] = {}
     priced: dict[object, dict[tuple[Shape, records.Direction], Price]] = {}
     for s in layout.segments:
         mesh = layout.submesh(s.submesh).shape
+        sent = [e for e in layout.edges if s.sends(e) and grouping != "arrival"]
+        readers = (layout.data_ranks(e.target) for e in sent)
+        exchanged = sum(records.exchanged_features(mesh.data, n) for n in readers)
         for segment in [s, s.with_less_remat] if s.remat_less is not None else [s]:
             key = costs.price_key(segment), mesh
             if key not in priced:
-                priced[key] = _segment_prices(layout, segment, mesh, costs)
+                priced[key] = _segment_prices(layout, costs.segment(segment, mesh, exchanged))
             programs |= {
                 records.ProgramId(s.name, shape, direction, segment is not s): price
                 for (shape, direction), price in priced[key].items()
@@ -319,12 +329,12 @@ def _program_prices(layout: Layout, costs: CostModel) -> dict[records.ProgramId,
 
 
 def _segment_prices(
-    layout: Layout, s: SegmentPlan, mesh: MeshShape, costs: CostModel
+    layout: Layout, segment: SegmentCosts
 ) -> dict[tuple[Shape, records.Direction], Price]:
-    shapes, group_size = layout.shapes(s.module), layout.group_size
+    module, group_size = segment.segment.module, layout.group_size
+    shapes = layout.shapes(module)
     rows, tokens = (np.array([getattr(s, dim) for s in shapes]) for dim in ("rows", "tokens"))
-    segment = costs.segment(s, mesh, _exchanged_features(layout, s))
-    predictions = costs.predict(s.module, mesh.model, rows, tokens)
+    predictions = segment.costs.predict(module, segment.mesh.model, rows, tokens)
     prices: dict[tuple[Shape, records.Direction], Price] = {}
     for direction in (FORWARD, BACKWARD):
         static_s = segment.task_s(group_size, predictions, direction).tolist()
@@ -332,14 +342,6 @@ def _segment_prices(
         for shape, seconds in zip(shapes, static_s, strict=True):
             prices[shape, direction] = Price(seconds, content_s)
     return prices
-
-
-def _exchanged_features(layout: Layout, s: SegmentPlan) -> float:
-    """Return the features that the busiest data rank of a segment exchanges, relative to its own,
-    over all edges: those of V ranks are collected on the gcd(V, D) home ranks of D readers."""
-    n_ranks = layout.submesh(s.submesh).data
-    readers = (layout.data_ranks(e.target) for e in layout.edges if s.sends(e))
-    return float(sum(n_ranks / gcd(n_ranks, n) for n in readers))
 
 
 def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:

@@ -73,4 +73,10 @@ from dflop_jax.records.schedule import (
     Task,
     Trace,
 )
-from dflop_jax.records.traffic import crossing_traffic, home_ranks, rank_nodes, rank_traffic
+from dflop_jax.records.traffic import (
+    crossing_traffic,
+    exchanged_features,
+    home_ranks,
+    rank_nodes,
+    rank_traffic,
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from dflop_jax.records.plan import Plan
 
 Ints = NDArray[np.int64]
+Array = Any  # a number or an array
 
 
 def rank_traffic(
@@ -80,6 +82,13 @@ def home_ranks(n_source_ranks: int, n_target_ranks: int) -> Ints:
     """Return [D]: the source rank that collects each target rank's input, if possible locally."""
     common = gcd(n_source_ranks, n_target_ranks)
     return np.arange(n_target_ranks) // (n_target_ranks // common) * (n_source_ranks // common)
+
+
+def exchanged_features(n_source_ranks: Array, n_target_ranks: Array) -> Array:
+    """Return the features that the busiest home rank exchanges, relative to those that a source
+    rank holds, if target ranks read equal shares from all source ranks: the home ranks collect the
+    features of all source ranks."""
+    return n_source_ranks // np.gcd(n_source_ranks, n_target_ranks)
 
 
 def rank_nodes(plan: Plan, module: str) -> Ints:

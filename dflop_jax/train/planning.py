@@ -25,7 +25,6 @@ from dflop_jax.plan.structures import StructureCost, structure_costs
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.traced_parts import TraceSpec, divides, parameter_dims, residual_bytes
 from dflop_jax.records import (
-    Layout,
     ModelProfile,
     Plan,
     PriceList,
@@ -89,14 +88,14 @@ def _find_baselines(context: RunContext, profile: Profile, plan: Plan) -> Baseli
     plans = load_or_compute(BaselinePlans, file, lambda: quick_baselines(evaluator)).by_name
     plans = {name: with_spare_bucket(one, tail, evaluator) for name, one in plans.items()}
 
-    def price(layout: Layout) -> PriceList:
-        return PriceList.from_prices(evaluator.context.price_layout(layout))
+    def price(one: Plan) -> PriceList:
+        return PriceList.from_prices(evaluator.context.price_layout(one.layout, one.policy))
 
     baselines = {
-        name: Baseline(one, price(one.layout), tuple(evaluator.context.trainable(one.layout)))
+        name: Baseline(one, price(one), tuple(evaluator.context.trainable(one.layout)))
         for name, one in plans.items()
     }
-    return Baselines(baselines, price(plan.layout))
+    return Baselines(baselines, price(plan))
 
 
 def explain_memory_savings(context: RunContext, profile: Profile, plan: Plan) -> list[Saving]:

@@ -31,7 +31,7 @@ def get_profile(case: Case) -> ModelProfile:
 
 
 def get_prices(case: Case, plan: Plan) -> Prices:
-    return priced(plan.layout, get_cost_model(case))
+    return priced(plan.layout, get_cost_model(case), plan.scheduling.grouping)
 
 
 @cache

@@ -169,6 +169,7 @@ def random_case(seed, graph="two"):
                         module, tp, Shape(rows, tokens), f, f * rng.uniform(1, 3), ends, 2 * ends,
                         kept * size, {"pair": pair_s / tp}, {"pair": 2 * pair_s / tp},
                         recompute(f, ends, temp * size, 0.2, pair_s / tp),
+                        output_bytes=kept * rows * tokens,
                     )
                 )  # fmt: skip
     if graph == "two":

@@ -32,7 +32,8 @@ def test_the_step_in_arrival_order_is_that_of_a_run_under_blind():
     profile, loads = model_profile(), data_profile().loads[:8]
     plan, blind = (run(policy, 4, refine=False).plan for policy in ("dflop", "blind"))
     context = prepared(4, config=BLIND).context
-    lists = [PriceList.from_prices(context.price_layout(p.layout)) for p in (plan, blind)]
+    prices = context.price_layout(plan.layout, plan.policy), context.price_layout(blind.layout)
+    lists = [*map(PriceList.from_prices, prices)]
     names = [tuple(s.name for s in p.layout.segments) for p in (plan, blind)]
     baselines = Baselines({ARRIVAL_ORDER: Baseline(blind, lists[1], names[1])}, lists[0])
     found = simulate_baselines(loads, plan, lists[0].prices, names[0], baselines)

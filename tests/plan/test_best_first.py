@@ -327,9 +327,8 @@ def test_no_lower_bound_exceeds_the_makespan(graph, seed):
             assert (np.diff([*bounds_s, exact_s]) >= -1e-9 * exact_s).all()
             shares.append(space.lower_bound_s[p, c] / exact_s)
     assert len(shares) == len(took)
-    # A bound of nothing would leave everything to be simulated. Bounds charge an exchange to all
-    # ranks evenly, simulation to the home ranks; that shows most in graphs of several edges.
-    assert np.mean(shares) > (0.45 if graph in ("taps", "chain") else 0.5)
+    # A bound of nothing would leave everything to be simulated.
+    assert np.mean(shares) > 0.5
 
 
 @pytest.mark.parametrize("graph, frozen", [

@@ -169,7 +169,8 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half, overlap):
 )
 def test_data_ranks_exchange_features(ranks, readers, node, edges, home):
     """On the source's ranks, wherever the reader is: each of n ranks sends 1/n of its features to
-    each other rank, forward and back; if few ranks collect them, these get more."""
+    each other rank, forward and back; if few ranks collect them, these get more. In arrival order
+    samples stay on their ranks."""
     own = dataclasses.replace(HARDWARE, devices_per_node=node)
     without, base = profile(), plan((1, ranks, 1), (1, readers, 1), group_size=2, edges=edges)
     timings = [dataclasses.replace(t, output_bytes=1e5 * t.shape.rows) for t in without.timings]
@@ -177,6 +178,7 @@ def test_data_ranks_exchange_features(ranks, readers, node, edges, home):
         without, timings=tuple(timings), edges=base.layout.edges, hardware=own
     )
     before, after = (prices_of(base, m).programs for m in (without, model))
+    arrived = layout_prices(base.layout, CostModel(model), "arrival").programs
     inside, across = (0.78 * b for b in (own.link_bandwidth, own.network_bandwidth))
     sent = 2 * 2 * 1e5 / ranks  # bytes from one rank to another: two rows, two microbatches
     link_s, network_s = (
@@ -190,6 +192,7 @@ def test_data_ranks_exchange_features(ranks, readers, node, edges, home):
     for key, price in after.items():
         more_s = edges / home * want[ranks, node] * (key.segment == "a0")
         assert price.static_s == pytest.approx(before[key].static_s + more_s, rel=1e-9)
+        assert arrived[key].static_s == pytest.approx(before[key].static_s, rel=1e-9)
 
 
 def test_blocks_gather_inside_and_add_up_between():

@@ -6,7 +6,7 @@ Shape suffixes: N samples, C buckets, K size classes, M modules, R resources, D 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -96,7 +96,7 @@ def batch_parameters(
     values["volume"][: len(tight), n] = capacity_DC[tight]
     values["max_groups"][n] = 2 * np.maximum(np.ceil(space.demand.alone_C), known_C)
     unit_s = _set_time_parameters(values, space, terms, known_C)
-    differ_R = _ends_differ(space, layout, trainable, values["runs_on"][:, n])
+    differ_R = _ends_differ(space, layout, trainable, values)
     values["same_end"][:] = ~differ_R | (sizes.divided > 0)
     largest_M1 = np.maximum(values["capacity"].max(axis=1, keepdims=True), 1.0)
     for name in ("capacity", "min_tokens"):
@@ -107,15 +107,23 @@ def batch_parameters(
 
 
 def _ends_differ(
-    space: PackingSpace, layout: Layout, trainable: Collection[str], runs_on_RC: Floats
+    space: PackingSpace,
+    layout: Layout,
+    trainable: Collection[str],
+    values: Mapping[str, Floats],
 ) -> NDArray[np.bool_]:
     """Return whether the first and the last task of each resource are of different groups, [R]: its
-    only segment runs one task of a group, and the batch needs two groups that run there."""
+    only segment runs one task of a group, and the batch needs two groups that run there. False
+    where this does not matter, since the time before or after is equal for all groups: conditions
+    without effect lead the solver to counts that pack less often."""
     tasks, resource_of = segment_directions(layout, trainable), segment_resources(layout)
+    runs_on_RC = values["runs_on"][:, : len(space.buckets)]
     differ_R = np.zeros(len(runs_on_RC), bool)
     for r, runs_on_C in enumerate(runs_on_RC):
         there = [tasks[s.name] for s in layout.segments if resource_of[s.name] == r]
-        differ_R[r] = there == [(BACKWARD,)] and fractional_bound(space.demand, runs_on_C) > 1
+        if there == [(BACKWARD,)] and fractional_bound(space.demand, runs_on_C) > 1:
+            used = np.flatnonzero(runs_on_C)
+            differ_R[r] = all(np.ptp(values[end][r, used]) > 0 for end in ("before", "after"))
     return differ_R
 
 

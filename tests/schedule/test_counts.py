@@ -42,6 +42,17 @@ def numbers_for(loads):
     return batch_parameters(room, layout, prices, layout.modules, sizes, known_C), known_C
 
 
+def test_two_end_groups_are_required_only_where_ends_differ():
+    """Groups of the LLM wait for tiles or not; without another module no group waits."""
+    numbers, _ = numbers_for([Load({"a": (TILE,) * 8, "b": (200,)}), Load({"b": (250,)})] * 3)
+    assert numbers.values["same_end"].tolist() == [1.0, 0.0]
+    plan = make_plan([bucket(0, (1, 256)), bucket(0, (1, 128))], {"b": 2})
+    room = room_of([Load({"b": (200,)})] * 6, plan, make_prices(plan))
+    sizes = program_sizes(plan.layout)
+    alone = batch_parameters(room, plan.layout, make_prices(plan), ["b"], sizes, np.array([3, 0]))
+    assert alone.values["same_end"].tolist() == [1.0]
+
+
 def by_cvxpy(values, sizes):
     """The least objective of the program with these values, without our canonical form."""
     problem, _, _ = count_program._cvxpy_problem(sizes)

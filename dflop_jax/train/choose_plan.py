@@ -221,7 +221,8 @@ def choose_plan(
 def _search_plan(
     context: RunContext, profile: Profile, timer: PlanTimer, first_step: int
 ) -> tuple[Plan, tuple[Trial, ...]]:
-    """Return the best plan, and pending trials of plans if the run chooses by trials."""
+    """Return the best plan that has not failed in this run, and pending trials of plans if the run
+    chooses by trials."""
     result = make_plan(
         context,
         profile,
@@ -229,7 +230,10 @@ def _search_plan(
         try_step=timer.try_step,
         max_alternatives=max_alternatives(context.config, first_step),
     )
-    return result.plan, make_trials([result.plan, *result.alternatives])
+    found = RunState(plan=result.plan, trials=make_trials([result.plan, *result.alternatives]))
+    found = drop_failed_plans(found, Path(context.config.run_dir, CHECKPOINTS))
+    assert found.plan
+    return found.plan, found.trials
 
 
 def _reuse_on_all(

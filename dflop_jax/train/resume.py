@@ -185,7 +185,7 @@ def record_failure(checkpoints: Path, plan: Plan, reason: str) -> None:
 
 
 def drop_failed_plans(state: RunState, checkpoints: Path) -> RunState:
-    """Return the state without plans whose failure is recorded, and under the plan that its trials
+    """Return the state without trials whose failure is recorded, and under the plan that its trials
     then need; ValueError if none is left."""
     reasons = {f.name.removeprefix(_FAILED): f.read_text() for f in checkpoints.glob(f"{_FAILED}*")}
     trials = drop_failed(state.trials, reasons)

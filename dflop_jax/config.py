@@ -165,7 +165,7 @@ class PlanConfig:
     trials: UIntOrAuto = option(
         -1,
         "steps trained under the best plan of each policy of auto, to choose one; 0: choose by "
-        "predicted seconds; -1: 8 in a run of at least 200 steps, else 0",
+        "predicted seconds; -1: 8 in a run of at least 200 steps whose start may take that long",
     )
     profile_samples: PosInt = option(2000, "samples whose shapes are read for the data profile")
     redecide_every: UInt = option(

@@ -43,12 +43,11 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train import planning
     from dflop_jax.train.run_context import trial_steps
     from dflop_jax.train.step_figures import predict_run
-    from dflop_jax.train.trials import max_alternatives
 
     context, profile = open_run_context(args, partial(check_early, args, None))
     config = context.config
     options = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
-    options["max_alternatives"] = max_alternatives(config, first_step=0)
+    options["max_alternatives"] = planning.max_alternatives(context, profile, first_step=0)
     tick = make_ticker("planning", "placements", starts_shown=not args.profile_file)
     result = planning.make_plan(context, profile, tick, **options)
     what_ifs, savings, structures = [], [], []

@@ -36,7 +36,13 @@ from dflop_jax.train.plan_timer import (
     load_count_program,
     make_executor,
 )
-from dflop_jax.train.planning import check_layers, check_named_remat, check_plannable, make_plan
+from dflop_jax.train.planning import (
+    check_layers,
+    check_named_remat,
+    check_plannable,
+    make_plan,
+    max_alternatives,
+)
 from dflop_jax.train.resume import (
     RunState,
     describe_changed_flags,
@@ -45,7 +51,7 @@ from dflop_jax.train.resume import (
     reuse_state,
     run_settings,
 )
-from dflop_jax.train.run_context import RunContext
+from dflop_jax.train.run_context import RunContext, trial_steps
 from dflop_jax.train.trials import (
     MAX_TRIALS,
     Trial,
@@ -53,7 +59,6 @@ from dflop_jax.train.trials import (
     find_pending,
     list_results,
     make_trials,
-    max_alternatives,
 )
 
 
@@ -228,7 +233,7 @@ def _search_plan(
         profile,
         time_plan=timer.prices,
         try_step=timer.try_step,
-        max_alternatives=max_alternatives(context.config, first_step),
+        max_alternatives=max_alternatives(context, profile, first_step),
     )
     found = RunState(plan=result.plan, trials=make_trials([result.plan, *result.alternatives]))
     found = drop_failed_plans(found, Path(context.config.run_dir, CHECKPOINTS))
@@ -301,14 +306,15 @@ def schedule_sampled(
 def start_trial(run: PlannedRun) -> TrialRun | None:
     """Return the trial that the run's plan is for; None if the run has no trial left."""
     config, trials = run.context.config, run.state.trials
-    if not (config.plan.trials and find_pending(trials)):
+    n_steps = trial_steps(config)
+    if not (n_steps and find_pending(trials)):
         return None
     sampled_s = 0.0
     if run.context.peers.is_primary:
         n_batches = MAX_TRIALS * config.plan.sampled_batches
         schedules = schedule_sampled(config, run.profile, run.ex, run.prices, n_batches)
         sampled_s = mean(s.makespan_s for s in schedules)
-    return TrialRun(trials, run.state.step, config.plan.trials, sampled_s)
+    return TrialRun(trials, run.state.step, n_steps, sampled_s)
 
 
 def predict_plan(context: RunContext, state: RunState, prices: Prices, timed: TimedPlan) -> Plan:

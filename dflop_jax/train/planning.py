@@ -49,7 +49,7 @@ from dflop_jax.train.profiling import (
     with_default_degrees,
 )
 from dflop_jax.train.run_context import RunContext
-from dflop_jax.train.trials import MAX_TRIALS
+from dflop_jax.train.trials import MAX_TRIALS, max_trials
 
 SHOWN_PLACEMENTS = 10  # placements that an explanation compares; each is simulated exactly
 
@@ -61,6 +61,12 @@ def make_plan(
     `search_plan`. ValueError if the profile is of another model, or no plan fits."""
     arguments = {**_search_arguments(context, profile), **options}
     return search_plan(profile.model, profile.data, **arguments, on_progress=on_progress)
+
+
+def max_alternatives(context: RunContext, profile: Profile, first_step: int) -> int:
+    """Return how many plans besides the best one a run tries within its start's budget."""
+    n_plans, budget = max_trials(context.config, first_step), start_budget(context, profile)
+    return min(n_plans, budget.n_plans if budget else n_plans) - 1
 
 
 def load_baselines(

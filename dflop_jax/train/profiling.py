@@ -47,7 +47,7 @@ from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.start_budget import EXPECTED_MFU, StartBudget, plan_start
 from dflop_jax.train.step_figures import total_flops
-from dflop_jax.train.trials import max_alternatives
+from dflop_jax.train.trials import max_trials
 
 OnProgress = Callable[[int, int], None]
 Measured = TypeVar("Measured", ModelProfile, Hardware)
@@ -174,7 +174,7 @@ def _plan_start(
         run_s=run_flops / (EXPECTED_MFU * flops_per_s),
         shape_s=shape_s,
         max_shapes=max(map(len, shapes.values())),
-        n_plans=1 + max_alternatives(context.config, 0),
+        n_plans=max_trials(context.config, 0),
     )
 
 

@@ -230,9 +230,7 @@ def with_step_count(context: RunContext, n_samples: int) -> RunContext:
         if not train.warmup_ratio and train.warmup_steps != TrainConfig.warmup_steps:
             check_warmup(replace(train, steps=steps))
     train = replace(train, steps=steps, epochs=0.0, global_batch=batch)
-    config = replace(context.config, train=train)
-    config = replace(config, plan=replace(config.plan, trials=trial_steps(config)))
-    return replace(context, config=config)
+    return replace(context, config=replace(context.config, train=train))
 
 
 def trial_steps(config: Config) -> int:

@@ -1,8 +1,8 @@
 """Decides how much a run measures and searches before its first step.
 
-A run always gets one timed shape per module, a quick search, and plans of one bucket: the first one
-and those of its trials. More of each is added while the estimated seconds stay within a share of
-the run's expected seconds.
+A run always gets one timed shape per module, a quick search, and a plan of one bucket. Buckets,
+trials of other plans, shapes, and a full search are added while the estimated seconds stay within a
+share of the run's expected seconds.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ class StartBudget:
     n_shapes: int  # shapes of every module that are timed
     effort: Literal["quick", "full"]  # of the search
     n_buckets: int  # maximum of a module in a plan
+    n_plans: int  # plans that are compiled; more than 1: trials choose one
 
     def __str__(self) -> str:
         """Return a line for the log."""
         estimates = ", ".join(f"{name} {duration(s)}" for name, s in self.seconds.items())
+        trials = f"trials of up to {self.n_plans} plans" if self.n_plans > 1 else "no trials"
         return (
             f"start-up may take {duration(self.limit_s)} (the steps are expected to take "
             f"{duration(self.run_s)}): shapes timed per module {self.n_shapes}, search "
-            f"{self.effort}, up to {self.n_buckets} buckets; estimate {estimates}"
+            f"{self.effort}, up to {self.n_buckets} buckets, {trials}; estimate {estimates}"
         )
 
 
@@ -63,26 +65,30 @@ def plan_start(
       run_s: expected seconds of all steps.
       shape_s: seconds of timing one shape of every module: two depths, forward and backward.
       max_shapes: the largest number of shapes that a module has.
-      n_plans: plans that are compiled: the first one, and those that trials may add.
+      n_plans: plans that are compiled if the run has trials, which `config.trials` may require.
     """
     limit_s = max(MIN_START_S, MAX_START_SHARE * run_s)
 
-    def budget(n_shapes: int, effort: Literal["quick", "full"], n_buckets: int) -> StartBudget:
+    def budget(
+        n_shapes: int, effort: Literal["quick", "full"], n_buckets: int, n_plans: int
+    ) -> StartBudget:
         seconds = {
             PROFILE: n_shapes * shape_s,
             PLAN: SEARCH_S[effort],
             # A bucket has one depth, half the programs of a timed shape; as many join segments.
             COMPILE: n_plans * n_buckets * shape_s,
         }
-        return StartBudget(run_s, limit_s, seconds, n_shapes, effort, n_buckets)
+        return StartBudget(run_s, limit_s, seconds, n_shapes, effort, n_buckets, n_plans)
 
     n_buckets = config.buckets
     if config.effort != "auto":
-        return budget(max_shapes if config.effort == "full" else 1, config.effort, n_buckets)
+        n_shapes = max_shapes if config.effort == "full" else 1
+        return budget(n_shapes, config.effort, n_buckets, n_plans)
+    min_plans = n_plans if config.trials > 0 else 1
     larger = [
-        *(budget(1, "quick", k) for k in range(1, n_buckets + 1)),
-        *(budget(k, "quick", n_buckets) for k in range(2, max_shapes + 1)),
-        budget(max_shapes, "full", n_buckets),
+        *(budget(1, "quick", k, min_plans) for k in range(1, n_buckets + 1)),
+        *(budget(k, "quick", n_buckets, n_plans) for k in range(1, max_shapes + 1)),
+        budget(max_shapes, "full", n_buckets, n_plans),
     ]
     fitting = [b for b in larger if sum(b.seconds.values()) <= limit_s]
     return fitting[-1] if fitting else larger[0]

@@ -71,10 +71,11 @@ class Trial:
         return self.calibrated_s - other.calibrated_s > min_s
 
 
-def max_alternatives(config: Config, first_step: int) -> int:
-    """Return how many plans besides the best one a run tries; 0 if it has too few steps left."""
+def max_trials(config: Config, first_step: int) -> int:
+    """Return the maximum number of plans that a run tries; 1: it has no trials, or too few steps
+    left for them."""
     n = trial_steps(config)
-    return MAX_TRIALS - 1 if 0 < MAX_TRIALS * n <= config.train.steps - first_step else 0
+    return MAX_TRIALS if 0 < MAX_TRIALS * n <= config.train.steps - first_step else 1
 
 
 def make_trials(plans: Sequence[Plan]) -> tuple[Trial, ...]:

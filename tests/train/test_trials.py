@@ -30,7 +30,7 @@ from dflop_jax.train.trials import (
     find_pending,
     list_results,
     make_trials,
-    max_alternatives,
+    max_trials,
     next_plan,
     plan_key,
 )
@@ -159,7 +159,7 @@ def test_long_runs_of_auto_try_plans(trials, policy, steps, saves, expected):
     assert trial_steps(config) == expected
     config = dataclasses.replace(config, plan=dataclasses.replace(plan, trials=expected))
     left = [3 * expected, 3 * expected - 1]
-    assert [max_alternatives(config, steps - n) for n in left] == [2 * (expected > 0), 0]
+    assert [max_trials(config, steps - n) for n in left] == [3 if expected else 1, 1]
 
 
 @pytest.mark.parametrize("failed, left", [("", "ab"), ("a", "b"), ("b", "a"), ("ab", "")])

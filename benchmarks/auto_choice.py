@@ -39,12 +39,12 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel, layout_prices
 from dflop_jax.records import Load, ModelProfile
 from dflop_jax.simulate.steps import simulate_step
-from experiments.paper import data, policies
+from experiments.paper import data, dip_models, orch
 from experiments.paper.cases import Case
 from experiments.paper.costs import get_profile
 from experiments.paper.evaluation import Evaluation, evaluate, map_on_all_cores, search_case
 from experiments.paper.orch import LAYOUT, WHISPER, Omni
-from experiments.paper.setups import TOWERS
+from experiments.paper.setups import SETUPS, TOWERS
 from models.sizes import VISION
 
 KINDS = ("single image", "several images", "video", "audio")
@@ -53,7 +53,9 @@ SPREAD, DRAWS = 0.05, 2  # of log-normal factors on predicted seconds
 # fit the groups of one plan.
 MOST, SAMPLES = 16, 8_192
 OVERLAPS = (1.0, 0.5, 0.0)
-POLICIES: tuple[Policy, ...] = ("auto", *policies.SEARCHED)
+SEARCHED: tuple[Policy, ...] = ("dflop", "dip", "orch")
+POLICIES: tuple[Policy, ...] = ("auto", *SEARCHED)
+PAPER_CASES = (*SETUPS, *dip_models.CASES, *orch.CASES)
 
 
 @dataclass(frozen=True)
@@ -187,13 +189,9 @@ def count_wins(rows: Sequence[Choice]) -> dict[float, tuple[Counter[str], float]
 
 
 def show_wins(rows: Sequence[Choice]) -> None:
-    print(
-        "overlap" + "".join(f"{p:>8}" for p in policies.SEARCHED) + "  median step over that of 1"
-    )
+    print("overlap" + "".join(f"{p:>8}" for p in SEARCHED) + "  median step over that of 1")
     for overlap, (wins, ratio) in count_wins(rows).items():
-        print(
-            f"{overlap:7.1f}" + "".join(f"{wins[p]:8}" for p in policies.SEARCHED) + f"{ratio:8.3f}"
-        )
+        print(f"{overlap:7.1f}" + "".join(f"{wins[p]:8}" for p in SEARCHED) + f"{ratio:8.3f}")
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -223,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--random must not be negative")
     if args.first and (args.papers or not args.random):
         parser.error("--first K takes random set-ups from the Kth on: leave out --papers")
-    cases = [] if args.first else list(policies.CASES)
+    cases = [] if args.first else list(PAPER_CASES)
     if not args.papers:
         cases += [random_case(args.first + i) for i in range(args.random)]
     if args.overlaps:

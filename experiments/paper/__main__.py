@@ -1,7 +1,7 @@
 """Simulate all results of the DFLOP, DIP and OrchMLLM papers and write a report.
 
 Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
-Minutes:  about 15 on 2 cores; `--only policies` 12 more
+Minutes:  about 20 on 2 cores
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 
@@ -15,29 +15,25 @@ from pathlib import Path
 
 import jax
 
-from experiments.paper import correction, dflop, dip, orch, overheads, policies, throughput
+from experiments.paper import correction, dflop, dip, headlines, orch, overheads
 from experiments.paper.evaluation import Key, evaluate_all
 from experiments.paper.report import draw_bars, write_report, write_timelines
 from experiments.paper.results import Result, print_progress, print_result
 
 # Result -> the function that makes it, and the evaluations that it needs.
 EXPERIMENTS: dict[str, tuple[Callable[[], Result], Sequence[Key]]] = {
-    "throughput": (throughput.compare_throughput, throughput.KEYS),
-    "hours": (throughput.compare_epoch_hours, throughput.KEYS),
-    "idle": (dflop.compare_idle, dflop.COMPARISON_KEYS),
-    "stages": (dflop.compare_stages, dflop.COMPARISON_KEYS),
+    "headlines": (headlines.compare_headlines, headlines.KEYS),
+    "dflop": (dflop.compare_throughput, dflop.KEYS),
+    "dip": (dip.compare_throughput, dip.KEYS),
+    "orch": (orch.compare_throughput, orch.KEYS),
+    "inputs": (headlines.compare_inputs, headlines.KEYS),
+    "idle": (dflop.compare_idle, dflop.KEYS),
     "ablation": (dflop.run_ablation, dflop.ABLATION_KEYS),
-    "asymmetry": (dflop.compare_load_ratios, dflop.ASYMMETRY_KEYS),
     "scaling": (dflop.compare_nodes, dflop.SCALING_KEYS),
     "correction": (correction.compare_corrections, correction.KEYS),
     "overheads": (overheads.compare_overheads, overheads.KEYS),
-    "dip": (dip.compare_throughput, dip.KEYS),
-    "dip-ablation": (dip.run_ablation, dip.KEYS),
-    "orch": (orch.compare_throughput, orch.KEYS),
     "nodes": (orch.compare_node_traffic, orch.KEYS),
-    "policies": (policies.compare_policies, policies.KEYS),
 }
-LONG = ("policies",)  # run only with --only
 
 
 def main() -> int:
@@ -55,7 +51,7 @@ def main() -> int:
         print(f"error: cannot write {out} ({e.strerror}); choose another --out")
         return 2
     start_s = time.perf_counter()
-    names = args.only or [name for name in EXPERIMENTS if name not in LONG]
+    names = args.only or list(EXPERIMENTS)
     keys = [key for name in names for key in EXPERIMENTS[name][1]]
     evaluate_all(keys)
     results = []
@@ -66,7 +62,7 @@ def main() -> int:
         print_result(result)
         if result.bars:
             draw_bars(result, out / f"{result.name}.png")
-    timed = set(dflop.COMPARISON_KEYS[: len(dflop.SHOWN_SYSTEMS)]) <= set(keys)
+    timed = {(dflop.SETUPS[0], system) for system in dflop.SHOWN_SYSTEMS} <= set(keys)
     page = write_timelines(dflop.SETUPS[0], out) if timed else None
     minutes = (time.perf_counter() - start_s) / 60
     report = write_report(results, out, page, minutes)

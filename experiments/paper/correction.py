@@ -31,13 +31,13 @@ from dflop_jax.schedule.correction import (
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.cases import Case
 from experiments.paper.costs import get_prices
-from experiments.paper.evaluation import TOKEN_MULTIPLE, evaluate
+from experiments.paper.evaluation import TOKEN_MULTIPLE, evaluate, replace_oversize
 from experiments.paper.results import Result, print_progress
 from experiments.paper.setups import LLAVA
 
 SETUP = LLAVA["siglip-6b", "qwen2.5-7b"]
 KEYS = [(SETUP, "dflop")]
-STEPS, BATCHES = 24, 4  # steps of each loop, and batches that it cycles through
+STEPS = 24  # of each loop, which cycles through the evaluation batches
 SLOWDOWN = 1.6
 SAMPLING_OVERHEAD = 0.04  # share of a step, while stage times are sampled
 SCHEDULER_WORK = 1000  # units that a schedule may spend on one batch
@@ -107,14 +107,14 @@ def compare_corrections(case: Case = SETUP, steps: int = STEPS) -> Result:
     assert evaluation.plan is not None, evaluation.description
     plan = add_smaller_buckets(evaluation.plan)
     names, predicted = [s.name for s in plan.layout.segments], get_prices(case, plan)
-    batches = [case.draw_loads(case.global_batch, 6 + i) for i in range(BATCHES)]
+    batches, _ = replace_oversize(case, plan)
 
     def scheduled(step: int, prices: Prices) -> Schedule:
         batch = batches[step % len(batches)]
         return schedule_batch(batch, plan, prices, names, step=step, work=SCHEDULER_WORK)
 
     last = plan.layout.modules[-1]
-    groups = (g for step in range(BATCHES) for g in scheduled(step, predicted).groups)
+    groups = (g for step in range(len(batches)) for g in scheduled(step, predicted).groups)
     used_shapes = [g.shape for g in groups if g.module == last]
     slow_shape = max(sorted(set(used_shapes)), key=used_shapes.count)
     true_prices = slow_down_shape(predicted, plan, slow_shape)

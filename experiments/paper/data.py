@@ -48,13 +48,16 @@ ASSUMPTION_SOURCES = {
     "min_text_tokens": "samples whose media leave less room than this are dropped",
     "global_batch": "samples per step on 64 devices: the public optimizer's GLOBAL_BATCHSIZE",
 }
+KINDS = ("single image", "several images", "video", "audio")
 MIXTURES: Mapping[str, Mapping[str, float]] = {
     # samples of each kind in the paper
     "vision": {"single image": 65e3, "several images": 60e3, "video": 60e3},
     # The paper does not name Qwen2-Audio's data; all sounds of the tables are equally likely.
-    "audio": {"audio": 1.0},
     # OrchMLLM's data are not known; all kinds are equally likely.
-    "three modalities": {"single image": 1.0, "several images": 1.0, "video": 1.0, "audio": 1.0},
+    "three modalities": dict.fromkeys(KINDS, 1.0),
+    **{kind: {kind: 1.0} for kind in KINDS},
+    # Half of the samples are of one kind.
+    **{f"half {kind}": {**dict.fromkeys(KINDS, 1.0), kind: len(KINDS) - 1.0} for kind in KINDS},
 }
 LAYOUTS = {"anyres": AnyRes(), "dynamic": DynamicTiling()}
 TILE_TOKENS = {"anyres": 729, "dynamic": 1025}  # SigLIP at 384 px, InternViT at 448 px

@@ -8,7 +8,8 @@ lists the assumptions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +17,9 @@ import numpy as np
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import Hardware, Load
-from experiments.paper.cases import H100, Case
+from experiments.paper.cases import H100, Case, Untuned
 from experiments.paper.costs import DTYPE
+from experiments.paper.tuning import REMATS
 from models.composed import Composition
 from models.sizes import DECODERS, ModelSize, VisionSize
 from models.wan import TextToVideo
@@ -54,6 +56,9 @@ ASSUMED = (
     "a step has 64 sequences; devices are H100 in nodes of 8 with 400 Gb/s each, but H200 for "
     "VLM-L and T2V-L: the baseline exceeds 80 GB (tensor ranks do not shard hidden states); VLMs "
     "have one replica under the paper's degrees (16, 32, 64), T2V-S 16 and T2V-L 64 devices",
+    "the untuned baseline has the paper's degrees (tensor 4 and pipeline 4 for VLM-S, 8 and 4 for "
+    "VLM-M, 8 and 8 for VLM-L; T2V-S as VLM-S and T2V-L as VLM-L, by analogy), equal layer counts "
+    "per stage, one sequence per microbatch, and the least recomputation that fits",
 )
 
 
@@ -92,12 +97,14 @@ class _ClipRows(TextToVideo):
 
 @dataclass(frozen=True)
 class PictureSequences:
-    """Packed sequences with up to `MAX_PICTURES`, of `patches` patches each."""
+    """Packed sequences with `low` to `high` pictures of `patches` patches each."""
 
     patches: int
+    low: int = 0
+    high: int = MAX_PICTURES
 
     def __call__(self, n: int, seed: int) -> list[Load]:
-        counts = np.random.default_rng([seed, 0]).integers(0, MAX_PICTURES, n, endpoint=True)
+        counts = np.random.default_rng([seed, 0]).integers(self.low, self.high, n, endpoint=True)
         return [
             Load({"vision": (self.patches,) * k, "llm": (SEQUENCE_TOKENS,)})
             for k in counts.tolist()
@@ -106,32 +113,64 @@ class PictureSequences:
 
 @dataclass(frozen=True)
 class ClipSequences:
-    """Packed sequences, and the clips generated from them."""
+    """Packed sequences, and the `low` to `high` clips generated from each of them."""
+
+    low: int = 1
+    high: int = MAX_CLIPS
 
     def __call__(self, n: int, seed: int) -> list[Load]:
-        counts = np.random.default_rng([seed, 1]).integers(1, MAX_CLIPS, n, endpoint=True)
+        counts = np.random.default_rng([seed, 1]).integers(self.low, self.high, n, endpoint=True)
         return [
             Load({"llm": (SEQUENCE_TOKENS,), "generator": (CLIP_TOKENS,) * k})
             for k in counts.tolist()
         ]
 
 
-def _vlm_case(
-    name: str, tower: str, decoder: str, n_devices: int, hardware: Hardware = H100
-) -> Case:
+def _vlm_case(name: str, tower: str, decoder: str, pipeline: int, **options: Any) -> Case:
     pictures = PictureSequences(VITS[tower].patches_per_tile)
-    return Case(name, Vlm(tower, decoder), pictures, n_devices, GLOBAL_BATCH, hardware)
+    return _case(name, Vlm(tower, decoder), pictures, pipeline, **options)
 
 
-def _t2v_case(name: str, decoder: str, dit: str, n_devices: int, hardware: Hardware = H100) -> Case:
-    return Case(name, T2v(decoder, dit), ClipSequences(), n_devices, GLOBAL_BATCH, hardware)
+def _t2v_case(name: str, decoder: str, generator: str, pipeline: int, **options: Any) -> Case:
+    return _case(name, T2v(decoder, generator), ClipSequences(), pipeline, **options)
+
+
+def _case(
+    name: str, model: Vlm | T2v, sequences: Any, pipeline: int, *, tensor: int, hardware: Hardware
+) -> Case:
+    """Return a case on the devices of one replica of the untuned baseline."""
+    untuned = Untuned((pipeline,), REMATS)
+    n_devices = pipeline * tensor
+    return Case(name, model, sequences, n_devices, GLOBAL_BATCH, hardware, untuned=untuned)
 
 
 GLOBAL_BATCH = 64
 CASES = (
-    _vlm_case("VLM-S", "ViT-5B", "llama3-8b", 16),
-    _vlm_case("VLM-M", "ViT-5B", "qwen2.5-32b", 32),
-    _vlm_case("VLM-L", "ViT-22B", "qwen2.5-72b", 64, H200),
-    _t2v_case("T2V-S", "llama3-8b", "DiT-5B", 16),
-    _t2v_case("T2V-L", "qwen2.5-32b", "DiT-30B", 64, H200),
+    _vlm_case("VLM-S", "ViT-5B", "llama3-8b", 4, tensor=4, hardware=H100),
+    _vlm_case("VLM-M", "ViT-5B", "qwen2.5-32b", 4, tensor=8, hardware=H100),
+    _vlm_case("VLM-L", "ViT-22B", "qwen2.5-72b", 8, tensor=8, hardware=H200),
+    _t2v_case("T2V-S", "llama3-8b", "DiT-5B", 4, tensor=4, hardware=H100),
+    _t2v_case("T2V-L", "qwen2.5-32b", "DiT-30B", 8, tensor=8, hardware=H200),
 )
+VLM_S, T2V_S = CASES[0], CASES[3]
+# Set-ups with one input changed that the paper does not state.
+POINTS: Mapping[str, Case] = {
+    **{case.name: case for case in CASES},
+    **{
+        f"{case.name}, {n} sequences per step": replace(case, global_batch=n)
+        for case in (VLM_S, T2V_S)
+        for n in (16, 256)
+    },
+    **{
+        f"VLM-S, {low} to {high} pictures per sequence": replace(
+            VLM_S, draw_loads=PictureSequences(VITS["ViT-5B"].patches_per_tile, low, high)
+        )
+        for low, high in ((0, 16), (32, 48))
+    },
+    **{
+        f"T2V-S, {low} to {high} clips per sequence": replace(
+            T2V_S, draw_loads=ClipSequences(low, high)
+        )
+        for low, high in ((1, 4), (1, 8), (8, 16))
+    },
+}

@@ -265,7 +265,7 @@ def simulate_batch(
     step_s, schedule = find_slowest_replica(case, plan, amounts)
     seconds = predict_segment_s(costs, plan, amounts)
     busy_s = {name: float(x.sum(axis=0).mean()) for name, x in seconds.items()}
-    return Step(set_buckets(plan, schedule), schedule, step_s, busy_s)
+    return Step(tuple(batch), set_buckets(plan, schedule), schedule, step_s, busy_s)
 
 
 def max_peak_bytes(costs: CostModel, plan: Plan, max_amounts: Mapping[str, float]) -> float:

@@ -14,18 +14,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig, Policy
+from dflop_jax.plan.evaluate import filter_fitting_loads
 from dflop_jax.plan.memory import describe_savings
 from dflop_jax.plan.search import SearchResult, search_plan
-from dflop_jax.records import BACKWARD, FORWARD, ModelProfile, Plan, Trace
+from dflop_jax.records import BACKWARD, FORWARD, Load, ModelProfile, Plan, Trace
 from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.buckets.sizes import oversize_samples
 from dflop_jax.schedule.count_program import canonicalize, program_sizes
 from dflop_jax.simulate.steps import simulate_step
-from experiments.paper.cases import Case, Step, evaluation_batches, profile_data
+from experiments.paper.cases import SEEDS, Case, Step, evaluation_batches, profile_data
 from experiments.paper.costs import get_prices, get_profile
 from experiments.paper.dynamic_shapes import simulate_batch
 from experiments.paper.results import print_progress
@@ -52,12 +55,14 @@ SCHEDULER_WORK = 4_000  # units that a schedule may spend on one batch
 @dataclass(frozen=True)
 class Evaluation:
     """A system's plan for a case and its steps. `description` gives the parallelism or, when no
-    plan fits and `steps` is empty, the reason. `n_microbatches` is 0 with static shapes."""
+    plan fits and `steps` is empty, the reason. `n_microbatches` is 0 with static shapes, where
+    `n_replaced` samples of the batches fit no bucket (`replace_oversize`)."""
 
     description: str
     plan: Plan | None = None
     steps: tuple[Step, ...] = ()
     n_microbatches: int = 0
+    n_replaced: int = 0
     search_s: float = 0.0
     schedule_s: float = 0.0
 
@@ -91,23 +96,42 @@ def mean_step_s(steps: Iterable[Step]) -> float:
     return float(np.mean([s.makespan_s for s in steps]))
 
 
+def replace_oversize(case: Case, plan: Plan) -> tuple[list[tuple[Load, ...]], int]:
+    """Return the evaluation batches with other samples, as in a run, for those that fit no bucket,
+    and the number of replaced samples.
+
+    Raises:
+      ValueError: no sample fits.
+    """
+    batches, n_replaced = [], 0
+    for i, batch in enumerate(evaluation_batches(case)):
+        loads, oversize = list(batch), oversize_samples(batch, plan)
+        if oversize:
+            others = case.draw_loads(case.global_batch, SEEDS["replacement"] + i)
+            for k, other in zip(oversize, cycle(filter_fitting_loads(plan, others))):
+                loads[k] = other
+        batches.append(tuple(loads))
+        n_replaced += len(oversize)
+    return batches, n_replaced
+
+
 def simulate_batches(case: Case, plan: Plan) -> tuple[Step, ...]:
     """Schedule and simulate the evaluation batches under a plan of static shapes, as a run does."""
     prices, names = get_prices(case, plan), [s.name for s in plan.layout.segments]
     program = canonicalize(program_sizes(plan.layout))
     steps = []
-    for i, batch in enumerate(evaluation_batches(case)):
+    for i, batch in enumerate(replace_oversize(case, plan)[0]):
         work = min(plan.scheduling.work_budget or SCHEDULER_WORK, SCHEDULER_WORK)
         schedule = schedule_batch(batch, plan, prices, names, step=i, program=program, work=work)
         trace = simulate_step(plan, schedule, prices, names)
-        steps.append(Step(plan, schedule, trace.makespan_s, segment_compute_s(plan, trace)))
+        steps.append(Step(batch, plan, schedule, trace.makespan_s, segment_compute_s(plan, trace)))
     return tuple(steps)
 
 
 def padding_shares(case: Case, evaluation: Evaluation) -> dict[str, float]:
     """Return each module's share of padding in the computed tokens of a plan of static shapes."""
     needed_tokens = {
-        m: sum(x.tokens(m) for b in evaluation_batches(case) for x in b)
+        m: sum(x.tokens(m) for step in evaluation.steps for x in step.loads)
         for m in case.model().modules
     }
     computed_tokens = dict.fromkeys(needed_tokens, 0)
@@ -140,14 +164,23 @@ def evaluate(case: Case, system: str) -> Evaluation:
     return _EVALUATIONS[key]
 
 
+def count_replaced() -> tuple[int, int]:
+    """Return how many samples were replaced, and how many evaluated, under plans of static shapes
+    in this process's cache."""
+    static = [a for (_, system), a in _EVALUATIONS.items() if system not in GROUPINGS]
+    n_samples = sum(len(step.loads) for a in static for step in a.steps)
+    return sum(a.n_replaced for a in static), n_samples
+
+
 def evaluate_all(keys: Iterable[Key]) -> None:
-    """Evaluate on all cores, one case at a time on each, and cache the results for `evaluate`."""
-    jobs: dict[Case, list[str]] = {}
+    """Evaluate on all cores, one model at a time on each, since its profile takes about 10 s, and
+    cache the results for `evaluate`."""
+    jobs: dict[Any, list[Key]] = {}
     for case, system in dict.fromkeys(keys):
         if (case, system) not in _EVALUATIONS:
-            jobs.setdefault(case, []).append(system)
-    largest_first = sorted(jobs.items(), key=lambda job: -job[0].n_devices)
-    for evaluations in map_on_all_cores(_evaluate_systems, largest_first):
+            jobs.setdefault((case.name, case.model, case.hardware), []).append((case, system))
+    largest_first = sorted(jobs.values(), key=lambda job: -sum(case.n_devices for case, _ in job))
+    for evaluations in map_on_all_cores(_evaluate_keys, largest_first):
         _EVALUATIONS.update(evaluations)
 
 
@@ -172,9 +205,8 @@ def map_on_all_cores(function: Callable[[Job], Done], jobs: Sequence[Job]) -> It
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _evaluate_systems(job: tuple[Case, list[str]]) -> dict[Key, Evaluation]:
-    case, systems = job
-    return {(case, system): _evaluate_uncached(case, system) for system in systems}
+def _evaluate_keys(job: list[Key]) -> dict[Key, Evaluation]:
+    return {(case, system): _evaluate_uncached(case, system) for case, system in job}
 
 
 def _evaluate_uncached(case: Case, system: str) -> Evaluation:
@@ -189,7 +221,7 @@ def _evaluate_uncached(case: Case, system: str) -> Evaluation:
     except ValueError as e:
         evaluation = Evaluation(str(e))
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s
-    label = f"{case.name}, {case.n_devices} devices, {system}"
+    label = f"{case.name}, {case.n_devices} devices, {case.global_batch} samples, {system}"
     print_progress(f"{label}: {wall_s:.1f} s, {cpu_s:.1f} s of a core")
     return evaluation
 
@@ -208,7 +240,8 @@ def _evaluate_dynamic_shapes(case: Case, system: str) -> Evaluation:
     steps = tuple(
         simulate_batch(case, plan, batch, n, grouping) for batch in evaluation_batches(case)
     )
-    return Evaluation(f"{describe_parallelism(plan)}, {n} microbatches", plan, steps, n, search_s)
+    description = f"{describe_parallelism(plan)}, {n} microbatches"
+    return Evaluation(description, plan, steps, n, search_s=search_s)
 
 
 def search_case(case: Case, policy: str, profile: ModelProfile, **options: Any) -> SearchResult:
@@ -244,7 +277,8 @@ def _evaluate_static_shapes(case: Case, policy: str) -> Evaluation:
     search_s = time.perf_counter() - start_s
     steps = simulate_batches(case, plan)
     schedule_s = max(s.schedule.elapsed_s for s in steps)
-    return Evaluation(describe_parallelism(plan), plan, steps, 0, search_s, schedule_s)
+    n_replaced = replace_oversize(case, plan)[1]
+    return Evaluation(describe_parallelism(plan), plan, steps, 0, n_replaced, search_s, schedule_s)
 
 
 def describe_parallelism(plan: Plan) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from dflop_jax.data.content import features_struct
-from dflop_jax.records import Hardware, Load, Plan, crossing_traffic, home_ranks
+from dflop_jax.records import Hardware, Plan, crossing_traffic, home_ranks
 from dflop_jax.records.traffic import CrossingTraffic
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.rank_permutation import tokens_read
@@ -29,18 +29,16 @@ class ExchangeTraffic:
     seconds: float
 
 
-def measure_exchange(
-    case: Case, plan: Plan, step: Step, loads: Sequence[Load], is_permuted: bool
-) -> ExchangeTraffic:
+def measure_exchange(case: Case, step: Step, is_permuted: bool) -> ExchangeTraffic:
     """Compute a step's traffic with the scheduler's rank permutation or, if not `is_permuted`, with
     a random one, as a balancer without node information gives."""
     rng = np.random.default_rng(0)
     in_node = across_nodes = seconds = 0.0
-    for source, matrix in _tokens_by_edge(plan, step, loads):
+    for source, matrix in _tokens_by_edge(step):
         size_VD = matrix * _bytes_per_token(case, source)
         if not is_permuted:
             size_VD = size_VD[rng.permutation(len(size_VD))]
-        node_V = np.array(plan.layout.devices(source)) // case.hardware.devices_per_node
+        node_V = np.array(step.plan.layout.devices(source)) // case.hardware.devices_per_node
         traffic = crossing_traffic(size_VD, node_V)
         in_node += traffic.intra_node_amount
         across_nodes += traffic.inter_node_amount
@@ -48,9 +46,9 @@ def measure_exchange(
     return ExchangeTraffic(in_node, across_nodes, seconds)
 
 
-def count_feature_bytes(case: Case, plan: Plan, step: Step, loads: Sequence[Load]) -> float:
+def count_feature_bytes(case: Case, step: Step) -> float:
     """Return the bytes of features that the groups of a step read."""
-    edge_tokens = _tokens_by_edge(plan, step, loads)
+    edge_tokens = _tokens_by_edge(step)
     return sum(
         float(matrix.sum()) * _bytes_per_token(case, source) for source, matrix in edge_tokens
     )
@@ -74,9 +72,9 @@ def _slowest_rank_s(traffic: CrossingTraffic, hardware: Hardware) -> float:
     return float(max(received_s.max(), s_VD.sum(axis=1).max()))
 
 
-def _tokens_by_edge(plan: Plan, step: Step, loads: Sequence[Load]) -> Iterator[tuple[str, Array]]:
+def _tokens_by_edge(step: Step) -> Iterator[tuple[str, Array]]:
     """Yield each edge's source module and the tokens from its ranks to the target's ranks."""
-    groups, batch = step.schedule.groups, Batch(loads, capacity_of(plan.layout))
+    groups, batch = step.schedule.groups, Batch(step.loads, capacity_of(step.plan.layout))
     for group in groups:
         for target in (groups[f] for f in group.feeds):
             modules = group.module, target.module

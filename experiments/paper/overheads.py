@@ -11,19 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflop_jax.schedule import schedule_batch
-from experiments.paper.cases import Case, evaluation_batches
-from experiments.paper.costs import get_cost_model, get_prices, get_profile
-from experiments.paper.dflop import ABLATION_CASES
+from experiments.paper.cases import Case
+from experiments.paper.costs import get_cost_model, get_profile
+from experiments.paper.dflop import ABLATION_CASES, epoch_hours
 from experiments.paper.dynamic_shapes import assign_bins, sum_amounts
 from experiments.paper.evaluation import DFLOP, evaluate
 from experiments.paper.results import Result
-from experiments.paper.throughput import epoch_hours
 
 KEYS = [(case, system) for case in ABLATION_CASES for system in (DFLOP, "auto")]
 TIMED_RUNS = 10  # timed runs of each program in a measured profile
 COMPILE_S = 20.0  # assumed for a program; each node compiles one at a time
-SAMPLES, BATCHES = 10_000, 2  # samples of the data profile, batches that are scheduled
+SAMPLES = 10_000  # samples of the data profile
 
 
 def estimate_profiling_s(case: Case) -> float:
@@ -49,8 +47,7 @@ def compare_overheads(cases: Sequence[Case] = ABLATION_CASES) -> Result:
     )
     for case in cases:
         dflop, auto, costs = evaluate(case, DFLOP), evaluate(case, "auto"), get_cost_model(case)
-        plan = auto.plan
-        assert plan is not None, auto.description
+        assert auto.plan is not None, auto.description
         assert dflop.plan is not None, dflop.description
         start_s = time.perf_counter()
         case.draw_loads(SAMPLES, 0)
@@ -58,12 +55,10 @@ def compare_overheads(cases: Sequence[Case] = ABLATION_CASES) -> Result:
         profiling_s = estimate_profiling_s(case)
         initialisation_s = profiling_s + data_s + auto.search_s
         share = initialisation_s / 3600 / epoch_hours(dflop.step_s, case.global_batch)
-        names, prices = [s.name for s in plan.layout.segments], get_prices(case, plan)
-        schedule_s, balance_s = [], []
-        for batch in evaluation_batches(case)[:BATCHES]:
-            schedule_s.append(schedule_batch(batch, plan, prices, names).elapsed_s)
+        balance_s = []
+        for step in auto.steps:
             start_s = time.perf_counter()
-            samples = sum_amounts(costs.profile, batch)
+            samples = sum_amounts(costs.profile, step.loads)
             assign_bins(costs, dflop.plan, samples, dflop.n_microbatches, "balanced")
             balance_s.append(time.perf_counter() - start_s)
         cells = [
@@ -71,7 +66,7 @@ def compare_overheads(cases: Sequence[Case] = ABLATION_CASES) -> Result:
             f"{data_s:.2f}",
             f"{auto.search_s:.1f}",
             f"{share:.0%}" if share > 0.1 else f"{100 * share:.1f}%",
-            f"{np.mean(schedule_s):.2f}",
+            f"{np.mean([s.schedule.elapsed_s for s in auto.steps]):.2f}",
             f"{np.mean(balance_s):.2f}",
             f"{dflop.step_s:.1f}",
         ]

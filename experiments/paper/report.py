@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -22,10 +24,11 @@ from experiments.paper import data
 from experiments.paper.cases import MEMORY_SHARE, TUNING_BATCHES, Case
 from experiments.paper.costs import get_prices
 from experiments.paper.dflop import SHOWN_SYSTEMS
-from experiments.paper.evaluation import GROUPINGS, evaluate
+from experiments.paper.evaluation import GROUPINGS, count_replaced, evaluate
 from experiments.paper.results import Result
 from experiments.paper.setups import CLUSTER, SETUPS, describe_cluster
 
+LINE_WIDTH = 120  # characters, as in docs
 ASSUMPTIONS = (
     "A roofline over the models' own kernels, with the default efficiencies below, predicts the "
     "costs of every system; nothing was measured on an A100.",
@@ -42,10 +45,14 @@ ASSUMPTIONS = (
     f"tables give means over {SETUPS[0].batches} others. Plans use {MEMORY_SHARE:.0%} of memory.",
     "Data ranks of equal degree synchronise only for the reduction of gradients; otherwise every "
     "microbatch waits for its slowest rank. A stage reduces gradients after its last backward.",
-    "All parameters train. InternViT-6B has 16 heads, as in the public DFLOP code (the published "
-    "25 do not divide by tensor degrees), and Qwen2.5 keeps its own vocabulary.",
+    "The planner's data profile and the tuning batches share no draw with the evaluated batches. A "
+    "sample that fits no bucket of a plan is replaced by another draw, as in a run.",
+    "All parameters train. InternViT-6B has its published 25 heads (the public DFLOP code has 16), "
+    "so its tensor degree is 1: 5 divides the heads, but not the connector's 8,192 nor a node of "
+    "8. Where a baseline's tensor degree does not divide an encoder, the encoder has the highest "
+    "that does and more data ranks, on the same devices. Qwen2.5 keeps its own vocabulary.",
     "LLaVA-OneVision's tower is SigLIP 6B, as in the public code's configuration; the 400M of the "
-    "released model and 1B are in the asymmetry table.",
+    "released model and 1B are among the changed inputs.",
 )
 
 
@@ -80,18 +87,36 @@ def format_markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def write_report(results: Sequence[Result], out: Path, page: Path | None, minutes: float) -> Path:
-    """Write paper.md in `out` and return its path."""
+    """Write paper.md in `out` and return its path. Its part before "# Details" is a section of
+    docs/results.md."""
+    n_replaced, n_samples = count_replaced()
     parts = [
-        "# The evaluations of DFLOP, DIP and OrchMLLM in simulation",
-        "The results of arXiv 2603.25120, 2504.14145 and 2503.23830 on simulated clusters, made in "
-        f"{minutes:.1f} minutes by `make paper`.",
+        "## The papers in simulation: `make paper`",
+        fill(
+            "Costs come from data sheets, attention as timed on an H100 ([gpus.md](gpus.md)); "
+            "`runs/paper/paper.md` has details, assumptions and differences from the papers. No "
+            f"planner sees an evaluated batch: of {n_samples:,} samples under plans of static "
+            f"shapes {n_replaced:,} fit no bucket and were replaced, as in a run. "
+            f"{minutes:.0f} minutes ({time.strftime('%Y-%m-%d')}).",
+            LINE_WIDTH,
+        ),
+    ]
+    for r in (r for r in results if r.on_first_page):
+        parts += [
+            f"**{r.title}.**",
+            format_markdown_table(r.columns, r.rows),
+            "\n".join(fill(f"- {x}.", LINE_WIDTH, subsequent_indent="  ") for x in r.summary),
+        ]
+    parts += [
+        "# Details",
+        "Results of arXiv 2603.25120, 2504.14145 and 2503.23830 on simulated clusters.",
         f"Timelines of a step: [{page.name}]({page.name})." if page else "",
     ]
-    for r in results:
+    for r in (r for r in results if r.notes or not r.on_first_page):
         parts += [
             f"## {r.title}",
             f"Paper: {r.paper}.",
-            format_markdown_table(r.columns, r.rows),
+            "" if r.on_first_page else format_markdown_table(r.columns, r.rows),
             f"![{r.title}]({r.name}.png)" if r.bars else "",
             "\n".join(f"- {line}" for line in r.notes),
             "\n".join(f"Difference from the paper: {line}." for line in r.differences),

@@ -15,7 +15,8 @@ _STARTED_S = time.perf_counter()
 
 @dataclass
 class Result:
-    """One experiment's table. `differences` explains those from the paper."""
+    """One experiment's table. `differences` explains those from the paper; `summary` explains a
+    table on the report's first page."""
 
     name: str
     title: str
@@ -25,10 +26,12 @@ class Result:
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
     bars: dict[str, list[float]] = field(default_factory=dict)
     "series of the bar chart: name -> a value per label"
     labels: list[str] = field(default_factory=list)
     unit: str = ""
+    on_first_page: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.columns, str):
@@ -57,7 +60,7 @@ def print_result(result: Result) -> None:
         table.add_row(*row)
     console.print(table)
     console.print(f"paper: {result.paper}")
-    for line in result.notes:
+    for line in (*result.summary, *result.notes):
         console.print(f"- {line}")
     for line in result.differences:
         console.print(f"difference: {line}")

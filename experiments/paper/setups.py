@@ -9,7 +9,7 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import Hardware, Load
 from experiments.paper import data
-from experiments.paper.cases import Case
+from experiments.paper.cases import Case, Untuned
 from experiments.paper.costs import DTYPE
 from models import qwen2_audio
 from models.composed import PublishedComposition
@@ -18,6 +18,8 @@ from models.sizes import DECODERS, VISION, ModelSize
 # 8 nodes of 8 A100 with NVLink, 800 Gb/s a node: an eighth of it per device.
 CLUSTER = replace(find_hardware("a100-80"), network_bandwidth=12.5e9)
 N_DEVICES, GLOBAL_BATCH = 64, 256  # unless a result states others
+# The public training script has four stages and recomputes every layer; more where memory needs it.
+UNTUNED = Untuned(stages=(4, 8, 16), remats=("layers",))
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ class PublishedModel:
         if self.tower.startswith("whisper"):
             return qwen2_audio.build("qwen2-audio-7b", DTYPE, "pallas")
         if self.layout == "dynamic":
-            # 16 heads as in the public DFLOP code: 25 do not divide by tensor degrees
-            tower = replace(VISION[self.tower], n_heads=16)
+            tower = VISION[self.tower]
         else:
             tower = replace(VISION[self.tower], merge=1, post_norm=False)
         size = ModelSize(DECODERS[self.decoder], tower, layout=self.layout)
@@ -54,7 +55,7 @@ class MixtureSamples:
 
 def _case(name: str, model: PublishedModel, mixture: str = "vision") -> Case:
     drawn = MixtureSamples(mixture, model.layout)
-    return Case(name, model, drawn, N_DEVICES, GLOBAL_BATCH, CLUSTER, batches=4)
+    return Case(name, model, drawn, N_DEVICES, GLOBAL_BATCH, CLUSTER, 4, UNTUNED)
 
 
 def _llava(tower: str, decoder: str) -> Case:

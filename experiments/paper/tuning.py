@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 
@@ -34,7 +35,6 @@ from experiments.paper.dynamic_shapes import (
 
 MAX_MODEL, MAX_STAGE = 8, 16
 MIN_ASSIGNED_BATCHES = 2  # tuning batches, since one random batch misleads
-PUBLISHED_STAGES = 4  # pipeline stages in the public code's training script
 REMATS: tuple[Remat, ...] = ("none", "named", "layers", "segment")  # the same for all modules
 DEVICE_SPLITS = 32  # of more than twice as many devices; fewer are split in every way
 
@@ -47,37 +47,66 @@ def make_plan(case: Case, policy: str, layout: Layout) -> Plan:
 
 
 def baseline_plans(case: Case, policy: str) -> Iterator[Plan]:
-    """Yield a plan for each of a baseline's placements that the profile covers."""
-    profile = get_cost_model(case).profile
+    """Yield a plan for each of a baseline's placements whose tensor degree divides the last
+    module; other modules have the highest degree that divides them, on the same devices."""
+    costs = get_cost_model(case)
     bounds = {"max_model": MAX_MODEL, "max_stage": MAX_STAGE}
-    for layout in baseline_layouts(policy, case.n_devices, profile.n_layers, **bounds):
-        if is_profiled(get_cost_model(case), layout):
+    for layout in baseline_layouts(policy, case.n_devices, costs.profile.n_layers, **bounds):
+        layout = lower_degrees(costs, layout)
+        if is_profiled(costs, layout):
             yield make_plan(case, policy, layout)
 
 
-def published_plan(case: Case) -> tuple[Plan, int]:
-    """Return the untuned (plan, microbatches) of the public code's training script.
+def lower_degrees(costs: CostModel, layout: Layout) -> Layout:
+    """Return the layout with, for each module before the last, the highest tensor degree up to its
+    stage's that the profile covers."""
+    submeshes, segments = {m.name: m for m in layout.submeshes}, []
+    for s in layout.segments:
+        mesh = layout.submesh(s.submesh)
+        profiled = {t.model for t in costs.profile.timings if t.module == s.module}
+        degree = max(d for d in profiled if mesh.model % d == 0)
+        if degree < mesh.model and s.module != layout.modules[-1]:
+            data = mesh.n_devices // degree
+            own = replace(mesh, name=f"{s.module} of {mesh.name}", data=data, model=degree)
+            submeshes[own.name], s = own, replace(s, submesh=own.name)
+        segments.append(s)
+    used = {s.submesh for s in segments}
+    kept = tuple(m for name, m in submeshes.items() if name in used)
+    return replace(layout, submeshes=kept, segments=tuple(segments))
 
-    The script has four pipeline stages with equal layer counts and a tensor degree of 8, or the
-    highest degree that divides a module's heads. Every layer is recomputed and every microbatch is
-    one sample.
+
+def published_plan(case: Case) -> tuple[Plan, int]:
+    """Return the untuned (plan, microbatches) of the case's paper: `case.untuned`.
+
+    Tensor degrees are the highest that divide a module's sizes, at most a node's devices. Every
+    microbatch is one sample.
 
     Raises:
-      ValueError: the placement does not exist or does not fit into memory.
+      ValueError: the paper states no configuration, or none of its placements exists or fits.
     """
-    costs = get_cost_model(case)
-    plans = baseline_plans(case, "pytorch")
-    plans = [p for p in plans if len(p.layout.submeshes) == PUBLISHED_STAGES]
-    if not plans:
-        raise ValueError(f"{case.n_devices} devices do not form {PUBLISHED_STAGES} pipeline stages")
-    plan = with_remat(max(plans, key=lambda p: p.layout.submeshes[0].model), "layers")
-    n = case.global_batch // plan.layout.data_ranks(plan.layout.modules[-1])
+    if case.untuned is None:
+        raise ValueError(f"the paper of {case.name} states no configuration of its baseline")
+    costs, placements = get_cost_model(case), list(baseline_plans(case, "pytorch"))
     batches = [sum_amounts(costs.profile, b) for b in tuning_batches(case)]
-    assigned = _assign_batches(costs, plan, n, batches, "arrival")
-    peak_bytes = max_peak_bytes(costs, plan, _max_amounts(assigned))
-    if peak_bytes > case.memory_bytes:
-        raise ValueError(_format_memory_error(case, peak_bytes))
-    return plan, n
+    min_peak_bytes = math.inf
+    for n_stages, remat in product(case.untuned.stages, case.untuned.remats):
+        plans = [p for p in placements if len({m.first for m in p.layout.submeshes}) == n_stages]
+        if not plans or not _is_priced(costs, remat):
+            continue
+        plan = with_remat(max(plans, key=_max_degree), remat)
+        n = case.global_batch // plan.layout.data_ranks(plan.layout.modules[-1])
+        assigned = _assign_batches(costs, plan, n, batches, "arrival")
+        peak_bytes = max_peak_bytes(costs, plan, _max_amounts(assigned))
+        if peak_bytes <= case.memory_bytes:
+            return plan, n
+        min_peak_bytes = min(min_peak_bytes, peak_bytes)
+    if min_peak_bytes == math.inf:
+        raise ValueError(f"{case.n_devices} devices do not form {case.untuned.stages[0]} stages")
+    raise ValueError(_format_memory_error(case, min_peak_bytes))
+
+
+def _max_degree(plan: Plan) -> int:
+    return max(m.model for m in plan.layout.submeshes)
 
 
 def is_profiled(costs: CostModel, layout: Layout) -> bool:
@@ -194,9 +223,12 @@ def _assign_batches(
 
 def _list_remats(costs: CostModel, plan: Plan) -> list[Plan]:
     """Return the plan, and its variants under each policy that has prices for every module."""
-    priced = [costs.priced_policies(m) for m in costs.profile.n_layers]
-    variants = [with_remat(plan, r) for r in REMATS if all(r in policies for policies in priced)]
+    variants = [with_remat(plan, r) for r in REMATS if _is_priced(costs, r)]
     return variants if plan in variants else [plan, *variants]
+
+
+def _is_priced(costs: CostModel, remat: Remat) -> bool:
+    return all(remat in costs.priced_policies(m) for m in costs.profile.n_layers)
 
 
 def _microbatch_counts(max_count: int) -> list[int]:

@@ -9,6 +9,7 @@ from experiments.paper import cases, costs
 def small_profiles():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "PROFILE_SAMPLES", 64)
+        patch.setattr(cases, "POPULATION_SAMPLES", 512)
         patch.setattr(cases, "TUNING_BATCHES", 2)
         patch.setattr(costs, "DEGREES", (1, 2))
         patch.setattr(costs, "PIECES", (1, 8))

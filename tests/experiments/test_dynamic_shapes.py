@@ -10,11 +10,13 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.plan.space import separate_families as families
 from dflop_jax.profile.cost_model import CostModel, layout_prices
+from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import Load
 from experiments.paper import cases, costs, dynamic_shapes
-from experiments.paper.cases import Case
+from experiments.paper.cases import Case, Untuned
 from experiments.paper.dynamic_shapes import simulate_batch
-from experiments.paper.tuning import make_plan
+from experiments.paper.setups import INTERNVL_72B
+from experiments.paper.tuning import make_plan, published_plan
 from tests.plan.cases import TILE, layouts, model_profile, recompute
 
 LAYERS = {"vision": 2, "llm": 4}
@@ -128,3 +130,31 @@ def test_replicas_wait_for_each_other_only_at_the_end(without_links):
     ]
     assert step.makespan_s == pytest.approx(max(replica_s))
     assert step.idle_share == pytest.approx(1 - sum(replica_s) / 2 / max(replica_s))
+
+
+def untuned(stages, remats, memory_bytes=A100.memory_bytes):
+    case = replace(CASE, hardware=replace(A100, memory_bytes=memory_bytes))
+    plan, n = published_plan(replace(case, untuned=Untuned(stages, remats)))
+    (remat,) = {s.remat for s in plan.layout.segments}
+    meshes = plan.layout.submeshes
+    assert n == CASE.global_batch // meshes[0].data  # one sample per microbatch
+    return len(meshes), meshes[0].model, remat
+
+
+def test_an_untuned_baseline_is_the_first_stated_one_that_fits():
+    assert untuned((2, 4), ("none", "layers")) == (2, 2, "none")
+    assert untuned((4, 2), ("layers", "none")) == (4, 1, "layers")
+    assert untuned((3, 4), ("named", "layers")) == (4, 1, "layers")  # neither exists
+    with pytest.raises(ValueError, match="states no configuration"):
+        published_plan(CASE)
+    with pytest.raises(ValueError, match="4 devices do not form 3 stages"):
+        untuned((3,), ("none",))
+    with pytest.raises(ValueError, match="no placement fits") as caught:
+        untuned((1,), ("none",), 1.0)
+    assert "inf" not in str(caught.value)
+
+
+def test_published_heads_of_internvit_limit_its_tensor_degrees():
+    modules = INTERNVL_72B.model().modules
+    degrees = {m: [d for d in range(1, 9) if divides(modules[m], d)] for m in modules}
+    assert degrees == {"vision": [1], "llm": [1, 2, 4, 8]}

@@ -30,7 +30,6 @@ from unittest import mock
 import jax
 import numpy as np
 
-from experiments.paper import policies
 from experiments.paper.evaluation import evaluate
 from tests import conftest  # noqa: F401  it sets XLA's flags and 8 CPU devices
 from tests.benchmarks.scripts import module
@@ -60,7 +59,7 @@ Line = tuple[str, bool]  # the comparison of a golden value, and whether the new
 
 def make_plans(quick: bool) -> Values:
     """Policy, layout and seconds of a simulated step of every set-up."""
-    cases = {c.name: c for c in policies.CASES}
+    cases = {c.name: c for c in auto_choice.PAPER_CASES}
     cases |= {c.name: c for c in map(auto_choice.random_case, range(6))}
     values = {}
     for name, policy in SET_UPS[: 1 if quick else None]:

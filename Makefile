@@ -29,7 +29,7 @@ help:  ## show this list
 demo: $(STAMP)  ## profile, plan and train under four policies on two processes, then compare them
 	@$(BIN)/python experiments/demo.py
 
-paper: $(STAMP)  ## the three papers' evaluations in simulation, to runs/paper (20 minutes)
+paper: $(STAMP)  ## the three papers' evaluations in simulation, to runs/paper (15 minutes)
 	@$(BIN)/python -m experiments.paper
 
 test: $(REFERENCE)  ## the tests, but those marked slow

@@ -1,7 +1,7 @@
 """Simulate all results of the DFLOP, DIP and OrchMLLM papers and write a report.
 
 Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
-Minutes:  about 20 on 2 cores
+Minutes:  about 15 on 2 cores
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 

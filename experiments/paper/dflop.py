@@ -8,7 +8,6 @@ Paper:    1.2 to 3.6 times the throughput of PyTorch and Megatron-LM; hours per 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -113,11 +112,7 @@ def compare_throughput(setups: Sequence[Case] = SETUPS) -> Result:
         cells = [f"{samples_per_s(case, a):.2f}" if a.fits else "-" for a in evaluations.values()]
         baselines = [evaluations[b] for b in BASELINES]
         cells.append(", ".join(f"{a.step_s / dflop_s:.2f}x" if a.fits else "-" for a in baselines))
-        shown = (baselines[0], evaluations[DFLOP])
-        hours = [epoch_hours(a.step_s, case.global_batch) if a.fits else math.nan for a in shown]
-        stated = PAPER_EPOCH_HOURS.get(case.name)
-        published = " ({:.0f}, {:.0f})".format(*stated) if stated else ""
-        cells.append(f"{hours[0]:.1f}, {hours[1]:.1f}{published}")
+        cells.append(_format_hours(case, baselines[0], evaluations[DFLOP]))
         result.add(
             case.name, cells, **{SYSTEMS[s]: base_s / a.step_s for s, a in evaluations.items()}
         )
@@ -142,6 +137,15 @@ def compare_throughput(setups: Sequence[Case] = SETUPS) -> Result:
         "untuned baseline shows how much of the paper's gain tuning removes"
     ]
     return result
+
+
+def _format_hours(case: Case, *evaluations: Evaluation) -> str:
+    """Format hours of an epoch beside the paper's, or "-" if the paper states none."""
+    if case.name not in PAPER_EPOCH_HOURS:
+        return "-"
+    hours = [f"{epoch_hours(a.step_s, case.global_batch):.1f}" for a in evaluations]
+    stated = ", ".join(f"{x:.0f}" for x in PAPER_EPOCH_HOURS[case.name])
+    return f"{', '.join(hours)} ({stated})"
 
 
 def idle_reduction(case: Case, baseline: str) -> float:

@@ -99,13 +99,17 @@ def write_report(results: Sequence[Result], out: Path, page: Path | None, minute
             f"shapes {n_replaced:,} fit no bucket and were replaced, as in a run. "
             f"{minutes:.0f} minutes ({time.strftime('%Y-%m-%d')}).",
             LINE_WIDTH,
+            break_on_hyphens=False,
         ),
     ]
     for r in (r for r in results if r.on_first_page):
         parts += [
             f"**{r.title}.**",
             format_markdown_table(r.columns, r.rows),
-            "\n".join(fill(f"- {x}.", LINE_WIDTH, subsequent_indent="  ") for x in r.summary),
+            "\n".join(
+                fill(f"- {x}.", LINE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+                for x in r.summary
+            ),
         ]
     parts += [
         "# Details",

@@ -11,8 +11,6 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from dflop_jax.records import Load, Plan, Prices, Schedule, ScheduleMaker, Status
 from dflop_jax.schedule import batch as batches
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget
@@ -33,7 +31,6 @@ from dflop_jax.schedule.groups import (
 )
 from dflop_jax.schedule.memory_plan import with_memory_plan
 from dflop_jax.schedule.order_search import with_searched_order
-from dflop_jax.schedule.random_fill import fill_randomly
 from dflop_jax.schedule.rank_permutation import permute_ranks, swap_equal_pieces
 from dflop_jax.simulate.steps import with_list_order
 
@@ -42,8 +39,6 @@ DEFAULT_WORK = 2 * WORK_PER_S // 5  # units of work for a batch if the plan has 
 # The order of tasks gets this share of the work; packing gets at most this share of the rest.
 # Balancing of content gets the remainder.
 _ORDER_SHARE, _PACKING_SHARE = 0.25, 0.5
-# Units of work to fill groups in random orders; with 120, steps of the demo are 0.3% shorter.
-_FILL_WORK = 60
 # Balancing of content stops when it can gain at most this share of a step's seconds.
 _TOLERATED_SHARE = 1e-3
 
@@ -187,10 +182,7 @@ def assign_groups(
         assignments = [("greedy", greedy)]
         if work > 0:
             packing = budget.sub_budget(work * _PACKING_SHARE)
-            filling = packing.sub_budget(min(_FILL_WORK, packing.remaining / 2))
-            n_main, rng = len(merged.layout.buckets), np.random.default_rng(seed)
-            filled = fill_randomly(space, n_main, greedy, filling, rng)
-            improved = improve_assignment(space, filled, packing, seed)
+            improved = improve_assignment(space, greedy, packing, seed)
             same_buckets = [t.bucket for t in improved] == [t.bucket for t in greedy]
             fallbacks = assignments if space.priced or not same_buckets else []
             assignments = [("local", improved), *fallbacks]

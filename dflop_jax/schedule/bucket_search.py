@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -74,7 +73,7 @@ def min_groups(batch: Batch, layout: Layout, bucket_shares: Sequence[float], wor
     n = _min_groups_of_one_bucket(batch, replace(layout, buckets=layout.buckets[:1]), work)
     n_buckets = len(layout.buckets)
     buckets, none = merged_buckets(layout)[:n_buckets], np.zeros(n_buckets, np.int64)
-    space = PackingSpace(batch, buckets, Ticks(none[:, None]))
+    space = PackingSpace(batch, buckets, Ticks(none, none))
     for last in range(n_buckets - 1, 0, -1):
         chosen, rng = [0] * (n - 1) + [last], np.random.default_rng(0)
         has_slack = _slack(np.bincount(chosen, minlength=n_buckets)[None], space)[0] >= 0
@@ -94,7 +93,8 @@ def _min_groups_of_one_bucket(batch: Batch, layout: Layout, work: float) -> int:
         if shape := b.shape(m):
             n_parts = shape.rows // min(s.rows for s in layout.shapes(m))
             costs_CM[c, k] = n_parts if layout.targets(m) else 2
-    space = PackingSpace(batch, buckets, Ticks(costs_CM))
+    dearest_C = costs_CM.max(axis=1)
+    space = PackingSpace(batch, buckets, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))
     greedy = greedy_assignment(space, len(merged))
     n_greedy = _max_groups(greedy)
     bound = fractional_bound(space.demand, np.ones(len(buckets)))  # groups, each of cost 1
@@ -145,14 +145,11 @@ def _bucket_sets(
     ticks = space.ticks
     greedy_cost = space.cost(greedy)
     max_cost = float(greedy_cost - ticks.rest_C.min())
-    # A step takes at least any mean over resources: take the one that promises most.
-    n_resources = ticks.ticks_CR.shape[1]
-    means = np.vstack((np.eye(n_resources), np.full(n_resources, 1 / n_resources)))
-    costs = [ticks.ticks_CR @ mean_R for mean_R in means]
-    cost_C = max(costs, key=partial(fractional_bound, space.demand))
-    counts_XC, _ = list_covers(space.demand, cost_C, max_cost)
+    counts_XC, _ = list_covers(space.demand, ticks.dearest_C.astype(float), max_cost)
     budget.spend(1 + len(counts_XC) / _VECTORS_PER_WORK)
-    cost_X = ticks.step_ticks(counts_XC)
+    used_XC = counts_XC > 0
+    rest_X = np.where(used_XC, ticks.rest_C, np.iinfo(np.int64).max).min(axis=1)
+    cost_X = counts_XC @ ticks.dearest_C + np.where(used_XC.any(axis=1), rest_X, 0)
     slack_X = _slack(counts_XC, space)
     useful = np.flatnonzero(cost_X < greedy_cost)
     order = useful[np.lexsort((-slack_X[useful], cost_X[useful]))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -77,38 +76,26 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
 
 @dataclass(frozen=True)
 class Ticks:
-    """Costs of buckets on each resource in integer ticks, so that sums are exact; `TIE_TOLERANCE`
-    of the largest is ten ticks."""
+    """Costs of buckets in integer ticks, so that sums are exact; `TIE_TOLERANCE` of the largest is
+    ten ticks. `dearest_C` is the cost on the resource that a group keeps busy longest, `rest_C` the
+    cost on all other resources."""
 
-    ticks_CR: Ints
+    dearest_C: Ints
+    rest_C: Ints
 
-    @cached_property
-    def dearest_C(self) -> Ints:
-        """The cost on the resource that a group keeps busy longest."""
-        return np.maximum(self.ticks_CR.max(axis=1), 1)
-
-    @cached_property
-    def rest_C(self) -> Ints:
-        """The cost on all other resources."""
-        return self.sum_C - self.ticks_CR.max(axis=1)
-
-    @cached_property
+    @property
     def sum_C(self) -> Ints:
-        return self.ticks_CR.sum(axis=1)
-
-    def step_ticks(self, counts_XC: Ints) -> Ints:
-        """Return the ticks of each count vector: of the busiest resource, plus the time to fill the
-        pipeline with the fastest group."""
-        fill_XC = np.where(counts_XC > 0, self.rest_C, np.iinfo(np.int64).max)
-        fill_X = np.where(counts_XC.any(axis=1), fill_XC.min(axis=1), 0)
-        return (counts_XC @ self.ticks_CR).max(axis=1) + fill_X
+        return self.dearest_C + self.rest_C
 
 
 def bucket_ticks(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
     seconds_CR = np.array([costs.bucket_s(b) for b in buckets])
     tick_s = (float(seconds_CR.max(initial=0.0)) or 1.0) * TIE_TOLERANCE / 10
-    ticks_CR = np.where(seconds_CR > 0, np.maximum(1, np.rint(seconds_CR / tick_s)), 0)
-    return Ticks(ticks_CR.astype(np.int64))
+    ticks_CR = np.where(seconds_CR > 0, np.maximum(1, np.rint(seconds_CR / tick_s)), 0).astype(
+        np.int64
+    )
+    dearest_C = ticks_CR.max(axis=1)
+    return Ticks(np.maximum(dearest_C, 1), ticks_CR.sum(axis=1) - dearest_C)
 
 
 def running_order(chosen: Sequence[int], ticks: Ticks) -> list[int]:

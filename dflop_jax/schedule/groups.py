@@ -49,10 +49,11 @@ class PackingSpace:
     priced: Mapping[str, float] = field(default_factory=dict)
 
     def cost(self, assignment: Assignment) -> int:
-        """Return the cost of an assignment in ticks; see `Ticks.step_ticks`."""
-        chosen = np.array([t.bucket for t in assignment], int)
-        counts_C = np.bincount(chosen, minlength=len(self.buckets))
-        return int(self.ticks.step_ticks(counts_C[None])[0])
+        """Return the cost of an assignment in ticks: the sum over runs of the cost on their busiest
+        resource, plus the time to fill the pipeline with the fastest run."""
+        chosen = [t.bucket for t in assignment]
+        fill = self.ticks.rest_C[chosen].min() if chosen else 0
+        return int(self.ticks.dearest_C[chosen].sum() + fill)
 
     def sort_runs(self, assignment: Assignment) -> list[BucketRun]:
         """Return the runs in running order."""

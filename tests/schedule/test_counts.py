@@ -92,15 +92,11 @@ def images_and_clips(rng, n):
 
 @pytest.mark.parametrize(
     "small, seeds, made_by",
-    [
-        (bucket(50, (1, 82)), (0, 5, 7), "local"),
-        (bucket(50, (1, 82)), (11,), "integer"),
-        (bucket(30, (1, 120)), (0,), "integer"),
-    ],
+    [(bucket(50, (1, 82)), (5, 6, 7), "local"), (bucket(30, (1, 120)), (0, 6), "integer")],
 )
 def test_integer_program_never_slows_and_may_speed_up_schedules(small, seeds, made_by):
-    """Counts that random orders and the local search do not manage to pack are packed from what the
-    program deals to them."""
+    """Counts that the local search does not manage to pack are packed from what the program deals
+    to them."""
     plan = make_plan([bucket(99, (1, 163)), small], {"a": 1, "b": 7})
     prices = make_prices(plan, factor=lambda p: 0.5 if p.segment == "a" else 1.0)
     for seed in seeds:
@@ -113,7 +109,7 @@ def test_integer_program_never_slows_and_may_speed_up_schedules(small, seeds, ma
         assert got.lower_bound_s >= plain.lower_bound_s
         assert got.made_by == made_by
         # Less work is left for the rest.
-        assert got.makespan_s <= (0.91 if made_by == "integer" else 1.002) * plain.makespan_s
+        assert got.makespan_s <= (0.9 if made_by == "integer" else 1.002) * plain.makespan_s
 
 
 def test_bound_needs_every_variant_of_a_bucket():

@@ -57,16 +57,16 @@ def refine_candidates(
     screened = screen(evaluator, close)
     n_sized = _N_SIZED[evaluator.config.effort]
     sizable = screened if evaluator.context.spec.max_alternatives else close_to_best(screened)
-    firsts = {one.policy: one for one in reversed(sizable)}
-    leading = [*screened[:n_sized], *first_per_placement(screened)[:n_sized], *firsts.values()]
-    for one in {id(one): one for one in leading}.values():
+    fastest = [*screened[:n_sized], *first_per_placement(screened)[:n_sized]]
+    for one in _with_first_per_policy(fastest, sizable):
         screened += _with_chosen_buckets(evaluator, one)
     screened += [more for one in screened for more in _with_divided_readers(evaluator, one)]
     compared = _with_integer_program(evaluator, successive_halving(evaluator, screened))
     compared = [replace(c, plan=with_spare_bucket(c.plan, tail, evaluator)) for c in compared]
+    closest = close_to_best(compared)
     second = [
         one.with_plan(plan)
-        for one in _leading(close_to_best(compared), n_sized)
+        for one in _with_first_per_policy(closest[:n_sized], closest)
         for plan in with_second_remat(one.plan, evaluator)
     ]
     plan_by_layout: dict[Layout, Plan] = {}
@@ -77,11 +77,12 @@ def refine_candidates(
     return list(plan_by_layout.values())
 
 
-def _leading(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
-    """Return the first `n` candidates and the first of every other policy."""
+def _with_first_per_policy(
+    leading: Sequence[Candidate], candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    """Return the leading candidates, and of all others the first of every policy; each once."""
     firsts = {one.policy: one for one in reversed(candidates)}
-    leading = [*candidates[:n], *firsts.values()]
-    return list({id(one): one for one in leading}.values())
+    return list({id(one): one for one in (*leading, *firsts.values())}.values())
 
 
 def _close_candidates(search: BestFirstSearch, ranked: Sequence[Candidate]) -> list[Candidate]:

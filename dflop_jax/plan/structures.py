@@ -145,9 +145,7 @@ def padding_fractions(
     layout: Layout, schedule: Schedule, loads: Sequence[Load]
 ) -> dict[str, float]:
     """Return the share of padding in each module's tokens of a scheduled batch."""
-    n_tokens = dict.fromkeys(layout.modules, 0)
-    for g in schedule.groups:
-        n_tokens[g.module] += g.microbatches * layout.data_ranks(g.module) * g.shape.size
+    n_tokens = schedule.count_tokens(layout)
     used = {m: sum(load.tokens(m) for load in loads) for m in n_tokens}
     return {m: 1 - used[m] / n for m, n in n_tokens.items() if n}
 

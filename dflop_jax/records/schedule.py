@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from dflop_jax.records.data import Shape, require
+from dflop_jax.records.plan import Layout
 
 Direction = Literal["forward", "backward", "reduce", "update"]
 FORWARD: Direction = "forward"
@@ -181,6 +182,13 @@ class Schedule:
         """Return the indices of the groups of `module` that feed `group`."""
         feeders = (i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds)
         return tuple(feeders)
+
+    def count_tokens(self, layout: Layout) -> dict[str, int]:
+        """Return the tokens that all data ranks of each module compute, with padding."""
+        n_tokens = dict.fromkeys(layout.modules, 0)
+        for g in self.groups:
+            n_tokens[g.module] += g.microbatches * layout.data_ranks(g.module) * g.shape.size
+        return n_tokens
 
 
 # ---- traces ----

@@ -218,9 +218,8 @@ def choose_plan(
         + (f"; up to {fan_in} groups feed one" if fan_in > 1 else "")
     )
     executor = timed.executor if timed else given_executor or make_executor(context, plan)
-    price_list = PriceList.from_prices(prices)
-    state = replace(state, plan=plan, profile=profile, prices=price_list, trials=trials)
-    return executor, replace(state, settings=settings), timed
+    state = replace(state, plan=plan, profile=profile, trials=trials, settings=settings)
+    return executor, replace(state, prices=PriceList.from_prices(prices)), timed
 
 
 def _search_plan(

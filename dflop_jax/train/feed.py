@@ -183,9 +183,7 @@ class Packer:
         counts_by_process = self.peers.gather(key, counts, BatchCounts, step=step)
         primary_total = BatchCounts.total(counts_by_process) if counts_by_process else None
         total = self.peers.broadcast(key, primary_total, BatchCounts, step=step)
-        executed = dict.fromkeys(layout.modules, 0)
-        for g in schedule.groups:
-            executed[g.module] += g.microbatches * layout.data_ranks(g.module) * g.shape.size
+        executed = schedule.count_tokens(layout)
         padding = {m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()}
         groups: list[GroupArrays] = []
         for i, p in enumerate(packed):

@@ -129,11 +129,7 @@ def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
     frozen = context.trained.frozen
     plan_config = replace(config.plan, node=context.node)
     if budget := start_budget(context, profile):
-        plan_config = replace(
-            plan_config,
-            effort=budget.effort,
-            buckets=budget.n_buckets,
-        )
+        plan_config = replace(plan_config, effort=budget.effort, buckets=budget.n_buckets)
 
     def trains(s: SegmentPlan) -> bool:
         module = model.modules[s.module]

@@ -115,10 +115,7 @@ def next_plan(trials: Sequence[Trial]) -> Plan | None:
 def drop_pending(trials: Sequence[Trial], failure: str) -> tuple[Trial, ...]:
     """Return the trials without the current plan: that of the pending trial, or the chosen one."""
     current = _current_trial(trials)
-    failed = (
-        replace(t, ratios=(), step_s=(), failure=failure) if t is current else t for t in trials
-    )
-    return tuple(failed)
+    return drop_failed(trials, {plan_key(current.plan): failure} if current else {})
 
 
 def drop_failed(trials: Sequence[Trial], reasons: Mapping[str, str]) -> tuple[Trial, ...]:

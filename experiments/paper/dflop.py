@@ -119,7 +119,7 @@ def compare_throughput(setups: Sequence[Case] = SETUPS) -> Result:
         result.notes += [
             f"{case.name}, {SYSTEMS[s]}: {a.description}" for s, a in evaluations.items()
         ]
-        padded = padding_shares(case, evaluations[STATIC_DFLOP]).items()
+        padded = padding_shares(evaluations[STATIC_DFLOP]).items()
         padding = ", ".join(f"{m} {share:.0%}" for m, share in padded)
         result.notes.append(f"{case.name}, padding with static shapes: {padding}")
     result.summary = [

@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -128,17 +129,13 @@ def simulate_batches(case: Case, plan: Plan) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def padding_shares(case: Case, evaluation: Evaluation) -> dict[str, float]:
+def padding_shares(evaluation: Evaluation) -> dict[str, float]:
     """Return each module's share of padding in the computed tokens of a plan of static shapes."""
-    needed_tokens = {
-        m: sum(x.tokens(m) for step in evaluation.steps for x in step.loads)
-        for m in case.model().modules
-    }
-    computed_tokens = dict.fromkeys(needed_tokens, 0)
+    needed_tokens, computed_tokens = Counter[str](), Counter[str]()
     for step in evaluation.steps:
-        for g in step.schedule.groups:
-            ranks = step.plan.layout.data_ranks(g.module)
-            computed_tokens[g.module] += g.microbatches * ranks * g.shape.size
+        computed_tokens.update(step.schedule.count_tokens(step.plan.layout))
+        for m in step.plan.layout.modules:
+            needed_tokens[m] += sum(x.tokens(m) for x in step.loads)
     return {m: 1 - needed_tokens[m] / n if n else 0.0 for m, n in computed_tokens.items()}
 
 

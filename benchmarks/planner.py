@@ -2,7 +2,7 @@
 
 Command:  python benchmarks/planner.py [--json FILE] [--full]
 Minutes:  about 8 on 2 cores with nothing else running (more with --full)
-Expected: `auto` in 9, 16 and 21 s of a core for 8, 64 and 1,024 devices with plan.effort quick
+Expected: `auto` in 8, 16 and 25 s of a core for 8, 64 and 1,024 devices with plan.effort quick
           (2026-11-30, EPYC; more on a VM without AVX-512)
 
 LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto, dflop and dip, tensor

@@ -67,7 +67,7 @@ class GemmaSize:
     layer_scalar: bool = False
     cap: float = 0.0
     tied: bool = True
-    logits_elements: int = 2**27
+    logits_elements: int = 2**28
     mrope_sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

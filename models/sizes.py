@@ -126,7 +126,7 @@ class DecoderSize:
     norm_eps: float = 1e-6
     qkv_bias: bool = True
     tied: bool = False
-    logits_elements: int = 2**27
+    logits_elements: int = 2**28
     qk_norm: bool = False
     head_size: int = 0
     mrope_sections: tuple[int, ...] = ()

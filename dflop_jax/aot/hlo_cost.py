@@ -228,7 +228,7 @@ def _product_kernel(i: Instruction) -> Kernel:
     return Kernel(
         Kind.ATTENTION if batch > 1 else Kind.MATMUL,
         2.0 * output.size * depth,
-        lhs.n_bytes + rhs.n_bytes + output.n_bytes,
+        sum(a.n_bytes for a in i.reads) + output.n_bytes,  # cuBLAS may add to a third operand
         rows,
         cols,
         depth,
@@ -251,8 +251,9 @@ def _fusion_kernel(module: HloModule, body: Computation) -> Kernel:
 
 
 def _fused_dots(module: HloModule, body: Computation) -> list[Instruction]:
-    """Return the products of a fusion and of nested fusions."""
-    dots = [i for i in body.values() if i.opcode == "dot"]
+    """Return the products of a fusion and of nested fusions; a fusion around cuBLAS reads or writes
+    a row of a stack in place."""
+    dots = [i for i in body.values() if i.opcode == "dot" or i.custom_call_target in _CUBLAS]
     fusions = (i for i in body.values() if i.opcode == "fusion")
     return dots + [
         d for i in fusions for d in _fused_dots(module, module.computations[i.called[0]])
@@ -287,13 +288,13 @@ def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]
 def _result_bytes(output: Instruction) -> float:
     """Return the bytes that a fusion writes for one result, or for the update if it is in place."""
     source = output
-    while source.opcode == "bitcast" and source.operands:
+    while source.opcode in ("bitcast", "get-tuple-element") and source.operands:
         source = source.operands[0]
     if source.opcode == "dynamic-update-slice":
         return source.operands[1].arrays[0].n_bytes
     if source.opcode == "scatter":
         return 2 * source.operands[-1].arrays[0].n_bytes
-    return output.n_bytes
+    return sum(a.n_bytes for a in output.arrays if a.dtype not in _WORKSPACE)
 
 
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")

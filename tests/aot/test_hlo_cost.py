@@ -327,3 +327,31 @@ def test_attention_scores_are_found_if_stored():
     )
     assert "f32[2,96,96]" in whole
     assert not blocks
+
+
+FUSED_CUBLAS = """
+HloModule text, is_scheduled=true
+
+%fused (p0: bf16[24,8,16], p1: bf16[32,8], p2: f32[32,16]) -> (f32[32,16], s8[4194304]) {
+  %p0 = bf16[24,8,16]{2,1,0} parameter(0)
+  %p1 = bf16[32,8]{1,0} parameter(1)
+  %p2 = f32[32,16]{1,0} parameter(2)
+  %cut = bf16[1,8,16]{2,1,0} slice(%p0), slice={[3:4], [0:8], [0:16]}
+  %flat = bf16[8,16]{1,0} bitcast(%cut)
+  ROOT %y = (f32[32,16]{1,0}, s8[4194304]{0}) custom-call(%p1, %flat, %p2), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"beta":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"DEFAULT"}}
+}
+
+ENTRY %main (a: bf16[24,8,16], b: bf16[32,8], c: f32[32,16]) -> (f32[32,16], s8[4194304]) {
+  %a = bf16[24,8,16]{2,1,0} parameter(0)
+  %b = bf16[32,8]{1,0} parameter(1)
+  %c = f32[32,16]{1,0} parameter(2)
+  ROOT %y.1 = (f32[32,16]{1,0}, s8[4194304]{0}) fusion(%a, %b, %c), kind=kCustom, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_product_of_a_stacks_row_that_adds_to_an_array():
+    """It reads one row of the stack and the array; its workspace does not count."""
+    n_bytes = 2 * (32 * 8 + 8 * 16) + 4 * 2 * 32 * 16
+    want = Kernel(Kind.MATMUL, 2.0 * 32 * 8 * 16, n_bytes, 32, 16, 8, "bfloat16")
+    assert cost_of(FUSED_CUBLAS).kernels == (want,)

@@ -14,13 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.report.metrics import COLUMNS, DEVICE, DEVICE_PEAK, HOST
+from dflop_jax.report.metrics import (
+    COLUMNS,
+    HOST_BYTES,
+    LIVE_BYTES,
+    PEAK_BYTES,
+    PEAK_UPPER_BOUND,
+)
 from dflop_jax.report.panels import PHASE_COLOURS, line_colour, palette
 from dflop_jax.report.reader import Columns, RunRecord, stretch_length, stretch_means
 
 Values = Sequence[float | None]
 # Colours of lines that belong to no module.
-_COLOURS = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239", **PHASE_COLOURS}
+_COLOURS = {
+    LIVE_BYTES: "#2b6cb0",
+    PEAK_BYTES: "#9ecae1",
+    PEAK_UPPER_BOUND: "#c6dbef",
+    HOST_BYTES: "#8c6239",
+    **PHASE_COLOURS,
+}
 
 
 class _Drawing:

@@ -18,9 +18,10 @@ import numpy as np
 # Number of first steps that steady-state figures leave out: caches, queues and the solver warm up.
 WARMUP_STEPS = 2
 # The key of idle seconds in `phase_s`, beside directions of tasks ("forward", ...) and reasons of
-# waiting ("wait for data", ...); and the keys of `memory_bytes`.
+# waiting ("wait for data", ...); and the keys of `memory`.
 IDLE = "idle"
-DEVICE, DEVICE_PEAK, HOST = "device", "device_peak", "host"
+LIVE_BYTES, PEAK_BYTES, HOST_BYTES = "live_bytes", "peak_bytes", "host_bytes"
+PEAK_UPPER_BOUND = "peak_bytes_upper_bound"
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class StepMetrics:
     imbalance: Keyed = _keyed("%", "imbalance, {}", "imbalance: fullest over mean data rank")
     phase_s: Keyed = _keyed("s", "{}, of a step")  # mean over devices; the sum is `step_s`
     busy_fraction: Keyed = _keyed("%", is_tracked=True)  # of the makespan, by submesh
-    # Maximum over devices (in use, peak so far) or processes (host).
-    memory_bytes: Keyed = _keyed("bytes", "memory, {}", "memory in use")
+    # Maximum over devices (live while nothing is in flight, peak since training began or an upper
+    # bound of it) or processes (host).
+    memory: Keyed = _keyed("bytes", "", "memory in use")
     groups: Mapping[str, int] = _keyed()  # number of groups by MODULE:ROWSxTOKENS
     compiles: int = _scalar(default=0)  # programs compiled during the step
     n_bad: int = _scalar(default=0)  # samples that could not be decoded and were replaced

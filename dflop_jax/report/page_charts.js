@@ -127,9 +127,9 @@ function drawLine(out, line, xs, ys, below) {
   });
   const dash = DASHES[line.dash % DASHES.length];
   svg(out, "path", { class: "curve", d: path, "stroke-dasharray": dash }).style.stroke = line.colour;
-  if (drawn > 24) return; // circles make single points visible
-  ys.forEach((y, i) => {
-    if (y !== null) svg(out, "circle", { cx: xs[i], cy: y, r: 2.2 }).style.fill = line.colour;
+  const at = (i) => ys[i] ?? null;
+  ys.forEach((y, i) => { // circles make single points visible
+    if (y !== null && (drawn <= 24 || (at(i - 1) === null && at(i + 1) === null))) svg(out, "circle", { cx: xs[i], cy: y, r: 2.2 }).style.fill = line.colour;
   });
 }
 

@@ -23,7 +23,17 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.report import run_folder
-from dflop_jax.report.metrics import COLUMNS, KEYED_FIELDS, WARMUP_STEPS, percentiles
+from dflop_jax.report.memory_growth import fit_growth
+from dflop_jax.report.metrics import (
+    COLUMNS,
+    HOST_BYTES,
+    KEYED_FIELDS,
+    LIVE_BYTES,
+    PEAK_BYTES,
+    PEAK_UPPER_BOUND,
+    WARMUP_STEPS,
+    percentiles,
+)
 from dflop_jax.report.number_format import duration, flops_text, number, percent
 from dflop_jax.report.reader import RunRecord, read_run
 from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE, EvaluationRow
@@ -33,6 +43,12 @@ from dflop_jax.report.wall_time import TRAINING, WallTime
 _UNIT_FORMATS = {"%": percent, "FLOP": flops_text, "s": duration}
 # Unit of a column of metrics -> the unit of its figure, and the factor between them.
 _DISPLAY_UNITS = {"s": ("ms", 1e3), "bytes": ("GiB", 2.0**-30), "FLOP/s": ("FLOP", 1.0)}
+_MEMORY_LABELS = {
+    LIVE_BYTES: "memory, live",
+    PEAK_BYTES: "memory, peak since training began",
+    PEAK_UPPER_BOUND: "memory, peak, at most",
+    HOST_BYTES: "memory, host",
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,7 @@ def figures(run: RunRecord) -> list[Figure]:
         one("step time, p10 - p90", 1e3 * step_s.p10, 1e3 * step_s.p90, unit="ms", between=" - "),
         *medians("tokens_per_s", "model_flops", "flops_per_s", "flops_per_s_by_module"),
         *medians("mfu", "mfu_by_module", "padding_fraction", "imbalance", "phase_s"),
-        *medians("memory_bytes"),
+        *_memory_figures(run),
         *(
             one(f"features moved {k}, in nodes / across", v / 1e6, across[k] / 1e6, unit="MB")
             for k, v in rows.medians("moved_in_node").items()
@@ -115,6 +131,23 @@ def figures(run: RunRecord) -> list[Figure]:
         one("steps that changed no parameter", rows.n_skipped),
         *(_wall_time_figures(run.wall_time) if run.wall_time else []),
     ]
+
+
+def _memory_figures(run: RunRecord) -> Iterator[Figure]:
+    """Yield the bytes since the last start, of devices that report them."""
+    start = run.wall_time.first_step if run.wall_time else 0
+    steps = run.rows.column("step")
+    columns = {k: run.rows.column(("memory", k))[steps >= start] for k in run.rows.keys("memory")}
+    last = {k: v[np.isfinite(v)][-1:].tolist() for k, v in columns.items()}
+    if last.get(PEAK_BYTES):
+        last.pop(PEAK_UPPER_BOUND, None)
+    for key, label in _MEMORY_LABELS.items():
+        for n_bytes in last.get(key, ()):
+            yield Figure(label, "GiB", (n_bytes / 2**30,))
+    if LIVE_BYTES in columns:
+        growth = fit_growth(steps[steps >= start], columns[LIVE_BYTES], start)
+        values = growth.bytes_per_step / 2**20, growth.standard_error / 2**20
+        yield Figure("memory, live, growth per step", "MiB", values, " ± ")
 
 
 def baseline_lines(run: RunRecord) -> list[str]:

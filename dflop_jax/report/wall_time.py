@@ -141,6 +141,7 @@ class WallTime:
     seconds: dict[str, float]  # by category, in the order of `CATEGORIES`
     wall_s: float
     starts: int  # of process 0
+    first_step: int = 0  # of the last start, or of the last plan
 
     @property
     def goodput(self) -> float:
@@ -164,7 +165,7 @@ def read_wall_time(folder: str | Path) -> WallTime | None:
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     training_s_by_step: dict[int, float] = {}  # training seconds of every step that is not lost
     first_s = until_s = 0.0  # start of the run and end of the last row, in seconds since the epoch
-    n_starts = 0
+    n_starts = first_step = 0
     for row in read_rows(Path(folder) / EVENTS, EventRow, "a row of events"):
         if row.begun_s is not None:
             n_starts += 1
@@ -177,9 +178,12 @@ def read_wall_time(folder: str | Path) -> WallTime | None:
             lost_s = sum(map(training_s_by_step.pop, lost_steps))
             seconds[TRAINING] -= lost_s
             seconds[LOST] += lost_s
+            first_step = row.resumed
         if row.step >= 0:
             training_s_by_step[row.step] = row.seconds.get(TRAINING, 0.0)
         until_s = row.until_s
     if not n_starts:
         return None
-    return WallTime({k: s for k, s in seconds.items() if s > 0}, until_s - first_s, n_starts)
+    return WallTime(
+        {k: s for k, s in seconds.items() if s > 0}, until_s - first_s, n_starts, first_step
+    )

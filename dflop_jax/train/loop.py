@@ -217,7 +217,7 @@ class TrainLoop:
         pending: tuple[StepHandle, PackedBatch, Waits] | None = None
         signalled = False
 
-        def finish() -> None:
+        def finish(*, is_drained: bool) -> None:
             nonlocal pending, signalled
             if pending is None:
                 return
@@ -231,7 +231,7 @@ class TrainLoop:
             trial = self._trial
             ends_trial = trial is not None and trial.is_decided
             requests = LoopRequests(stops, self._is_due_to_save(), ends_trial)
-            verdict = self.log.finish(handle, batch, waits, requests)
+            verdict = self.log.finish(handle, batch, waits, requests, is_drained=is_drained)
             if trial and self.peers.is_primary:
                 trial.add_step(batch.step, self.log.step_s[-1], batch.schedule.makespan_s)
             if is_time_over and not signalled:
@@ -248,7 +248,7 @@ class TrainLoop:
                 raise RunFailed(self.log.end_reason)
 
         def drain() -> None:
-            finish()
+            finish(is_drained=True)
             self.log.exclude_pause()
 
         with closing(StepProfiler(self._run, self._steps_done, drain)) as profiler:
@@ -262,15 +262,17 @@ class TrainLoop:
                         batch.schedule, batch.groups, batch.loss.scales, norm_limit=limit
                     )
                 # Wait for the previous step only now, so that the devices never wait for the host.
-                finish()
+                finish(is_drained=False)
                 pending = (handle, batch, waits)
                 profiler.after_step(batch.step)
+                if self.log.memory.is_reading_due(batch.step + 1):
+                    finish(is_drained=True)
                 if signalled or self._stop_reason:
                     break
                 self._run_due_actions(batch.step + 1, drain)
                 if self.next_plan is not None or signalled or self._stop_reason:
                     break
-            finish()
+            finish(is_drained=True)
         return signalled and self._steps_done < self.config.train.steps
 
     def _run_due_actions(self, steps_done: int, drain: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
-"""Figures of a step besides its loss (seconds by phase, imbalance, memory, FLOP/s), skipped
-updates, and predictions of a run.
+"""Figures of a step besides its loss (seconds by phase, imbalance, FLOP/s), skipped updates, and
+predictions of a run.
 
 The devices skip an update (`runtime.update`) by a limit that is set when the step is dispatched.
 The previous step is pending then, so a norm affects limits from the second step after its own on,
@@ -9,12 +9,9 @@ and a resumed run sets the same limits.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,7 +31,7 @@ from dflop_jax.records import (
     Trace,
     piece_tokens,
 )
-from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE, SkippedUpdate
+from dflop_jax.report.metrics import IDLE, SkippedUpdate
 from dflop_jax.train.run_context import RunContext, with_step_count
 
 # Steps whose norms make up the running median: with more, it follows a falling norm more slowly;
@@ -125,21 +122,6 @@ def measure_imbalance(
 def slowest_processes(process_s: Mapping[int, float]) -> dict[str, float]:
     processes = sorted(process_s, key=lambda p: -process_s[p])[:_MAX_PROCESSES]
     return {str(p): process_s[p] for p in sorted(processes)}
-
-
-def measure_memory(devices: Iterable[jax.Device]) -> dict[str, float]:
-    """Return the bytes in use by this process: on its fullest device, now and at the peak, and on
-    the host; omits values that the backend or the system does not report."""
-    process = jax.process_index()
-    stats = [d.memory_stats() or {} for d in devices if d.process_index == process]
-    bytes_in_use: dict[str, float] = {}
-    for name, key in {DEVICE: "bytes_in_use", DEVICE_PEAK: "peak_bytes_in_use"}.items():
-        if any(key in s for s in stats):
-            bytes_in_use[name] = float(max(s.get(key, 0) for s in stats))
-    with suppress(OSError):
-        n_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        bytes_in_use[HOST] = float(n_pages * os.sysconf("SC_PAGE_SIZE"))
-    return bytes_in_use
 
 
 def max_by_name(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dflop_jax.train.callbacks import StepDone
 from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.correction import Corrector
 from dflop_jax.train.feed import PackedBatch, Waits
+from dflop_jax.train.memory_log import MemoryLog
 from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.run_context import CompileCounts
 
@@ -30,7 +31,7 @@ class StepReport:
     local_result: LocalResult
     compiles: int
     stop: bool  # whether this process got a signal
-    memory_bytes: dict[str, float]
+    memory: dict[str, float]
     stop_reason: str  # the reason if a callback ends the run
 
 
@@ -83,19 +84,27 @@ class StepLog:
         self._last_step = config.train.steps - 1
         self._ended_s: float | None = None
         self._trace_and_batch: tuple[Trace, PackedBatch] | None = None
+        self.memory = MemoryLog(context.devices, run.state.step, config.train.steps)
         self.n_unsupervised = 0  # steps of this process without a supervised token
         self._min_samples = config.plan.profile_samples
 
     def finish(
-        self, handle: StepHandle, batch: PackedBatch, waits: Waits, requests: LoopRequests
+        self,
+        handle: StepHandle,
+        batch: PackedBatch,
+        waits: Waits,
+        requests: LoopRequests,
+        *,
+        is_drained: bool,
     ) -> StepOutcome:
         """Wait for a step on every process, log it and learn from it; return what all processes
-        do next. ValueError if no step yet had a supervised token."""
+        do next. `is_drained`: no later step is dispatched. ValueError if no step yet had a
+        supervised token."""
         local_result = handle.local_result(self._peers.clock_offset_s)
         compiled, callbacks = self._counter.compiled, self._run.callbacks
-        memory_bytes = figures.measure_memory(self._run.context.devices)
+        memory = self.memory.read(is_drained=is_drained)
         n_compiled, reason = compiled - self._compiled, callbacks.stop_reason
-        report = StepReport(local_result, n_compiled, requests.stop, memory_bytes, reason)
+        report = StepReport(local_result, n_compiled, requests.stop, memory, reason)
         self._compiled = compiled
         reports = self._peers.gather("report", report, StepReport, step=batch.step)
         primary_outcome = None
@@ -119,7 +128,7 @@ class StepLog:
                 self._corrector.after_step(result.trace, batch)
             values = {
                 "compiles": outcome.compiles,
-                "memory_bytes": figures.max_by_name(r.memory_bytes for r in reports),
+                "memory": self.memory.add(batch.step, [r.memory for r in reports]),
                 "process_s": figures.slowest_processes(result.process_s),
             }
             self._log(result, batch, waits, done, values)
@@ -143,6 +152,8 @@ class StepLog:
         self.step_s.append(row.step_s)
         run.folder.append(row)
         run.progress.update(row)
+        if warning := self.memory.warning():
+            run.progress.log(warning)
         self._ended_s = result.ended_s
         # The last step but one: steady, and not the one that drains the pipeline.
         if self._trace_and_batch is None or batch.step < self._last_step:

@@ -73,7 +73,7 @@ def test_charts_are_drawn_over_the_steps(tmp_path):
         for i in range(5):
             phases = {"forward": 0.1 * i, "idle": 0.01}
             run.append(make_row(i, phase_s=phases, n_bad=i % 2, imbalance={"llm": 0.1},
-                                memory_bytes={"host": 2.0**31}, own={"x": i},
+                                memory={"host_bytes": 2.0**31}, own={"x": i},
                                 baseline_s={"blind": 0.1 * i} if i % 2 else {}))  # fmt: skip
         run.append_evaluation(Evaluation(3, 1.0, 0.5))
     data = Parsed(page_of([tmp_path / "run"])).data

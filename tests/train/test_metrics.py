@@ -84,7 +84,7 @@ def test_phases_add_up_to_the_step_and_memory_is_there(run):
     assert set(rows[0]["phase_s"]) >= {"forward", "backward", "update", "idle"}
     for row in rows:
         assert sum(row["phase_s"].values()) == pytest.approx(row["step_s"])
-        assert row["memory_bytes"]["host"] > 1e7
+        assert row["memory"]["host_bytes"] > 1e7
         assert row["imbalance"] == {"vision": 0.0, "llm": 0.0}  # one data rank
     cells = cells_of(run)
     assert set(cells) >= {"backward, of a step", "idle, of a step", "memory, host"}

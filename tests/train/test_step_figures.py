@@ -29,7 +29,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Trace,
 )
-from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
+from dflop_jax.report.metrics import IDLE
 from dflop_jax.train import feed, step_figures
 from dflop_jax.train.feed import BatchCounts, BatchLoss, Packer
 from dflop_jax.train.run_context import make_run_context
@@ -37,7 +37,6 @@ from dflop_jax.train.step_figures import (
     PredictedRun,
     max_by_name,
     measure_imbalance,
-    measure_memory,
     phase_seconds,
     predict_run,
     sum_by_name,
@@ -98,23 +97,6 @@ def test_imbalance_is_that_of_sums_by_hand(seed):
         most, mean = most + max(tokens), mean + sum(tokens) / ranks
     uneven = measure_imbalance(LAYOUT, Schedule(0, groups), loads)
     assert uneven == {"vision": 0.0, "llm": pytest.approx(most / mean - 1)}
-
-
-def device(stats, process=0):
-    return SimpleNamespace(process_index=process, memory_stats=lambda: stats)
-
-
-def test_memory_is_that_of_the_fullest_device_here():
-    held = measure_memory([
-        device({"bytes_in_use": 5, "peak_bytes_in_use": 9}),
-        device({"bytes_in_use": 7, "peak_bytes_in_use": 8}),
-        device({"bytes_in_use": 99}, process=1),
-        device(None),
-    ])  # fmt: skip
-    assert (held[DEVICE], held[DEVICE_PEAK]) == (7.0, 9.0)
-    assert held[HOST] > 1e6
-    assert set(measure_memory(jax.devices())) <= {HOST, DEVICE, DEVICE_PEAK}
-    assert set(measure_memory([])) <= {HOST}
 
 
 def test_counts_of_several_processes_add_up_and_bad_samples_count_once():

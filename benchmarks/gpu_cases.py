@@ -19,7 +19,7 @@ from dflop_jax.aot.hlo_cost import program_cost
 from dflop_jax.aot.hlo_text import parse_hlo
 from dflop_jax.contract import chip_of
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.kernels import Efficiency, program_s
+from dflop_jax.profile.kernels import Efficiency, Kind, program_s
 from dflop_jax.records import Hardware
 from models.attention import attention
 from models.attention_choice import choose_kernel
@@ -347,10 +347,11 @@ def predicted(
     program: jax.stages.Compiled, hardware: Hardware, seen_pairs: float, flops: float
 ) -> Line:
     """Milliseconds under the roofline of plans and under the flat one, one kernel after another;
-    and shares of the peak that FLOPs needed come to."""
+    the share of pads, slices and copies; and shares of the peak that FLOPs needed come to."""
     kernels = program_cost(parse_hlo(program.as_text() or ""), seen_pairs).kernels
     ms, flat_ms = (1e3 * program_s(kernels, 1, hardware, e) for e in (Efficiency(), FLAT))
-    line: Line = {"predicted_ms": ms, "flat_ms": flat_ms}
+    copy_s = program_s((k for k in kernels if k.kind == Kind.COPY), 1, hardware)
+    line: Line = {"predicted_ms": ms, "flat_ms": flat_ms, "copy_share": 1e3 * copy_s / ms}
     if flops:
         peak_ms = 1e3 * flops / hardware.bfloat16_flops
         line |= {"peak_ms": peak_ms, "predicted_mfu": peak_ms / ms, "flat_mfu": peak_ms / flat_ms}

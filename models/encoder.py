@@ -13,11 +13,22 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import AttentionFunction, attention
+from models.attention_choice import is_gpu
 from models.layers import NORM_EPS, LayerNorm, LayerScale, Linear, RMSNorm, apply
 from models.linen_module import Batch, LinenModule
 from models.rotary import rotate
 
 Array = jax.Array
+
+
+# Layers compute items of a multiple of these tokens on GPUs: else XLA pads the operands of most
+# products to a multiple of 8 rows, and slices their results, which copies them.
+_TOKEN_MULTIPLE = 8
+
+
+def pad_tokens(x: Array, n: int) -> Array:
+    """Return x [items, tokens, ...] with n tokens of zeros after each item's."""
+    return jnp.pad(x, ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2))) if n else x
 
 
 class EncoderForm(NamedTuple):
@@ -44,6 +55,7 @@ class EncoderBlock(nn.Module):
     form: EncoderForm
     dtype: jnp.dtype
     attend: AttentionFunction = attention
+    n_padding: int = 0  # tokens at the end of every item that no token sees
 
     @nn.compact
     def __call__(
@@ -71,7 +83,9 @@ class EncoderBlock(nn.Module):
             k = RMSNorm(NORM_EPS, head_names, name="key_norm")(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        h = self.attend(q, k, v, segment_ids, causal=False)
+        if self.n_padding:
+            q, k, v = (a[:, : -self.n_padding] for a in (q, k, v))
+        h = pad_tokens(self.attend(q, k, v, segment_ids, causal=False), self.n_padding)
         h = Linear(heads, width, head_names, embed, dtype, True, out_std, name="out")(h)
         x = x + (LayerScale(name="attn_scale")(h) if form.scaled else h)
 
@@ -124,7 +138,7 @@ class Encoder(LinenModule):
 
     def _block(self) -> nn.Module:
         """Return the Linen module of a layer."""
-        return EncoderBlock(self.size, self.form, self.dtype, self.attend)
+        return EncoderBlock(self.size, self.form, self.dtype, self.attend, self.n_padding)
 
     def _linen_part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         if part == "entry":
@@ -133,8 +147,16 @@ class Encoder(LinenModule):
         hidden = jax.ShapeDtypeStruct((1, self.item_tokens, self.size.width), self.dtype)
         return self._block() if part == "layers" else self._end(part), (hidden,)
 
+    @property
+    def n_padding(self) -> int:
+        """Padding tokens that layers compute after an item's tokens."""
+        return -self.item_tokens % _TOKEN_MULTIPLE if is_gpu(self.chip) else 0
+
+    def entry(self, params: Any, batch: Batch) -> Array:
+        return pad_tokens(super().entry(params, batch), self.n_padding)
+
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
         return apply(self._block(), params, x, self.segment_ids(batch), self.angles(batch))
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
-        return apply(self._end("exit"), params, x)
+        return apply(self._end("exit"), params, x[:, : x.shape[1] - self.n_padding])

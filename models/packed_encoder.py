@@ -31,6 +31,11 @@ class PackedEncoder(Encoder):
         return MIN_KERNEL_TOKENS
 
     @property
+    def n_padding(self) -> int:
+        """0: plans give rows a multiple of tokens."""
+        return 0
+
+    @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         return {"entry": ("patches", "grid"), "layers": ("segment_ids", "grid"), "exit": ()}
 

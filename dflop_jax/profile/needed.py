@@ -201,6 +201,7 @@ def part_products(
     trained parts; `with_gradient`: inputs that need a gradient, "hidden" or entry fields that edges
     fill."""
     edge_fields = with_gradient if part == "entry" else ()
+    module = contract.on_chip(module, "")  # a chip's variant may compute more tokens
     spec = TraceSpec(module, part, shape, edge_fields=edge_fields)
     closed, arguments = traced_forward(spec, adapter=True)
     region = trace(closed, [None] * len(closed.jaxpr.invars), 1)

@@ -77,6 +77,36 @@ def test_modules_in_bfloat16_stay_near_float32(module):
     assert error < 3e-2 * jnp.abs(want).mean()
 
 
+# ---- padding for GPUs ----
+
+INTERNVIT = dataclasses.replace(ODD, form="internvit", post_norm=False)
+
+
+@pytest.mark.parametrize("items", [0, 1, 3])
+@pytest.mark.parametrize("module", [
+    VisionModule(ODD, 24, jnp.dtype("float32"), "xla"),  # 9 tokens
+    VisionModule(INTERNVIT, 24, jnp.dtype("float32"), "xla"),  # 10
+    AudioModule(dataclasses.replace(AUDIO["whisper-nano"], frames=36), 24, jnp.dtype("float32"),
+                "xla"),  # 18
+], ids=["siglip", "internvit", "audio"])  # fmt: skip
+def test_tokens_padded_for_gpus_change_no_output_and_no_gradient(module, items):
+    params, batch = full_params(module), fields(module, items, 0)
+
+    def run(m, params):
+        loss = jnp.sum(jnp.sin(outputs(m, params, batch)))
+        return loss, jax.eval_shape(partial(forward, m), params, batch).shape[1]
+
+    on_gpu = module.on_chip("sm_90")
+    results = [
+        jax.jit(jax.value_and_grad(partial(run, m), has_aux=True))(params) for m in (module, on_gpu)
+    ]
+    ((want, tokens), want_grads), ((found, padded), grads) = results
+    assert (tokens, padded) == (module.item_tokens, -(-module.item_tokens // 8) * 8)
+    assert padded > tokens
+    np.testing.assert_allclose(found, want, 1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), grads, want_grads)
+
+
 # ---- sounds ----
 
 AUDIO_MODULE = AudioModule(AUDIO["whisper-nano"], 24, jnp.dtype("float32"))

@@ -193,6 +193,16 @@ def test_frozen_parts_need_no_gradient_of_their_own(trainable, brought, dense, a
     assert segment_flops(s, SHAPE, BACKWARD, with_forward=False) == pytest.approx(wanted)
 
 
+def test_tokens_padded_for_a_gpu_are_not_needed():
+    tower = VisionModule(VisionSize(29, 8, 48, 3, 4, 96), 64, jnp.dtype("float32"))
+    tiles, edges = Shape(N_ROWS, 9), (Edge("vision", "llm", "visual"),)
+    flops = [
+        segment_flops(segment(module=m, edges=edges), tiles, BACKWARD, with_forward=True)
+        for m in (tower, tower.on_chip("sm_90"))
+    ]
+    assert flops[0] == flops[1] > 0
+
+
 def test_visible_pair_share():
     encoder = VisionModule(VisionSize(32, 8, 48, 3, 4, 96), 64, jnp.dtype("float32"))
     assert visible_pair_share(encoder, 16) == 1.0

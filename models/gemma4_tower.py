@@ -14,7 +14,7 @@ from models.attention import AttentionFunction, attention
 from models.embedding import embed
 from models.encoder import EncoderForm
 from models.gemma_sizes import Gemma4VisionSize
-from models.layers import Linear, Names, RMSNorm, named_init, normal, untrained_param
+from models.layers import Linear, Names, RMSNorm, named_init, normal, tanh_gelu, untrained_param
 from models.linen_module import Batch
 from models.packed_encoder import PackedEncoder
 from models.rotary import angles_of, rotate
@@ -73,7 +73,7 @@ class Gemma4VisionBlock(nn.Module):
 
         h = norm(name="mlp_norm")(x)
         gate = self.linear("gate", h, (s.mlp,), embed_names, mlp)
-        h = jax.nn.gelu(gate) * self.linear("up", h, (s.mlp,), embed_names, mlp)
+        h = tanh_gelu(gate) * self.linear("up", h, (s.mlp,), embed_names, mlp)
         h = self.linear("down", h, (s.width,), mlp, embed_names)
         return x + norm(name="mlp_out_norm")(h)
 
@@ -137,7 +137,7 @@ class Gemma4VisionModule(PackedEncoder):
     @property
     def form(self) -> EncoderForm:
         """Only these properties of its layers are like those of other towers."""
-        return EncoderForm(jax.nn.gelu, RMSNorm, (False,) * 3)
+        return EncoderForm(tanh_gelu, RMSNorm, (False,) * 3)
 
     def angles(self, batch: Batch) -> Array:
         grid, quarter = batch["grid"], self.size.head_dim // 4

@@ -19,7 +19,7 @@ from models.attention_kernels import TokenMask
 from models.decoder import DecoderExit, DecoderModule
 from models.embedding import embed
 from models.gemma_sizes import GemmaSize, HeadsSize
-from models.layers import Linear, RMSNorm, apply, named_init, normal, untrained_param
+from models.layers import Linear, RMSNorm, apply, named_init, normal, tanh_gelu, untrained_param
 from models.linen_module import Batch
 from models.memory import KVMemory
 from models.rotary import angles_of, rotate
@@ -93,7 +93,7 @@ class GemmaBlock(nn.Module):
         h = norm(name="mlp_norm")(x)
         gate = linear(width, mlp, embed_names, ("mlp",), name="gate")(h)
         up_branch = linear(width, mlp, embed_names, ("mlp",), name="up")(h)
-        h = linear(mlp, width, ("mlp",), embed_names, name="down")(jax.nn.gelu(gate) * up_branch)
+        h = linear(mlp, width, ("mlp",), embed_names, name="down")(tanh_gelu(gate) * up_branch)
         x = x + norm(name="mlp_out_norm")(h)
         if s.layer_scalar:
             x = x * untrained_param(self, "layer_scalar", (1,), 1.0).astype(dtype)[None, None]

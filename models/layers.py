@@ -105,6 +105,17 @@ def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1.0 + jax.lax.erf(x * 0.5**0.5))
 
 
+def tanh_gelu(x: Array) -> Array:
+    """Compute `exact_gelu` with the distribution function approximated by tanh.
+
+    Written as a logistic function, which XLA computes again where it is read; it would store tanh.
+    """
+    return x * jax.nn.sigmoid(_GELU_SCALE * (x + 0.044715 * x**3))
+
+
+_GELU_SCALE = (8.0 / pi) ** 0.5
+
+
 def _expand_leading(last: Array, x: Array) -> Array:
     return jnp.expand_dims(last, tuple(range(x.ndim - last.ndim)))
 

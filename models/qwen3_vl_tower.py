@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from models.encoder import EncoderForm
-from models.layers import LayerNorm, Linear, apply, exact_gelu, named_init, normal
+from models.layers import LayerNorm, Linear, apply, exact_gelu, named_init, normal, tanh_gelu
 from models.linen_module import Batch
 from models.packed_encoder import PackedEncoder
 from models.qwen3_vl_sizes import NativeVisionSize
@@ -105,7 +105,7 @@ class NativeVisionModule(PackedEncoder):
 
     @property
     def form(self) -> EncoderForm:
-        return EncoderForm(jax.nn.gelu, fused=True)
+        return EncoderForm(tanh_gelu, fused=True)
 
     def angles(self, batch: Batch) -> Array:
         return grid_angles(batch["grid"], self.size.head_dim // 2)

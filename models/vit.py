@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from models.connector import Connector
 from models.encoder import Encoder, EncoderForm
-from models.layers import LayerNorm, Linear, RMSNorm, exact_gelu, named_init, normal
+from models.layers import LayerNorm, Linear, RMSNorm, exact_gelu, named_init, normal, tanh_gelu
 from models.processors import IMAGENET_COLOURS, SYMMETRIC
 from models.sizes import VisionSize
 
@@ -82,7 +82,7 @@ class VisionModule(Encoder):
     def form(self) -> EncoderForm:
         s = self.size
         if s.form == "siglip":
-            return EncoderForm(jax.nn.gelu)
+            return EncoderForm(tanh_gelu)
         norm = RMSNorm if s.rms_norm else LayerNorm
         return EncoderForm(exact_gelu, norm, (s.qkv_bias,) * 3, s.qk_norm, scaled=True)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import AttentionFunction, attention, masked_attention
-from models.layers import LayerNorm, Linear, RMSNorm, named_init, normal
+from models.layers import LayerNorm, Linear, RMSNorm, named_init, normal, tanh_gelu
 from models.rotary import WAVELENGTH_BASE
 from models.wan_sizes import WanSize
 
@@ -111,7 +111,7 @@ class WanEntry(nn.Module):
 
         clip = linear(s.patch_values, width, "patch")(latents.astype(dtype))
         text_states = linear(s.text_width, width, "text_hidden")(text.astype(dtype))
-        text_states = linear(s.width, width, "text_out")(jax.nn.gelu(text_states))
+        text_states = linear(s.width, width, "text_out")(tanh_gelu(text_states))
         time_states = linear(s.freq_dim, width, "time_hidden")(
             time_waves(time, s.freq_dim).astype(dtype)
         )
@@ -159,7 +159,7 @@ class WanBlock(nn.Module):
 
         h = (normalize(y, s.norm_eps) * (1.0 + mlp_scale) + mlp_shift).astype(dtype)
         width, mlp, embed = (s.width,), (s.mlp,), ("embed",)
-        h = jax.nn.gelu(Linear(width, mlp, embed, ("mlp",), dtype, True, name="up")(h))
+        h = tanh_gelu(Linear(width, mlp, embed, ("mlp",), dtype, True, name="up")(h))
         std = (2 * s.n_layers) ** -0.5 * s.mlp**-0.5
         h = Linear(mlp, width, ("mlp",), embed, dtype, True, std, name="down")(h)
         y = y + h.astype(jnp.float32) * mlp_gate

@@ -142,7 +142,7 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
         return Kernel(_COLLECTIVES[opcode], 0.0, _transfer_bytes(i), group=group, stride=stride)
     if i.opcode in _NO_KERNEL or i.opcode.endswith("-done"):
         return None
-    if i.opcode == "fusion":
+    if opcode == "fusion":
         return _fusion_kernel(module, module.computations[i.called[0]])
     if i.opcode == "dot" or i.custom_call_target in _CUBLAS:
         return _product_kernel(i)

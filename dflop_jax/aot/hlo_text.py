@@ -29,7 +29,7 @@ KERNEL_CALLS = {
     "conditional": ("branch_computations", "true_computation", "false_computation"),
     "async-start": ("calls",),
 }
-_ALL_CALLS = {**KERNEL_CALLS, "fusion": ("calls",)}
+_ALL_CALLS = {**KERNEL_CALLS, "fusion": ("calls",), "fusion-start": ("calls",)}
 
 
 @dataclass(frozen=True)

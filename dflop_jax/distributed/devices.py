@@ -120,7 +120,12 @@ def connect_process_pairs(devices: tuple[jax.Device, ...], peers: ProcessGroup) 
 
 
 CPU_FLAGS = {"xla_cpu_use_fusion_emitters": "false", "xla_backend_optimization_level": "1"}
-GPU_FLAGS = {"xla_gpu_shard_autotuning": "false", "xla_gpu_enable_latency_hiding_scheduler": "true"}
+GPU_FLAGS = {
+    "xla_gpu_shard_autotuning": "false",
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    # One product for queries, keys and values saves less than taking its result apart costs.
+    "xla_gpu_dot_merger_threshold_mb": "0",
+}
 NCCL_VARIABLES = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 # Two names of one setting; jax accepts only one at a time.
 MEMORY_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

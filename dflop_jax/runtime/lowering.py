@@ -22,6 +22,10 @@ Tree = Any
 _PER_RANK = P("stage", "data")
 # Makes XLA's GPU compiler use deterministic operations only, also in libraries.
 _DETERMINISTIC_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
+# From jax 0.11 on, XLA fuses products with the rows of stacks that they read and write. In a loop
+# over layers it would compute each product that backward needs twice: for the stack of residuals,
+# and for the next operation.
+_LOOP_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
 class Lowering:
@@ -121,11 +125,20 @@ class Lowering:
         mapped: Any = jax.shard_map(
             body, mesh=s.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*MANUAL_AXES}
         )
-        exact = s.chip.startswith("sm_") and not getattr(s.module, "allows_nondeterminism", False)
-        options = _DETERMINISTIC_OPTIONS if exact else None
         return jax.jit(
-            mapped, out_shardings=shardings, donate_argnums=donate, compiler_options=options
+            mapped,
+            out_shardings=shardings,
+            donate_argnums=donate,
+            compiler_options=compiler_options(s),
         )
+
+
+def compiler_options(s: Segment) -> dict[str, bool]:
+    """Return XLA's options for the programs of a segment."""
+    if not s.chip.startswith("sm_"):
+        return {}
+    exact = not getattr(s.module, "allows_nondeterminism", False)
+    return (_DETERMINISTIC_OPTIONS if exact else {}) | ({} if s.unrolls_layers else _LOOP_OPTIONS)
 
 
 def _with_sharding(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:

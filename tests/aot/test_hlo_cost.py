@@ -305,6 +305,10 @@ def test_each_kernel_by_hand():
         Kernel(Kind.SEND, 0.0, 400.0, group=2),
     ]
     assert list(cost_of(TEXT, 0.5).kernels) == want
+    begun = TEXT.replace(
+        "%two = f32[24,8,16]{2,1,0} fusion(", "%two = (f32[], u32[]) fusion-start("
+    )
+    assert list(cost_of(begun, 0.5).kernels) == want
     bare = cost_of(TEXT, 0.5, content=False).kernels
     assert [k for k in bare if k.kind in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)] == [
         replace(k, flops=0.0) for k in want[4:6]

@@ -90,7 +90,8 @@ class _Device:
 
 
 FLAGS_OF = {
-    True: "--xla_gpu_shard_autotuning=false --xla_gpu_enable_latency_hiding_scheduler=true",
+    True: "--xla_gpu_shard_autotuning=false --xla_gpu_enable_latency_hiding_scheduler=true "
+    "--xla_gpu_dot_merger_threshold_mb=0",
     False: "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1",
 }
 MEMORY = "XLA_CLIENT_MEM_FRACTION"
@@ -101,12 +102,12 @@ GPU = {MEMORY: str(USABLE_MEMORY), "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 def test_the_environment_of_xla_has_what_the_user_does_not_set(monkeypatch, on_gpus):
     monkeypatch.setattr(own_devices, "is_xla_flag", lambda flag: True)
     flags, settings = FLAGS_OF[on_gpus], GPU if on_gpus else {}
-    first, second = flags.split()
+    first, *others = flags.split()
     assert xla_environment({}, on_gpus=on_gpus) == {**settings, "XLA_FLAGS": flags}
     mine = {"XLA_PYTHON_" + MEMORY[4:]: ".5", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
     mine["XLA_FLAGS"] = f"--xla_a=1 {first.replace('false', 'true')}"
     found = xla_environment(mine, on_gpus=on_gpus)
-    assert found == {"XLA_FLAGS": f"{second} {mine['XLA_FLAGS']}"}
+    assert found == {"XLA_FLAGS": " ".join([*others, mine["XLA_FLAGS"]])}
     assert xla_environment({**mine, "XLA_FLAGS": flags}, on_gpus=on_gpus) == {}
     monkeypatch.setattr(own_devices, "is_xla_flag", lambda flag: False)
     assert xla_environment({}, on_gpus=on_gpus) == settings
@@ -121,7 +122,7 @@ def test_known_flags_are_those_that_xla_takes():
     gone = "xla_gpu_enable_async_all_gather"
     for flag, known in ((gone, False), *((f, True) for f in own_devices.GPU_FLAGS)):
         assert is_xla_flag(flag) == known
-        value = {**os.environ, "XLA_FLAGS": f"--{flag}=false"}
+        value = {**os.environ, "XLA_FLAGS": f"--{flag}=0"}
         command = [sys.executable, "-c", f"{code}debug_options"]
         run = subprocess.run(command, env=value, capture_output=True)
         assert (run.returncode == 0) == known

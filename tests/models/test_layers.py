@@ -17,7 +17,7 @@ from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.dropout import InputDropout
 from models.embedding import embed
-from models.layers import exact_gelu
+from models.layers import exact_gelu, tanh_gelu
 from models.llava import build
 from models.sizes import AUDIO, DECODERS, VISION
 from models.vit import VisionModule
@@ -38,6 +38,15 @@ def test_exact_gelu_and_its_slope(dtype, tolerance):
     assert value.dtype == slope.dtype == dtype
     np.testing.assert_allclose(np.asarray(value, float), x64 * share, tolerance, 1e-6)
     np.testing.assert_allclose(np.asarray(slope, float), share + x64 * density, tolerance, 1e-6)
+
+
+def test_tanh_gelu_and_its_slope():
+    value, slope = jax.vmap(jax.value_and_grad(tanh_gelu))(jnp.asarray(X, jnp.float32))
+    scale, tanh = (2 / np.pi) ** 0.5, np.tanh((2 / np.pi) ** 0.5 * (X + 0.044715 * X**3))
+    inner = scale * (1 + 3 * 0.044715 * X**2)
+    want = 0.5 * (1 + tanh) + 0.5 * X * (1 - tanh**2) * inner
+    np.testing.assert_allclose(value, 0.5 * X * (1 + tanh), 4e-6, 1e-6)
+    np.testing.assert_allclose(slope, want, 4e-6, 2e-6)
 
 
 MODULES = {

@@ -13,10 +13,11 @@ from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
 from dflop_jax.runtime import segment, segment_functions
 from dflop_jax.runtime.layout import device_mesh
-from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.lowering import Lowering, compiler_options
 from dflop_jax.runtime.residuals import REMAT, SplitVjp
 from dflop_jax.runtime.segment import Segment, device_bytes
 from models.decoder import DecoderModule
+from models.layers import exact_gelu, tanh_gelu
 from models.sizes import DECODERS, VisionSize
 from models.vit import VisionModule
 
@@ -98,6 +99,20 @@ def test_backward_needs_what_is_kept_and_what_is_at_hand(remat):
     assert sum(k.shape == h.shape for k in kept) == 1  # not in float32 beside it
     assert not [k for k in kept if k.shape in ((WIDTH, WIDE), (WIDE, WIDTH))]
     assert not [k for k in kept if jnp.issubdtype(k.dtype, jnp.integer) or k.dtype == bool]
+
+
+@pytest.mark.parametrize("activation", [exact_gelu, tanh_gelu, jax.nn.gelu, jax.nn.silu])
+def test_activations_are_computed_again(activation):
+    """Of an MLP its input and the first product are kept, whatever primitives a jax has."""
+
+    def mlp(free, h, placed, given):
+        return activation(h @ free["up"]) @ free["down"]
+
+    free = {"up": jnp.ones((WIDTH, WIDE)), "down": jnp.ones((WIDE, WIDTH))}
+    h = jnp.ones((ROWS, TOKENS, WIDTH))
+    recorded = SplitVjp(REMAT["none"], mlp, free, h, {}, {}, wants_hidden=True)
+    kept = jax.eval_shape(recorded.forward, free, h, {}, {})[1]
+    assert sorted(k.shape for k in kept) == sorted([h.shape, UP])
 
 
 # ---- recompute policies of segments ----
@@ -190,6 +205,16 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     assert len(structs["slots"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
         assert executed_flops(s, shape, BACKWARD) == want
+
+
+def test_loops_on_gpus_do_not_fuse_products_with_stacks(monkeypatch):
+    """Where layers are unrolled, the compiler may."""
+    one = inner_layers("none")
+    assert compiler_options(one) == {}
+    monkeypatch.setattr(Segment, "chip", "sm_90")
+    assert "xla_gpu_enable_dynamic_slice_fusion" not in compiler_options(one)
+    monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: 1)
+    assert compiler_options(one)["xla_gpu_enable_dynamic_slice_fusion"] is False
 
 
 def test_forward_and_backward_share_a_layers_trace(monkeypatch):

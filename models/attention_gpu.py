@@ -73,7 +73,7 @@ def forward(
     blocks = block_sizes(q.dtype, q.shape[3])[0]
     held, row, sums = _query_specs(q, k, blocks)
     log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
-    case = _Case(token_mask, MaskRule(causal, window), scale, interpret)
+    case = _Case(token_mask, _mask_rule(token_mask, causal, window, T), scale, interpret)
     outs = ((_struct(q), held), (log_sum, sums))
     output, log_sum = _call_kernel(
         "forward", forward_kernel, blocks, q.shape[2], (q, k, v), (held, row, row), outs, case
@@ -103,7 +103,7 @@ def backward(
         "BTNH,BTNH->BNT", dout, output, preferred_element_type=jnp.float32
     )
     arrays = (q, dout, log_sum_BNT, dout_times_out_BNT, k, v)
-    case = _Case(token_mask, MaskRule(causal, window), scale, interpret)
+    case = _Case(token_mask, _mask_rule(token_mask, causal, window, T), scale, interpret)
     dk, dv = _kv_gradient(arrays, case)
     blocks = block_sizes(q.dtype, q.shape[3])[2]
     held, row, sums = _query_specs(q, k, blocks)
@@ -115,23 +115,25 @@ def backward(
 
 
 def _pad_blocks(x: Array) -> Array:
-    """Pad tokens to whole blocks, and heads to a power of two for Triton, with zeros."""
+    """Pad tokens to whole blocks, and heads to what a tensor core multiplies, with zeros."""
     _, T, _, H = x.shape
-    head_padding = max(16, pl.next_power_of_2(H)) - H
-    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, head_padding)))
+    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, -H % 16)))
 
 
 def _pad_token_mask(q: Array, token_mask: TokenMask | Array | None) -> TokenMask:
-    B, T = q.shape[:2]
     segment_ids, last_visible = (
         token_mask if isinstance(token_mask, TokenMask) else TokenMask(token_mask)
     )
-    padding = ((0, 0), (0, -T % BLOCK))
-    if segment_ids is None and T % BLOCK:
-        segment_ids = jnp.ones((B, T), jnp.int32)
+    padding = ((0, 0), (0, -q.shape[1] % BLOCK))
     return TokenMask(
         *(None if a is None else jnp.pad(a, padding) for a in (segment_ids, last_visible))
     )
+
+
+def _mask_rule(token_mask: TokenMask, causal: bool, window: int, tokens: int) -> MaskRule:
+    """Return the rule of padded rows: no token sees padding, which has no segment or is later."""
+    sees_padding = token_mask.segment_ids is None and not causal and tokens % BLOCK
+    return MaskRule(causal, window, tokens if sees_padding else 0)
 
 
 # ---- which blocks to visit ----
@@ -170,6 +172,8 @@ def _block_spans(
     query_first, key_first = held_first, visited_first
     if held_are_keys:
         query_first, key_first = visited_first, held_first
+    if mask_rule.keys:
+        meet = meet & (key_first < mask_rule.keys)[None]
     if mask_rule.causal:
         last_query = (query_first + queries - 1)[None]
         if last_visible is not None:

@@ -39,10 +39,11 @@ class Blocks:
 @dataclass(frozen=True)
 class MaskRule:
     """Which tokens of its segment a token sees: all, or itself and earlier ones, or the last
-    `window` of these (0: no window)."""
+    `window` of these (0: no window); only the first `keys` tokens of a row (0: all)."""
 
     causal: bool
     window: int = 0
+    keys: int = 0
 
 
 class TokenMask(NamedTuple):
@@ -58,7 +59,44 @@ class TokenMask(NamedTuple):
         return TokenMask(*(None if a is None else a[block] for a in self))
 
 
+# The head dim of a block, split into powers of two, which Triton needs: 80 = 64 + 16.
+Parts = tuple[Array, ...]
+
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
+
+
+def _load(ref: Ref, *index: Any) -> Parts:
+    """Return the tokens at an index [tokens, H]."""
+    parts, start, head_dim = [], 0, ref.shape[-1]
+    while start < head_dim:
+        width = 1 << (head_dim - start).bit_length() - 1
+        parts.append(ref[*index, pl.ds(start, width)])
+        start += width
+    return tuple(parts)
+
+
+def _store(ref: Ref, values: Parts) -> None:
+    start = 0
+    for part in values:
+        ref[:, pl.ds(start, part.shape[1])] = part.astype(ref.dtype)
+        start += part.shape[1]
+
+
+def _products(a: Parts, b: Parts) -> Array:
+    """Return the product of each token of `a` with each of `b`."""
+    total = _dot(a[0], b[0].T)
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total += _dot(x, y.T)
+    return total
+
+
+def _add_weighted(sums: Parts, weights: Array, tokens: Parts) -> Parts:
+    """Return the sums plus the weighted tokens."""
+    return tuple(s + _dot(weights.astype(x.dtype), x) for s, x in zip(sums, tokens, strict=True))
+
+
+def _zeros(tokens: Parts) -> Parts:
+    return tuple(jnp.zeros(x.shape, jnp.float32) for x in tokens)
 
 
 class _HeldBlock:
@@ -66,29 +104,33 @@ class _HeldBlock:
     are the first dim of scores, since tensor cores need many rows."""
 
     def __init__(
-        self, array: Array, index: Array, token_mask: TokenMask, blocks: Blocks, scale: float,
+        self, tokens: Parts, index: Array, token_mask: TokenMask, blocks: Blocks, scale: float,
         mask_rule: MaskRule, *, are_keys: bool = False,
     ):  # fmt: skip
-        self.array, self.token_mask, self.blocks, self.scale = array, token_mask, blocks, scale
+        self.tokens, self.token_mask, self.blocks, self.scale = tokens, token_mask, blocks, scale
         self.mask_rule, self.are_keys = mask_rule, are_keys
         self.first = index * blocks.held
         self.held_mask = token_mask.slice_block(pl.ds(self.first, blocks.held))
 
-    def scores(self, visited: Array, number: Array) -> tuple[Array, Array | None]:
+    def scores(self, visited: Parts, number: Array) -> tuple[Array, Array | None]:
         """Return base-2 scores [held, visited] of a block, and which of them count (None: all)."""
         held, visited_first = self.held_mask, number * self.blocks.visited
         others = self.token_mask.slice_block(pl.ds(visited_first, self.blocks.visited))
-        scores = _dot(self.array, visited.T) * (self.scale * _LOG2E)
+        scores = _products(self.tokens, visited) * (self.scale * _LOG2E)
         mask = None
         if held.segment_ids is not None:
             ids = held.segment_ids[:, None]
             mask = (ids == others.segment_ids[None, :]) & (ids > 0)
+        queries = (self.first + jnp.arange(self.blocks.held))[:, None]
+        keys = (visited_first + jnp.arange(self.blocks.visited))[None]
+        if self.are_keys:
+            queries, keys = keys, queries
+        if self.mask_rule.keys:
+            is_key = keys < self.mask_rule.keys
+            mask = is_key if mask is None else mask & is_key
         if self.mask_rule.causal:
-            held_positions = (self.first + jnp.arange(self.blocks.held))[:, None]
-            queries, keys = held_positions, (visited_first + jnp.arange(self.blocks.visited))[None]
             last_visible = None if held.last_visible is None else held.last_visible[:, None]
             if self.are_keys:
-                queries, keys = keys, queries
                 last_visible = None if held.last_visible is None else others.last_visible[None]
             is_visible = (queries if last_visible is None else last_visible) >= keys
             mask = is_visible if mask is None else mask & is_visible
@@ -96,7 +138,7 @@ class _HeldBlock:
                 mask &= queries - keys < self.mask_rule.window
         return scores, mask
 
-    def weights(self, visited: Array, number: Array, log_sum: Array) -> Array:
+    def weights(self, visited: Parts, number: Array, log_sum: Array) -> Array:
         """Return softmax weights [held, visited], from the sums that forward saved."""
         scores, mask = self.scores(visited, number)
         weights = jnp.exp2(scores - log_sum)
@@ -118,13 +160,13 @@ def forward_kernel(
     mask_rule: MaskRule,
 ) -> None:
     """Compute one block of queries of one head, over all keys that it sees."""
-    i, q = pl.program_id(0), q_ref[...]
+    i, q = pl.program_id(0), _load(q_ref, slice(None))
     held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)
 
-    def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def visit(j: Array, carry: tuple[Parts, Array, Array]) -> tuple[Parts, Array, Array]:
         output, peak, total = carry
         block = pl.ds(j * blocks.visited, blocks.visited)
-        scores, mask = held.scores(k_ref[block, :], j)
+        scores, mask = held.scores(_load(k_ref, block), j)
         if mask is not None:
             scores = jnp.where(mask, scores, _MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -132,18 +174,18 @@ def forward_kernel(
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
         shrink = jnp.exp2(peak - new_peak)
-        v = v_ref[block, :]
-        output = output * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        output = tuple(x * shrink[:, None] for x in output)
+        output = _add_weighted(output, weights, _load(v_ref, block))
         return output, new_peak, total * shrink + jnp.sum(weights, axis=1)
 
     carry = (
-        jnp.zeros(q.shape, jnp.float32),
+        _zeros(q),
         jnp.full((blocks.held,), _MASKED, jnp.float32),
         jnp.zeros((blocks.held,), jnp.float32),
     )
     output, peak, total = lax.fori_loop(start_ref[i], stop_ref[i], visit, carry)
     total = jnp.where(total > 0, total, 1.0)  # padding sees nothing
-    out_ref[...] = (output / total[:, None]).astype(out_ref.dtype)
+    _store(out_ref, tuple(x / total[:, None] for x in output))
     log_sum_ref[...] = peak + jnp.log2(total)
 
 
@@ -166,26 +208,25 @@ def kv_kernel(
     group: int,
 ) -> None:
     """Compute gradients of one block of keys of one kv head, over all queries that see it."""
-    j, k, v = pl.program_id(0), k_ref[...], v_ref[...]
+    j, k, v = pl.program_id(0), _load(k_ref, slice(None)), _load(v_ref, slice(None))
     held = _HeldBlock(k, j, token_mask, blocks, scale, mask_rule, are_keys=True)
     start, stop = start_ref[j], stop_ref[j]
 
-    def visit(i: Array, g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def visit(i: Array, g: Array, carry: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
         dk, dv = carry
         block = pl.ds(i * blocks.visited, blocks.visited)
-        q, dout = q_ref[block, g, :], dout_ref[block, g, :]
+        q, dout = _load(q_ref, block, g), _load(dout_ref, block, g)
         weights = held.weights(q, i, log_sum_ref[g, block][None, :])
-        dv = dv + _dot(weights.astype(dout.dtype), dout)
-        dscores = weights * (_dot(v, dout.T) - dout_times_out_ref[g, block][None, :])
-        return dk + _dot(dscores.astype(q.dtype), q), dv
+        dv = _add_weighted(dv, weights, dout)
+        dscores = weights * (_products(v, dout) - dout_times_out_ref[g, block][None, :])
+        return _add_weighted(dk, dscores, q), dv
 
-    def head(g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def head(g: Array, carry: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
         return lax.fori_loop(start, stop, lambda i, c: visit(i, g, c), carry)
 
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
-    dk_ref[...] = (dk * scale).astype(dk_ref.dtype)
-    dv_ref[...] = dv.astype(dv_ref.dtype)
+    dk, dv = lax.fori_loop(0, group, head, (_zeros(k), _zeros(v)))
+    _store(dk_ref, tuple(x * scale for x in dk))
+    _store(dv_ref, dv)
 
 
 def q_kernel(
@@ -205,16 +246,16 @@ def q_kernel(
     mask_rule: MaskRule,
 ) -> None:
     """Compute the gradient of one block of queries of one head, over all keys that it sees."""
-    i, q, dout = pl.program_id(0), q_ref[...], dout_ref[...]
+    i, q, dout = pl.program_id(0), _load(q_ref, slice(None)), _load(dout_ref, slice(None))
     log_sum, dout_times_out = log_sum_ref[...], dout_times_out_ref[...]
     held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)
 
-    def visit(j: Array, dq: Array) -> Array:
+    def visit(j: Array, dq: Parts) -> Parts:
         block = pl.ds(j * blocks.visited, blocks.visited)
-        k, v = k_ref[block, :], v_ref[block, :]
+        k, v = _load(k_ref, block), _load(v_ref, block)
         weights = held.weights(k, j, log_sum[:, None])
-        dscores = weights * (_dot(dout, v.T) - dout_times_out[:, None])
-        return dq + _dot(dscores.astype(k.dtype), k)
+        dscores = weights * (_products(dout, v) - dout_times_out[:, None])
+        return _add_weighted(dq, dscores, k)
 
-    dq = lax.fori_loop(start_ref[i], stop_ref[i], visit, jnp.zeros(q.shape, jnp.float32))
-    dq_ref[...] = (dq * scale).astype(dq_ref.dtype)
+    dq = lax.fori_loop(start_ref[i], stop_ref[i], visit, _zeros(q))
+    _store(dq_ref, tuple(x * scale for x in dq))

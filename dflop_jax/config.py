@@ -63,7 +63,8 @@ class ModelConfig:
     dtype: Dtype = option("float32", "compute dtype: float32 or bfloat16")
     attention_kernel: Literal["auto", "cudnn", "pallas", "xla"] = option(
         "auto",
-        "auto (the fastest reproducible one), cudnn (the fastest), pallas (both GPU only), xla",
+        "auto (equal bits in every run), cudnn (also backward of tiles, bits may differ), pallas "
+        "(the project's; both GPU only), xla",
     )
 
 

@@ -49,12 +49,12 @@ def attention(
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
       token_mask: segment ids int [items, tokens] >= 0, or None if all tokens of a row see each
-        other. cuDNN needs the tokens of a segment side by side. For causal attention a `TokenMask`
+        other. For causal attention a `TokenMask`
         also has the last token that each token sees: see `last_visible_tokens`.
       causal: whether a token sees only itself and earlier tokens.
       kernel: "xla"; "pallas": the project's GPU kernels, interpreted on other chips; "auto": the
-        fastest deterministic kernel for the case and chip; "cudnn": the fastest kernel, also for
-        packed rows, which may add up the gradients of queries in any order.
+        fastest deterministic kernels for the case and chip; "cudnn": cuDNN also for the backward of
+        rows of one segment, which adds up the gradients of queries in any order.
       chip: "sm_90" and the like, or another platform's name; "": any. Without a GPU, "auto" and
         "cudnn" are "xla".
       window: number of tokens that a token sees, itself and earlier ones (sliding windows); 0: all.
@@ -81,11 +81,9 @@ def attention(
     )
     scale = H**-0.5 if scale is None else scale
     if chosen != "xla" and q_BTNH.size:
-        directions: tuple[Any, Any] = attention_gpu.forward, attention_gpu.backward
-        if chosen == "cudnn":
-            any_order, ordered = attention_cudnn.backward, attention_cudnn.ordered_backward
-            directions = attention_cudnn.forward, any_order if kernel == "cudnn" else ordered
-        gpu_kernel = AttentionKernel(*directions, causal, not is_gpu(chip), scale, window)
+        forward: Any = attention_gpu.forward if chosen == "pallas" else attention_cudnn.forward
+        backward: Any = attention_cudnn.backward if chosen == "cudnn" else attention_gpu.backward
+        gpu_kernel = AttentionKernel(forward, backward, causal, not is_gpu(chip), scale, window)
         has_more = token_mask.last_visible is not None
         kernel_mask = token_mask if has_more else token_mask.segment_ids
         return run_split(gpu_kernel, q_BTNH, k_BSKH, v_BSKH, kernel_mask)

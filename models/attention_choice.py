@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 
 from models import attention_cudnn, attention_gpu
@@ -11,12 +9,8 @@ from models import attention_cudnn, attention_gpu
 KERNELS = ("auto", "cudnn", "pallas", "xla")
 MIN_KERNEL_TOKENS = attention_gpu.BLOCK  # shorter rows do not fill a block
 
-# Compute capabilities: the kernels need Ampere's tensor cores; jax lets cuDNN pack rows from Hopper
-# on, except on consumer Blackwell; larger heads need Hopper's registers.
-_AMPERE, _HOPPER, _AFTER_BLACKWELL = 80, 90, 120
-# Limit of the workspace of cuDNN's deterministic backward: before cuDNN 9.25 it stores a
-# half-precision score for each pair of tokens, which is too much for packed rows.
-_MAX_WORKSPACE_BYTES = 2 * 2**30
+_AMPERE = 80  # compute capability of the oldest tensor cores that the kernels use
+_MAX_CUDNN_HEAD_DIM = 128  # larger heads need Hopper
 
 
 def check_kernel(name: str) -> str:
@@ -41,7 +35,8 @@ def choose_kernel(
     window: int = 0,
     has_last_visible: bool = False,
 ) -> str:
-    """Return the kernel, "cudnn", "pallas" or "xla", that computes a case on a chip.
+    """Return the kernel that computes a case on a chip: "xla"; "pallas": the project's; "cudnn";
+    "cudnn_forward": forward by cuDNN, backward by the project's kernels.
 
     Args:
       kernel: the model's choice: see `models.attention.attention`.
@@ -49,23 +44,18 @@ def choose_kernel(
       dtype: of queries, keys and values.
       shape: of the queries [items, tokens, heads, head_dim].
       is_packed: whether rows hold several segments, or padding.
-      window: of causal attention, 0: none. has_last_visible: whether tokens see later ones. cuDNN's
-        kernels support neither.
+      window: of causal attention, 0: none. has_last_visible: whether tokens see later ones. cuDNN
+        supports neither.
     """
-    items, tokens, heads, head_dim = shape
+    _, tokens, _, head_dim = shape
     if kernel in ("xla", "pallas"):
         return kernel
     if not skips(kernel, chip, dtype, head_dim, tokens):
         return "xla"
-    capability = int(chip.removeprefix("sm_"))
-    fits = attention_cudnn.AVAILABLE and head_dim % 8 == 0 and not (window or has_last_visible)
-    fits &= head_dim <= (256 if capability >= _HOPPER else 128)
-    if is_packed:
-        fits &= kernel == "cudnn" and _HOPPER <= capability < _AFTER_BLACKWELL
-        fits &= math.prod(shape) <= attention_cudnn.MAX_ELEMENTS
-    elif kernel == "auto":
-        fits &= 2 * items * heads * tokens**2 <= _MAX_WORKSPACE_BYTES
-    return "cudnn" if fits else "pallas"
+    fits = not (is_packed or window or has_last_visible) and head_dim % 8 == 0
+    if not fits or head_dim > _MAX_CUDNN_HEAD_DIM or not attention_cudnn.is_available():
+        return "pallas"
+    return "cudnn" if kernel == "cudnn" else "cudnn_forward"
 
 
 def skips(

@@ -68,10 +68,10 @@ def run_split(kernel: AttentionKernel, q: Array, k: Array, v: Array, token_mask:
 def _forward(
     kernel: AttentionKernel, q: Array, k: Array, v: Array, token_mask: Tree
 ) -> tuple[Array, tuple[Tree, ...]]:
-    split = _HeadSplit.from_heads(q, k)
+    split = _HeadSplit.from_heads(kernel, q, k)
     run_on_device = partial(kernel.forward, **kernel.options)
     run: Callable[..., tuple[Array, Tree]] = run_on_device
-    if split.tp > 1:
+    if split.is_explicit:
 
         def on_rank(q: Array, k: Array, v: Array, token_mask: Tree) -> tuple[Array, Tree]:
             return run_on_device(
@@ -86,10 +86,10 @@ def _forward(
 def _backward(
     kernel: AttentionKernel, residuals: tuple[Tree, ...], dout: Array
 ) -> tuple[Array, Array, Array, None]:
-    split = _HeadSplit.from_heads(*residuals[:2])
+    split = _HeadSplit.from_heads(kernel, *residuals[:2])
     run_on_device = partial(kernel.backward, **kernel.options)
     run: Callable[..., tuple[Array, Array, Array]] = run_on_device
-    if split.tp > 1:
+    if split.is_explicit:
 
         def on_rank(
             q: Array, k: Array, v: Array, token_mask: Tree, output: Array, saved: Tree, dout: Array
@@ -115,16 +115,19 @@ class _HeadSplit:
     tp: int
     heads: int
     kv_heads: int
+    is_explicit: bool  # a library's call cannot be split by the compiler, not even over one device
 
     @staticmethod
-    def from_heads(q: Array, k: Array) -> _HeadSplit:
-        tp = tp_degree()
+    def from_heads(kernel: AttentionKernel, q: Array, k: Array) -> _HeadSplit:
+        degree = tp_degree()
+        tp = max(1, degree)
         if q.shape[2] % tp:
             raise ValueError(
                 f"{q.shape[2]} query heads do not divide by the degree {AXIS}={tp}; choose one "
                 "that divides them"
             )
-        return _HeadSplit(tp, q.shape[2], k.shape[2])
+        is_explicit = degree > (1 if kernel.interpret else 0)
+        return _HeadSplit(tp, q.shape[2], k.shape[2], is_explicit)
 
     @property
     def divides_kv_heads(self) -> bool:
@@ -163,10 +166,10 @@ def _mark_varying(x: Tree) -> Tree:
 
 
 def tp_degree() -> int:
-    """Return the number of devices over which the traced program splits heads."""
+    """Return the number of devices over which the traced program splits heads; 0 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return int(mesh.shape[AXIS]) if types.get(AXIS) == AxisType.Auto else 1
+    return int(mesh.shape[AXIS]) if types.get(AXIS) == AxisType.Auto else 0
 
 
 def shard_over_heads(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:

@@ -66,7 +66,7 @@ def scan_gradients(
 
 def _split_heads(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return `call` sharded over tensor ranks: each rank runs it with its heads."""
-    if tp_degree() == 1:
+    if tp_degree() < 2:
         return call
     return shard_over_heads(call, (_HEADS, _HEADS, _HEADS), (_HEADS, _HEADS))
 

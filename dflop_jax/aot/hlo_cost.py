@@ -156,7 +156,8 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
         dtype = _DTYPES.get(i.reads[0].dtype, "float32")
         pair_flops = 2.0 * _attention_products(i) * i.reads[0].size
         kind = Kind.ATTENTION_BACKWARD if is_backward else Kind.ATTENTION
-        return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops)
+        library = i.custom_call_target.startswith(_CUDNN)
+        return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops, library=library)
     if i.opcode in _SLICE_OPS:
         return Kernel(Kind.COPY, 0.0, 2 * i.arrays[0].n_bytes)
     if i.opcode == "dynamic-update-slice":
@@ -197,7 +198,9 @@ def _attention_products(i: Instruction) -> int:
     """Return the number of matrix products in an attention kernel; 0: another instruction."""
     if i.custom_call_target.startswith(_CUDNN):
         is_backward = "Backward" in i.custom_call_target
-        return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if is_backward else 'fwd'}"]
+        return ATTENTION_PRODUCTS[
+            f"dot_product_attention_{'bwd' if is_backward else 'fwd'}_wrapper"
+        ]
     return next((n for name, n in ATTENTION_PRODUCTS.items() if name in i.attributes), 0)
 
 

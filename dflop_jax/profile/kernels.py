@@ -24,15 +24,17 @@ Kind = IntEnum(
 )
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
-_ATTENTION_CALLS = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
+# cuDNN's, as jax names them in traces. Compiled programs drop "_wrapper".
+_CUDNN_CALLS = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+_ATTENTION_CALLS = ("pallas_call", *_CUDNN_CALLS)
 # Number of matrix products in attention kernels (queries x keys, weights x values, gradients), by
 # name. Those of `models` start with "packed_".
 ATTENTION_PRODUCTS = {
     "packed_attention_forward": 2,
     "packed_attention_kv_gradient": 4,
     "packed_attention_q_gradient": 3,
-    "dot_product_attention_fwd": 2,
-    "dot_product_attention_bwd": 5,
+    _CUDNN_CALLS[0]: 2,
+    _CUDNN_CALLS[1]: 5,
 }
 _KERNEL_OPS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_ATTENTION_CALLS)
 
@@ -52,6 +54,7 @@ class Kernel:
     dtype: str = "float32"
     repeats: int = 1  # launches
     pair_flops: float = 0.0  # attention FLOPs if each token has one pair
+    library: bool = False  # attention of a library
     group: int = 0  # devices in a collective, `stride` apart; 0: the tensor-parallel group
     stride: int = 1
 
@@ -114,6 +117,7 @@ def _attention_kernel(op: Op, repeats: int) -> Kernel:
         dtype=str(op.outputs[0].dtype),
         repeats=repeats,
         pair_flops=2.0 * products * queries.n_bytes / queries.dtype.itemsize,
+        library=op.name in _CUDNN_CALLS,
     )
 
 
@@ -239,14 +243,18 @@ class Efficiency:
     """Efficiency of kernels relative to the hardware's peak.
 
     Defaults are assumptions for GPUs: with them an n x n x n bfloat16 product reaches 48%, 63% and
-    68% of an A100's peak at n = 1024, 2048 and 4096. Attention is fitted to the five H100 timings
-    of `models`' kernels in docs/gpus.md, with errors up to 27%.
+    68% of an A100's peak at n = 1024, 2048 and 4096. Attention is fitted to the H100 timings in
+    docs/gpus.md, with errors up to 27%: of `models`' kernels, and of cuDNN for libraries.
     """
 
     matmul: float = 0.72  # share of peak FLOP/s for a large matrix product
     attention: float = 0.26  # the same for products of attention, batched over heads
     attention_back: float = 0.42  # the same for all products of attention's gradient kernels
     attention_pairs: float = 700.0  # fixed cost of attention per token, in token pairs
+    library_attention: float = 0.7  # the same three for libraries, with pairs of either direction
+    library_attention_back: float = 0.58
+    library_pairs: float = 2600.0
+    library_back_pairs: float = 800.0
     half_dim: float = 64.0  # rows, columns or depth at which a product's rate halves, each
     bandwidth: float = 0.85  # share of memory bandwidth for elementwise work and products
     lookup: float = 0.3  # the same for gathers and scatters by row
@@ -272,14 +280,17 @@ def _kernel_s(kernel: Kernel, tp: int, hardware: Hardware, efficiency: Efficienc
         collective_s = all_reduce_s if kernel.kind == Kind.REDUCE else all_gather_s
         group_size = kernel.group or tp
         return float(collective_s(kernel.n_bytes, group_size, hardware, stride=kernel.stride))
-    peak_share = {
-        Kind.ATTENTION: efficiency.attention,
-        Kind.ATTENTION_BACKWARD: efficiency.attention_back,
-    }.get(kernel.kind, efficiency.matmul)
+    e = efficiency
+    peak_share, fixed_pairs = {
+        (Kind.ATTENTION, False): (e.attention, e.attention_pairs),
+        (Kind.ATTENTION_BACKWARD, False): (e.attention_back, e.attention_pairs),
+        (Kind.ATTENTION, True): (e.library_attention, e.library_pairs),
+        (Kind.ATTENTION_BACKWARD, True): (e.library_attention_back, e.library_back_pairs),
+    }.get((kernel.kind, kernel.library), (e.matmul, 0.0))
     size_factor = prod(
         d / (d + efficiency.half_dim) for d in (kernel.rows, kernel.cols, kernel.depth) if d > 0
     )
-    flops = kernel.flops + efficiency.attention_pairs * kernel.pair_flops
+    flops = kernel.flops + fixed_pairs * kernel.pair_flops
     compute_s = flops / (hardware.peak_flops(kernel.dtype) * peak_share * size_factor)
     bandwidth_share = efficiency.lookup if kernel.kind == Kind.LOOKUP else efficiency.bandwidth
     bytes_per_s = bandwidth_share * hardware.memory_bandwidth

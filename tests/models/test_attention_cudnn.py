@@ -1,127 +1,96 @@
-"""What is given to cuDNN and made of its answer: the library is stood in for by XLA's attention of
-the pieces that the places describe."""
+"""What is given to cuDNN and made of its answer. The library is replaced by its definition, which
+computes gradients from the output and the log-sums that it is given."""
 
-import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_fields import packed_segments
 from test_attention import make_qkv, wave_like
 
-from models import attention_cudnn
+from models import attention_cudnn, attention_gpu
 from models.attention import attention
 from models.attention_split import AttentionKernel, run_split
 
-# ---- a library that computes what cuDNN is documented to: NaN where no piece is ----
+# ---- a library as cuDNN is documented: NaN past the end of a row ----
 
 
-def covered(shape, rows, places):
-    """int [rows, tokens]: numbers of the pieces that lengths and places describe, else 0."""
-    B, T, N, H = shape
-    if not rows:
-        return jnp.ones((B, T), jnp.int32)
-    lengths, again = rows[:2]
-    starts = (
-        jnp.arange(B) * T if len(rows) == 2 else rows[places].ravel()[: lengths.size] // (N * H)
-    )
-    token = jnp.arange(B * T)[:, None]
-    lengths = jnp.where(lengths == again, lengths, 0).ravel()
-    inside = (starts[None] <= token) & (token < (starts + lengths)[None])
-    numbers = jnp.where(inside.any(1), jnp.argmax(inside, 1) + 1, 0)
-    return numbers.astype(jnp.int32).reshape(B, T)
+def scores_of(options, q, k, lengths):
+    scale, causal = options
+    is_token = jnp.arange(q.shape[1])[None] < lengths[:, None]
+    seen = is_token[:, :, None] & is_token[:, None]
+    seen = seen & jnp.tri(q.shape[1], dtype=bool)[None] if causal else seen
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    return jnp.where(seen[:, None], scores, -jnp.inf), is_token
 
 
-def library(q, k, v, rows, causal, scale):
-    """(the attention of the pieces, where they are)."""
-    ids, key_ids = covered(q.shape, rows, 2), covered(k.shape, rows, 3)
-    run = partial(attention, token_mask=ids, causal=causal, kernel="xla", scale=scale)
-    return run, ((ids > 0) & (ids == key_ids))[:, :, None, None]
+def library_forward(options, q, k, v, lengths):
+    scores, is_token = scores_of(options, q, k, lengths)
+    log_sum = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - log_sum[..., None])
+    out = jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
+    out = jnp.where(is_token[:, :, None, None], out, jnp.nan)
+    log_sum = jnp.where(is_token[:, None], log_sum, jnp.nan)
+    return out, (q, k, v, lengths, log_sum, out)
 
 
-def library_forward(q, k, v, rows, causal, scale):
-    run, has_piece = library(q, k, v, rows, causal, scale)
-    stats = jnp.zeros((rows[0].size if rows else len(q), q.shape[2], q.shape[1]))
-    return jnp.where(has_piece, run(q, k, v), jnp.full_like(q, jnp.nan)), stats
+def library_backward(options, saved, dout):
+    q, k, v, lengths, log_sum, out = saved
+    wide_k, wide_v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores, is_token = scores_of(options, q, k, lengths)
+    weights = jnp.where(is_token[:, None, :, None], jnp.exp(scores - log_sum[..., None]), 0)
+    of_values = jnp.einsum("btnh,bsnh->bnts", dout, wide_v)
+    dscores = options[0] * weights * (of_values - jnp.sum(dout * out, -1).swapaxes(1, 2)[..., None])
+    grads = [
+        jnp.einsum("bnts,bsnh->btnh", dscores, wide_k),
+        jnp.einsum("bnts,btnh->bsnh", dscores, q),
+        jnp.einsum("bnts,btnh->bsnh", weights, dout),
+    ]
+    by_group = [x.reshape(*k.shape[:3], -1, k.shape[3]).sum(3) for x in grads[1:]]
+    return *(jnp.where(is_token[:, :, None, None], x, jnp.nan) for x in (grads[0], *by_group)), None
 
 
-def library_backward(q, k, v, rows, stats, out, dout, causal, scale, seed):
-    run, has_piece = library(q, k, v, rows, causal, scale)
-    want, pull = jax.vjp(run, q, k, v)
-    same = jnp.abs(jnp.where(has_piece, want - out, 0.0)).max() < 1e-5
-    grads = pull(jnp.where(has_piece, dout, jnp.zeros_like(dout)))
-    return tuple(jnp.where(has_piece & same, g, jnp.full_like(g, jnp.nan)) for g in grads)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run_library(options, q, k, v, lengths):
+    return library_forward(options, q, k, v, lengths)[0]
 
 
-@pytest.fixture
-def by_library(monkeypatch):
-    monkeypatch.setattr(attention_cudnn, "call_forward", library_forward)
-    monkeypatch.setattr(attention_cudnn, "call_backward", library_backward)
+run_library.defvjp(library_forward, library_backward)
 
 
-def check(qkv, ids, causal):
-    """Output and gradients."""
-    kernel = AttentionKernel(
-        attention_cudnn.forward, attention_cudnn.backward, causal, True, qkv[0].shape[-1] ** -0.5
-    )
+def library(q, k, v, *, scale, is_causal, query_seq_lengths, key_value_seq_lengths, implementation):
+    assert query_seq_lengths is key_value_seq_lengths
+    assert implementation == "cudnn"
+    lengths = query_seq_lengths
+    lengths = jnp.full(len(q), q.shape[1], jnp.int32) if lengths is None else lengths
+    return run_library((scale, is_causal), q, k, v, lengths)
+
+
+@pytest.mark.parametrize("backward", [attention_cudnn.backward, attention_gpu.backward])
+@pytest.mark.parametrize("tokens, causal", [(1, False), (128, True), (73, False), (200, True)])
+def test_rows_of_one_segment(monkeypatch, tokens, causal, backward):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", library)
+    qkv = make_qkv(2, tokens, 4, 2, 8)
+    kernel = AttentionKernel(attention_cudnn.forward, backward, causal, True, 0.4)
 
     def both(function):
         out, pull = jax.vjp(function, *qkv)
         return [out, *pull(wave_like(out))]
 
-    plain = partial(attention, token_mask=ids, causal=causal, kernel="xla")
-    found = jax.jit(lambda: both(lambda *a: run_split(kernel, *a, ids)))()
+    plain = partial(attention, token_mask=None, causal=causal, kernel="xla", scale=0.4)
+    found = jax.jit(lambda: both(lambda *a: run_split(kernel, *a, None)))()
     for x, y in zip(found, jax.jit(lambda: both(plain))(), strict=True):
-        y = y if ids is None else np.where(np.asarray(ids)[:, :, None, None] > 0, y, 0)
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("slots", [1, 16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_rows(by_library, monkeypatch, causal, slots):
-    """Also with more pieces than slots, which the project's kernels take over; a gap in a row, an
-    empty row, and an id at the end of a row and at the begin of the next one."""
-    monkeypatch.setattr(attention_cudnn, "SEGMENTS_PER_ROW", slots)
-    ids, _ = packed_segments(4, 130, np.random.default_rng(3))
-    ids[0, 120:], ids[1, :10] = 7, 7
-    ids[1, 30:50], ids[2] = 0, 0
-    ids[1, 50:] += 20 * (ids[1, 50:] > 0)  # another piece after the gap
-    check(make_qkv(4, 130, 6, 2, 8), ids, causal)
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 73])
-def test_rows_of_one_piece(by_library, tokens):
-    check(make_qkv(2, tokens, 4, 4, 8), None, causal=False)
-    check(make_qkv(1, tokens, 4, 2, 8), None, causal=True)
-
-
-def test_jax_binds_cudnn_as_is_known():
-    """If this fails, jax has changed and packed rows no longer run by cuDNN: see the module."""
-    assert attention_cudnn.AVAILABLE
-
-
-# ---- what XLA is told ----
-
-
-def configurations(kernel):
-    """What the calls of two equal layers' gradients say to XLA, lowered for a GPU."""
-    q = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
-    once = partial(attention, causal=True, kernel=kernel, chip="sm_90")
-
-    def loss(q):
-        return jnp.sum(once(once(q, q, q, None), q, q, None).astype(jnp.float32))
-
-    lowered = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("cuda",))
-    calls = re.findall(r"@__cudnn\$(\w+)\(.*?backend_config = \"(.*?)\", ", lowered.as_text())
-    return [(name, "force_deterministic" in text) for name, text in calls]
-
-
-def test_all_exact_backward_calls_say_that_they_add_up_in_order():
-    """XLA itself writes it into the first of equal ones, and the program fails on the others."""
-    forward, backward = ("fmhaSoftmax", False), ("fmhaSoftmaxBackward", True)
-    assert sorted(configurations("auto")) == [forward, forward, backward, backward]
-    assert ("fmhaSoftmaxBackward", True) not in configurations("cudnn")
-    assert len(configurations("cudnn")) == 4
+def test_backward_runs_no_forward_again(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", library)
+    q = jnp.zeros((1, 8, 2, 8))
+    options = {"causal": False, "interpret": True, "scale": 1.0}
+    run = jax.jit(partial(attention_cudnn.backward, **options))
+    log_sum = jnp.zeros((1, 2, attention_gpu.BLOCK))
+    text = run.lower(q, q, q, None, q, log_sum, q).compile().as_text()
+    assert "exponential" in text
+    assert " log(" not in text

@@ -1,12 +1,12 @@
-"""What `benchmarks/gpu_step.py` measures with: it compiles cases, times them in turns, and says of
-each one line; and its cases of ceilings, attention and the head by themselves."""
+"""Compiles programs and times them in turns, a line for each; and programs of products and
+attention alone. For `benchmarks/gpu_lease.py`."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,10 @@ from dflop_jax.aot.hlo_cost import program_cost
 from dflop_jax.aot.hlo_text import parse_hlo
 from dflop_jax.contract import chip_of
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.kernels import Efficiency, Kind, program_s
+from dflop_jax.profile.kernels import Kind, program_s
 from dflop_jax.records import Hardware
 from models.attention import attention
-from models.attention_choice import choose_kernel
-from models.decoder import DecoderModule
-from models.sizes import DecoderSize
+from models.attention_choice import KERNELS, choose_kernel
 
 BF16 = jnp.dtype("bfloat16")
 Tree = Any
@@ -62,34 +60,18 @@ def draw(structs: Tree, scale: float = 1.0) -> Tree:
     return jax.tree.unflatten(tree, jax.jit(values, out_shardings=[a.sharding for a in leaves])())
 
 
-def _zeros(structs: Tree) -> Tree:
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), structs)
-
-
 # ---- ceilings ----
 
 
-def ceilings(bench: Bench, size: int, depths: Sequence[int], n_bytes: int) -> Iterator[Case]:
-    """Products of [size, depth] and [depth, size], and copies of `n_bytes`, of random values and of
-    zeros, at which a chip draws less power and clocks higher."""
-    fills: tuple[tuple[str, Callable[..., Tree]], ...] = (("random", draw), ("zeros", _zeros))
-    for depth in depths:
-        args = (bench.struct((size, depth), BF16), bench.struct((depth, size), BF16))
-        for fill, make in fills:
-            yield Case(
-                {"name": "product", "rows": size, "depth": depth, "values": fill},
-                partial(jax.jit(jnp.matmul).lower, *args),
-                partial(make, args),
-                flops=2.0 * size * size * depth,
-            )
-    source = bench.struct((n_bytes // 2,), BF16)
-    for fill, make in fills:
-        yield Case(
-            {"name": "copy", "bytes": n_bytes, "values": fill},
-            partial(jax.jit(lambda a: -a).lower, source),
-            partial(lambda make: (make(source),), make),
-            n_bytes=2.0 * n_bytes,
-        )
+def product(bench: Bench, size: int) -> Case:
+    """A product of square matrices of random values, as a ceiling."""
+    args = (bench.struct((size, size), BF16),) * 2
+    return Case(
+        {"name": f"product {size}"},
+        partial(jax.jit(jnp.matmul).lower, *args),
+        partial(draw, args),
+        flops=2.0 * size**3,
+    )
 
 
 # ---- attention ----
@@ -119,28 +101,23 @@ def attention_cases(
     flops = 4.0 * pairs * heads * head_dim
     make = partial(_attention_inputs, q, kv, ids, lengths)
     chip = chip_of(bench.device)
-    known = ("pallas", "auto", "cudnn") if chip_is_gpu(bench) else ("pallas",)
     exact = _exact(make, causal) if checked and bench.runs else None
     chosen: dict[str, str] = {}
-    for kernel in (*known, "xla") if checked else known:
+    for kernel in KERNELS:
         named = choose_kernel(kernel, chip, BF16, shape, is_packed=ids is not None)
-        chosen.setdefault(named, kernel)
+        if checked or named != "xla":
+            chosen.setdefault(named, kernel)
     for named, kernel in chosen.items():
         call = partial(attention, causal=causal, kernel=kernel, chip=chip)
         for direction, function, times in (("forward", call, 1), ("both", _both(call), 3.5)):
             yield Case(
-                {"name": f"attention {name}", "kernel": named, "direction": direction,
-                 "tokens": tokens, "rows": rows},
+                {"name": f"attention {name} {named} {direction}", "shape": shape},
                 partial(_lower_attention, function, q, kv, ids, direction),
                 partial(lambda make, d: make() if d == "both" else make()[:4], make, direction),
                 flops=times * flops,
                 check=partial(_errors, exact if direction == "both" else None),
                 seen_pairs=pairs / (rows * tokens**2),
             )  # fmt: skip
-
-
-def chip_is_gpu(bench: Bench) -> bool:
-    return chip_of(bench.device).startswith("sm_")
 
 
 def _both(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,49 +164,10 @@ def _errors(exact: Any, found: Any) -> Line:
     return {"errors": [float(np.abs(np.float32(a) - b).max() / np.abs(b).max()) for a, b in pairs]}
 
 
-# ---- the head ----
-
-
-def head(bench: Bench, size: DecoderSize, tokens: int) -> Iterator[Case]:
-    """Final norm, logits, loss and their gradient, in chunks of the vocabulary's logits."""
-    module = DecoderModule(replace(size, tied=False), BF16).on_chip(chip_of(bench.device))
-    params = jax.eval_shape(lambda: module.init("exit", jax.random.key(0)))
-    params = jax.tree.map(lambda a: bench.struct(a.shape, BF16), params)
-    hidden = bench.struct((1, tokens, size.width), BF16)
-    fields = {n: module.field_spec(n, 1, tokens) for n in module.inputs["exit"]}
-    fields = {n: bench.struct(a.shape, a.dtype) for n, a in fields.items()}
-
-    def gradient(params: Tree, hidden: jax.Array, fields: Tree) -> Any:
-        def loss(params: Tree, hidden: jax.Array) -> jax.Array:
-            return module.exit(params, hidden, fields)["loss_sum"]
-
-        return jax.grad(loss, argnums=(0, 1))(params, hidden)
-
-    args = params, hidden, fields
-    yield Case(
-        {"name": "head", "direction": "both", "tokens": tokens, "vocab": size.vocab},
-        partial(jax.jit(gradient).lower, *args),
-        partial(draw, args, 0.05),
-        flops=6.0 * tokens * size.width * size.vocab,
-    )
-
-
 # ---- compile and time ----
 
 Line = dict[str, Any]
 ROUNDS = 12  # in which every case of a batch has its turn
-# All products at 70% of the peak, attention's too, whatever their size.
-FLAT = Efficiency(
-    matmul=0.7,
-    attention=0.7,
-    attention_back=0.7,
-    attention_pairs=1e-9,
-    library_attention_back=0.7,
-    library_pairs=1e-9,
-    library_back_pairs=1e-9,
-    half_dim=1e-9,
-    lookup=0.85,
-)
 LEAST_S = 2e-3  # a turn calls a program as often as this takes
 
 
@@ -241,12 +179,14 @@ class Bench:
       device: a GPU, the CPU for a trial, or one that is only described.
       hardware: its data sheet, None where there is none.
       runs: whether programs are run, or compiled only.
+      known: names of cases that are not measured again.
     """
 
     device: jax.Device
     hardware: Hardware | None
     runs: bool
     rounds: int = ROUNDS
+    known: frozenset[str] = frozenset()
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         here = jax.sharding.SingleDeviceSharding(self.device)
@@ -261,7 +201,7 @@ class Case:
       facts: what its line says beside the figures.
       lower: () -> it, ready to be compiled.
       make: () -> its arguments on the device.
-      flops, n_bytes: that it needs.
+      flops: that it needs.
       again: (arguments, outputs) -> arguments of the next call, where some are donated.
       check: outputs -> more facts.
       seen_pairs: see `visible_pairs` of `dflop_jax.aot.hlo_cost.program_cost`.
@@ -271,7 +211,6 @@ class Case:
     lower: Callable[[], jax.stages.Lowered]
     make: Callable[[], tuple[Any, ...]]
     flops: float = 0.0
-    n_bytes: float = 0.0
     again: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda args, _: args
     check: Callable[[Any], Line] = lambda _: {}
     seen_pairs: float = 1.0
@@ -312,13 +251,15 @@ def hardware_of(device: jax.Device) -> Hardware | None:
     return find_hardware(names[0]) if names else None
 
 
-def measure(bench: Bench, cases: Sequence[Case], deadline: Deadline) -> Iterator[Line]:
+def measure(bench: Bench, cases: Iterable[Case], deadline: Deadline) -> Iterator[Line]:
     """A line of each case, in turns with the others: the medians then share what the chip's clock
     did meanwhile. Cases that the deadline or the memory leaves no room for say so."""
     ready = []
     for case in cases:
+        if case.facts["name"] in bench.known:
+            continue
         if deadline.is_over:
-            yield {**case.facts, "skipped": "no time"}
+            yield {**case.facts, "error": "no time"}
             continue
         try:
             timed = _compiled(bench, case)
@@ -342,31 +283,31 @@ def _compiled(bench: Bench, case: Case) -> _Timed:
     start = time.perf_counter()
     program = lowered.compile()
     line = case.facts | {"compile_s": time.perf_counter() - start}
-    stats = program.memory_analysis()
-    if stats is not None:
-        line["temp_bytes"] = stats.temp_size_in_bytes
-        line["peak_bytes"] = (
-            stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-            - stats.alias_size_in_bytes
-        )  # fmt: skip
+    line["peak_bytes"] = memory_bytes(program)
     if bench.hardware is not None:
         line |= predicted(program, bench.hardware, case.seen_pairs, case.flops)
     return _Timed(case, program, line)
 
 
+def memory_bytes(program: jax.stages.Compiled) -> float:
+    """Bytes of a program with its arguments, as the compiler counts them; 0: unknown."""
+    stats = program.memory_analysis()
+    if stats is None:
+        return 0.0
+    out = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return float(stats.argument_size_in_bytes + stats.temp_size_in_bytes + out)
+
+
 def predicted(
-    program: jax.stages.Compiled, hardware: Hardware, seen_pairs: float, flops: float
+    program: jax.stages.Compiled, hardware: Hardware, seen_pairs: float = 1.0, flops: float = 0.0
 ) -> Line:
-    """Milliseconds under the roofline of plans and under the flat one, one kernel after another;
-    the share of pads, slices and copies; and shares of the peak that FLOPs needed come to."""
+    """Milliseconds under the roofline of plans, one kernel after another; the share of pads, slices
+    and copies; and MFU where `flops`."""
     kernels = program_cost(parse_hlo(program.as_text() or ""), seen_pairs).kernels
-    ms, flat_ms = (1e3 * program_s(kernels, 1, hardware, e) for e in (Efficiency(), FLAT))
+    ms = 1e3 * program_s(kernels, 1, hardware)
     copy_s = program_s((k for k in kernels if k.kind == Kind.COPY), 1, hardware)
-    line: Line = {"predicted_ms": ms, "flat_ms": flat_ms, "copy_share": 1e3 * copy_s / ms}
-    if flops:
-        peak_ms = 1e3 * flops / hardware.bfloat16_flops
-        line |= {"peak_ms": peak_ms, "predicted_mfu": peak_ms / ms, "flat_mfu": peak_ms / flat_ms}
-    return line
+    mfu = {"predicted_mfu": 1e3 * flops / hardware.bfloat16_flops / ms} if flops else {}
+    return {"predicted_ms": ms, "copy_share": 1e3 * copy_s / ms, **mfu}
 
 
 def _warm_up(timed: _Timed) -> None:
@@ -382,12 +323,10 @@ def _warm_up(timed: _Timed) -> None:
 def _figures(bench: Bench, timed: _Timed) -> Line:
     if not timed.seconds:
         return {}
-    low, middle, high = np.percentile(timed.seconds, [10, 50, 90])
+    low, middle, high = np.percentile(timed.seconds, [10, 50, 90]).tolist()
     case, found = timed.case, {"ms": 1e3 * middle, "ms_p10": 1e3 * low, "ms_p90": 1e3 * high}
     if case.flops:
         found["tflops"] = case.flops / middle / 1e12
         if bench.hardware is not None:
             found["of_peak"] = case.flops / middle / bench.hardware.bfloat16_flops
-    if case.n_bytes:
-        found["gb_per_s"] = case.n_bytes / middle / 1e9
     return found

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
+from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Direction, Shape
 from dflop_jax.runtime import segment as structs
 from dflop_jax.runtime import spmd_loop
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
@@ -23,8 +23,8 @@ _PER_RANK = P("stage", "data")
 # Makes XLA's GPU compiler use deterministic operations only, also in libraries.
 _DETERMINISTIC_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
 # From jax 0.11 on, XLA fuses products with the rows of stacks that they read and write. In a loop
-# over layers it would compute each product that backward needs twice: for the stack of residuals,
-# and for the next operation.
+# over layers or ticks, forward would compute each product that backward needs twice: for the stack
+# of residuals, and for the next operation.
 _LOOP_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
@@ -98,7 +98,7 @@ class Lowering:
         if saves_residuals:
             shardings["residuals"] = None if s.tp > 1 else s.sharding(*_PER_RANK)
         body = partial(spmd_loop.forward_program, s, self._vjps[shape], sums=sums)
-        jitted = self._jit(body, jax.tree.map(manual_spec, args), _PER_RANK, shardings)
+        jitted = self._jit(body, jax.tree.map(manual_spec, args), _PER_RANK, shardings, FORWARD)
         lowered = jitted.lower(*args)
         if saves_residuals:
             residuals = lowered.out_info["residuals"]
@@ -115,11 +115,18 @@ class Lowering:
         in_specs = (params, x, fields, dy, grads, _PER_RANK)
         shardings = jax.tree.map(lambda a: a.sharding, outs)
         body = partial(spmd_loop.backward_program, self.segment, self._vjps[shape])
-        jitted = self._jit(body, in_specs, jax.tree.map(manual_spec, outs), shardings, donate=(4,))
+        out_specs = jax.tree.map(manual_spec, outs)
+        jitted = self._jit(body, in_specs, out_specs, shardings, BACKWARD, donate=(4,))
         return jitted.lower(*args)
 
     def _jit(
-        self, body: Any, in_specs: Tree, out_specs: Tree, shardings: Tree, donate: Any = ()
+        self,
+        body: Any,
+        in_specs: Tree,
+        out_specs: Tree,
+        shardings: Tree,
+        direction: Direction,
+        donate: Any = (),
     ) -> Any:
         s = self.segment
         mapped: Any = jax.shard_map(
@@ -129,16 +136,20 @@ class Lowering:
             mapped,
             out_shardings=shardings,
             donate_argnums=donate,
-            compiler_options=compiler_options(s),
+            compiler_options=compiler_options(s, direction),
         )
 
 
-def compiler_options(s: Segment) -> dict[str, bool]:
-    """Return XLA's options for the programs of a segment."""
+def compiler_options(s: Segment, direction: Direction) -> dict[str, bool]:
+    """Return XLA's options for a segment's programs of a direction."""
     if not s.chip.startswith("sm_"):
         return {}
     exact = not getattr(s.module, "allows_nondeterminism", False)
-    return (_DETERMINISTIC_OPTIONS if exact else {}) | ({} if s.unrolls_layers else _LOOP_OPTIONS)
+    has_loop = not s.unrolls_layers or s.plan.ticks(s.stages, s.microbatches) > 1
+    runs_forward = direction == FORWARD or not s.saves_residuals
+    return (_DETERMINISTIC_OPTIONS if exact else {}) | (
+        _LOOP_OPTIONS if has_loop and runs_forward else {}
+    )
 
 
 def _with_sharding(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:

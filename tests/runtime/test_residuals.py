@@ -1,5 +1,7 @@
 """What forward keeps for backward: enough for the gradient, nothing that backward has anyway."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,14 +209,21 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
         assert executed_flops(s, shape, BACKWARD) == want
 
 
-def test_loops_on_gpus_do_not_fuse_products_with_stacks(monkeypatch):
-    """Where layers are unrolled, the compiler may."""
+def test_forward_in_a_loop_does_not_fuse_products_with_stacks(monkeypatch):
+    """On GPUs; elsewhere, in backward alone, and where nothing loops, the compiler may."""
     one = inner_layers("none")
-    assert compiler_options(one) == {}
+    assert compiler_options(one, FORWARD) == {}
     monkeypatch.setattr(Segment, "chip", "sm_90")
-    assert "xla_gpu_enable_dynamic_slice_fusion" not in compiler_options(one)
+
+    def fuses(segment, direction):
+        return compiler_options(segment, direction).get("xla_gpu_enable_dynamic_slice_fusion", True)
+
+    assert fuses(one, FORWARD)
+    assert not fuses(replace(one, microbatches=2), FORWARD)
+    assert fuses(replace(one, microbatches=2), BACKWARD)
+    assert not fuses(replace(ends_in_a_loss("none"), microbatches=2), BACKWARD)
     monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: 1)
-    assert compiler_options(one)["xla_gpu_enable_dynamic_slice_fusion"] is False
+    assert not fuses(inner_layers("none"), FORWARD)
 
 
 def test_forward_and_backward_share_a_layers_trace(monkeypatch):

@@ -66,6 +66,10 @@ class ModelConfig:
         "auto (equal bits in every run), cudnn (also backward of tiles, bits may differ), pallas "
         "(the project's; both GPU only), xla",
     )
+    matmul: Literal["dtype", "fp8"] = option(
+        "dtype",
+        "products of layers: in model.dtype, or in fp8 (GPUs from Hopper on; emulated on CPUs)",
+    )
 
 
 @dataclass(frozen=True)

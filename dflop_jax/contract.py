@@ -258,6 +258,7 @@ class MultimodalModel(Protocol):
     # module has `merged(params, each)`, which returns the parts with its adapters folded in (`each`
     # as in `models.lora`). A model may have `with_objective(z_loss, label_smoothing)`. It returns a
     # model with the same "loss_sum", whose gradient is that of the loss plus these terms.
+    # A model may have `with_fp8()`. It returns a model whose layers compute products in FP8.
 
 
 def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
+from models.fp8 import Fp8Module, fp8_product
 from models.hf_tensors import HfWeightMap
 from models.lora import Lora, add_adapters
 from models.loss import NLL_ONLY, Objective
@@ -22,6 +23,7 @@ class AdaptableModel(ABC):
     dtype: jnp.dtype
     lora: Lora | None = None
     attention_kernel: str = "auto"
+    fp8: bool = False
 
     @property
     @abstractmethod
@@ -31,7 +33,10 @@ class AdaptableModel(ABC):
     @property
     def modules(self) -> Mapping[str, Any]:
         """The modules in topological order, with adapters if there are any."""
-        return add_adapters(self.plain, self.lora)
+        plain = self.plain
+        if self.fp8:
+            plain = {name: Fp8Module(module) for name, module in plain.items()}
+        return add_adapters(plain, self.lora)
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
@@ -41,6 +46,11 @@ class AdaptableModel(ABC):
     @property
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
+
+    def with_fp8(self) -> Self:
+        """Return the model with layers' products in FP8; ValueError without qwix."""
+        fp8_product(1)
+        return replace(self, fp8=True)
 
     def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
         """Return the model with low-rank adapters; `settings` are other ones of `lora.Lora`."""

@@ -74,12 +74,16 @@ class Linear(nn.Module):
         std = prod(self.in_shape) ** -0.5 if self.std is None else self.std
         init = named_init(normal(std), *self.in_names, *self.out_names)
         kernel = self.param(KERNEL, init, (*self.in_shape, *self.out_shape), jnp.float32)
-        y = jnp.tensordot(x, kernel.astype(self.dtype), axes=len(self.in_shape))
+        y = self.product(x, kernel.astype(self.dtype))
         if self.bias:
             zeros = named_init(nn.initializers.zeros, *self.out_names)
             bias = self.param("bias", zeros, self.out_shape, jnp.float32).astype(self.dtype)
             y = y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
         return y
+
+    def product(self, x: Array, kernel: Array) -> Array:
+        """Return x times the kernel; `models.fp8` replaces it."""
+        return jnp.tensordot(x, kernel, axes=len(self.in_shape))
 
 
 @jax.custom_jvp

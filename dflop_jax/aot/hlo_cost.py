@@ -22,7 +22,12 @@ from dflop_jax.aot.hlo_text import KERNEL_CALLS, Computation, HloModule, Instruc
 from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Kernel, Kind
 from dflop_jax.records import token_pairs
 
-_DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; others are priced as float32
+# Dtypes of products; others are priced as float32.
+_DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    **dict.fromkeys(("f8e4m3fn", "f8e5m2"), "float8"),
+}
 # Collectives that are priced as all-gather.
 _GATHERS = (
     "all-gather",

@@ -14,6 +14,7 @@ PLANNED_SHARE = 0.95
 # Overlap of gathers and reductions with computation where it is not measured: neither none nor all.
 UNKNOWN_OVERLAP = 0.5
 _PEAKS = {"bfloat16": "bfloat16_flops", "float16": "bfloat16_flops", "float32": "float32_flops"}
+_FP8_SPEED = 2.0  # FLOP/s of FP8 over those of bfloat16, on chips that have FP8
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Hardware:
 
     def peak_flops(self, dtype: str) -> float:
         """Return dense FLOP/s of matrix products of a dtype; ValueError names known dtypes."""
+        if dtype.startswith("float8"):
+            return _FP8_SPEED * self.bfloat16_flops
         if dtype not in _PEAKS:
             raise ValueError(f"no peak is known for dtype {dtype!r}; known: {', '.join(_PEAKS)}")
         return float(getattr(self, _PEAKS[dtype]))

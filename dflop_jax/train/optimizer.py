@@ -40,11 +40,11 @@ def configure_model(model: MultimodalModel, config: TrainConfig) -> MultimodalMo
     model has no method for them."""
     if config.z_loss or config.label_smoothing:
         flags = f"train.z_loss={config.z_loss}, train.label_smoothing={config.label_smoothing}"
-        method = _require_method(model, "with_objective(z_loss, label_smoothing)", flags)
+        method = require_method(model, "with_objective(z_loss, label_smoothing)", flags)
         model = method(config.z_loss, config.label_smoothing)
     if config.lora_rank:
         flags = f"train.lora_rank={config.lora_rank}"
-        method = _require_method(model, "with_lora(rank, alpha)", flags)
+        method = require_method(model, "with_lora(rank, alpha)", flags)
         model = method(
             config.lora_rank,
             config.lora_alpha,
@@ -60,7 +60,7 @@ def configure_model(model: MultimodalModel, config: TrainConfig) -> MultimodalMo
     return model
 
 
-def _require_method(
+def require_method(
     model: MultimodalModel, signature: str, flags: str
 ) -> Callable[..., MultimodalModel]:
     method = getattr(model, signature.partition("(")[0], None)

@@ -44,6 +44,7 @@ _PROFILE_SETTINGS = {
     "plan.profile_samples",
     "model.dtype",
     "model.attention_kernel",
+    "model.matmul",
     "data.tokenizer",
     *(f"data.{name}" for name in LIMITS),
     _KIND,

@@ -28,7 +28,12 @@ from dflop_jax.folders import writable_path
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
 from dflop_jax.report.wall_time import CONNECT, DATA, EVALUATION, SAVE, TRAINING, TimeLog
-from dflop_jax.train.optimizer import TrainedParts, configure_model, find_trained_parts
+from dflop_jax.train.optimizer import (
+    TrainedParts,
+    configure_model,
+    find_trained_parts,
+    require_method,
+)
 from dflop_jax.train.run_dir import resolve_run_dir
 
 _USER_CACHE_DIR: str | None = jax.config.values["jax_compilation_cache_dir"]  # as the user set it
@@ -121,15 +126,23 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     return factory(config.size, config.dtype, attention_kernel=kernel)
 
 
+MIN_FP8_CAPABILITY = 89  # compute capability of GPUs with FP8 products
+
+
 def build_trained_model(config: Config, chip: str = "") -> MultimodalModel:
     """Return the model of a configuration with its adapters and loss terms; ValueError if it cannot
-    be built, or a given chip cannot run its attention kernel."""
+    be built, or a given chip cannot run its attention kernel or products."""
     kernel = config.model.attention_kernel
     if chip and kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
         raise ValueError(
             f"model.attention_kernel={kernel} needs a GPU, the devices are {chip}; leave it at auto"
         )
-    return configure_model(build_model(config.model), config.train)
+    model = build_model(config.model)
+    if config.model.matmul == "fp8":
+        if chip.startswith("sm_") and int(chip.removeprefix("sm_")) < MIN_FP8_CAPABILITY:
+            raise ValueError(f"model.matmul=fp8 needs a Hopper GPU or newer, not {chip}; leave it")
+        model = require_method(model, "with_fp8()", "model.matmul=fp8")()
+    return configure_model(model, config.train)
 
 
 @dataclass(frozen=True)

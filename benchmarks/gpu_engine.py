@@ -73,7 +73,8 @@ class Sizes:
       tile_counts, tower, tower_layers: towers in loops and unrolled.
       widths: to which heads of the tower are padded.
       decoder, decoder_layers, row_tokens, sample_tokens: layers of a decoder, over rows of one
-        sample and of samples of a median length.
+        sample and of samples of a median length; small_decoder: of the attention alone, too.
+      product: rows and columns of a square product.
     """
 
     model: str
@@ -130,15 +131,12 @@ def tower_segment(
     bench: Bench, size: VisionSize, layers: int, width: int, kind: type[Segment]
 ) -> Segment:
     """A tower of a few layers with both ends, all trained, before an LLM of a width."""
-    module = on_chip(VisionModule(replace(size, n_layers=layers), width, BF16), _chip(bench))
+    module = VisionModule(replace(size, n_layers=layers), width, BF16)
     plan = SegmentPlan("vision", "vision", 0, layers, "one", True, True, "none")
     edges = (Edge("vision", "llm", "visual"),)
     trained = frozenset(("entry", "layers", "exit"))
-    return kind(plan, module, _mesh(bench), 1, trained, edges=edges)
-
-
-def _chip(bench: Bench) -> str:
-    return chip_of(bench.device)
+    on_this = on_chip(module, chip_of(bench.device))
+    return kind(plan, on_this, _mesh(bench), 1, trained, edges=edges)
 
 
 def _mesh(bench: Bench) -> Mesh:

@@ -16,8 +16,8 @@ from dflop_jax.report.number_format import number
 from dflop_jax.train.step_figures import max_by_name
 
 # Steps between two readings of live bytes in the first `LONG_INTERVAL` steps, and later. For a
-# reading the next step's dispatch waits for the previous step, so devices are idle for its
-# milliseconds.
+# reading the next step's dispatch waits for the previous step, so devices are idle for the host's
+# time between two steps: at most 43 ms on two loaded cores, 0.05% of 50 steps of 1.6 s.
 SHORT_INTERVAL, LONG_INTERVAL = 5, 50
 # Growth over a whole run that is reported, as a fraction of a device's memory.
 MIN_GROWTH = 0.01

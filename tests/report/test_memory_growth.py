@@ -7,6 +7,7 @@ import pytest
 
 from dflop_jax.report.memory_growth import MIN_READINGS, fit_growth
 from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.wall_time import EVENTS, EventRow
 from tests.report.runs import cells_of, figures_of, make_plan, make_row
 
 
@@ -51,13 +52,17 @@ def test_a_summary_has_the_memory_of_the_last_start(tmp_path):
     with RunFolder(tmp_path / "r") as run:
         run.write_plan(make_plan())
         for i in range(20):
-            live = {"live_bytes": gib + 2 * mib * i} if i % 2 else {}
-            peak = "peak_bytes" if i > 9 else "peak_bytes_upper_bound"
+            live = {"live_bytes": gib + 2 * mib * i if i > 9 else 7 * gib} if i % 2 else {}
+            peak = "peak_bytes" if i > 12 else "peak_bytes_upper_bound"
             run.append(make_row(i, memory={**live, peak: 3 * gib, "host_bytes": 5 * gib}))
+        for begun_s, resumed in ((0.0, 0), (5.0, 10)):
+            event = EventRow(begun_s + 2.0, {"start": 2.0}, begun_s=begun_s, resumed=resumed)
+            run.rows[EVENTS].append(event)
     cells = {k: v for k, v in cells_of(tmp_path / "r").items() if k.startswith("memory")}
     assert list(cells.items())[1:3] == [
         ("memory, peak since training began", "3.00 GiB"), ("memory, host", "5.00 GiB")
     ]  # fmt: skip
+    assert cells["memory, live"] == "1.04 GiB"
     slope, error = figures_of(tmp_path / "r")["memory, live, growth per step"].values
     assert slope == pytest.approx(2.0)
     assert error == pytest.approx(0.0, abs=1e-6)

@@ -62,7 +62,7 @@ format: $(LINTERS)  ## let ruff fix and format the code
 	@$(BIN)/ruff format --quiet .
 
 clean:  ## remove .venv, caches and build output; runs/ stays
-	@rm -rf $(VENV) .venv-second .venv-gpus build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) .venv-second .venv-gpus .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml requirements.txt $(RENEW)

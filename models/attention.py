@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention_cudnn, attention_gpu
+from models import attention_cudnn, attention_gpu, attention_tokamax
 from models.attention_choice import MIN_KERNEL_TOKENS, choose_kernel, is_gpu
 from models.attention_kernels import MaskRule, TokenMask
 from models.attention_split import RESIDUAL_NAME, AttentionKernel, run_split
@@ -49,8 +49,8 @@ def attention(
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
       token_mask: segment ids int [items, tokens] >= 0, or None if all tokens of a row see each
-        other. For causal attention a `TokenMask`
-        also has the last token that each token sees: see `last_visible_tokens`.
+        other. The tokens of a segment are side by side. For causal attention a `TokenMask` also
+        has the last token that each token sees: see `last_visible_tokens`.
       causal: whether a token sees only itself and earlier tokens.
       kernel: "xla"; "pallas": the project's GPU kernels, interpreted on other chips; "auto": the
         fastest deterministic kernels for the case and chip; "cudnn": cuDNN also for the backward of
@@ -81,9 +81,15 @@ def attention(
     )
     scale = H**-0.5 if scale is None else scale
     if chosen != "xla" and q_BTNH.size:
-        forward: Any = attention_gpu.forward if chosen == "pallas" else attention_cudnn.forward
+        forward: Any = {
+            "pallas": attention_gpu.forward,
+            "tokamax_forward": attention_tokamax.forward,
+        }.get(chosen, attention_cudnn.forward)
         backward: Any = attention_cudnn.backward if chosen == "cudnn" else attention_gpu.backward
-        gpu_kernel = AttentionKernel(forward, backward, causal, not is_gpu(chip), scale, window)
+        is_tracked = chosen != "tokamax_forward"
+        gpu_kernel = AttentionKernel(
+            forward, backward, causal, not is_gpu(chip), scale, window, is_tracked
+        )
         has_more = token_mask.last_visible is not None
         kernel_mask = token_mask if has_more else token_mask.segment_ids
         return run_split(gpu_kernel, q_BTNH, k_BSKH, v_BSKH, kernel_mask)

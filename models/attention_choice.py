@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from models import attention_cudnn, attention_gpu
+from models import attention_cudnn, attention_gpu, attention_tokamax
 
 KERNELS = ("auto", "cudnn", "pallas", "xla")
 MIN_KERNEL_TOKENS = attention_gpu.BLOCK  # shorter rows do not fill a block
@@ -36,7 +36,7 @@ def choose_kernel(
     has_last_visible: bool = False,
 ) -> str:
     """Return the kernel that computes a case on a chip: "xla"; "pallas": the project's; "cudnn";
-    "cudnn_forward": forward by cuDNN, backward by the project's kernels.
+    "cudnn_forward", "tokamax_forward": forward by a library, backward by the project's kernels.
 
     Args:
       kernel: the model's choice: see `models.attention.attention`.
@@ -52,7 +52,10 @@ def choose_kernel(
         return kernel
     if not skips(kernel, chip, dtype, head_dim, tokens):
         return "xla"
-    fits = not (is_packed or window or has_last_visible) and head_dim % 8 == 0
+    if is_packed:
+        fits = chip == attention_tokamax.CHIP and head_dim <= attention_tokamax.MAX_HEAD_DIM
+        return "tokamax_forward" if fits and attention_tokamax.is_available() else "pallas"
+    fits = not (window or has_last_visible) and head_dim % 8 == 0
     if not fits or head_dim > _MAX_CUDNN_HEAD_DIM or not attention_cudnn.is_available():
         return "pallas"
     return "cudnn" if kernel == "cudnn" else "cudnn_forward"

@@ -25,11 +25,12 @@ Array = jax.Array
 
 @cache
 def is_available() -> bool:
-    """Return whether jax finds cuDNN; without jax's CUDA plugin it does not trace these calls."""
+    """Return whether jax finds cuDNN, without which it does not trace these calls, and whether
+    their gradient saves what is known."""
     tokens = jax.ShapeDtypeStruct((1, attention_gpu.BLOCK, 1, 64), jnp.bfloat16)
     try:
-        jax.eval_shape(partial(_attend, tokens=1, causal=False, scale=1.0), *[tokens] * 3)
-    except (RuntimeError, NotImplementedError):
+        _saved_places(partial(_attend, tokens=1, causal=False, scale=1.0), *[tokens] * 3)
+    except (RuntimeError, NotImplementedError, ValueError):
         return False
     return True
 
@@ -77,7 +78,7 @@ def _attend(q: Array, k: Array, v: Array, *, tokens: int, causal: bool, scale: f
     )  # fmt: skip
 
 
-def _saved_places(attend: Any, q: Array, k: Array, v: Array) -> tuple[int, int]:
+def _saved_places(attend: Any, q: Any, k: Any, v: Any) -> tuple[int, int]:
     """Return which leaves of the gradient function are the output and the log-sums."""
 
     def output_and_saved(*qkv: Array) -> tuple[Array, ...]:

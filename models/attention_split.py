@@ -47,6 +47,7 @@ class AttentionKernel:
     interpret: bool
     scale: float
     window: int = 0
+    is_tracked: bool = True  # jax can track along which mesh axes arrays of the forward vary
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def _forward(
                 q, split.select_kv_heads(k), split.select_kv_heads(v), _mark_varying(token_mask)
             )
 
-        run = shard_over_heads(on_rank, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
+        specs = (_HEADS, split.spec, split.spec, _WHOLE)
+        run = shard_over_heads(on_rank, specs, (_HEADS, _STATS), kernel.is_tracked)
     output, saved = checkpoint_name(run(q, k, v, token_mask), RESIDUAL_NAME)
     return output, (q, k, v, token_mask, output, saved)
 
@@ -172,14 +174,17 @@ def tp_degree() -> int:
     return int(mesh.shape[AXIS]) if types.get(AXIS) == AxisType.Auto else 0
 
 
-def shard_over_heads(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:
+def shard_over_heads(
+    function: Callable[..., Tree], ins: Tree, outs: Tree, is_tracked: bool = True
+) -> Callable[..., Tree]:
     """Return a function that runs on each device's heads, as one operation.
 
     When a scan is differentiated, jax moves constants out of its body, also out of a `shard_map` in
     it; the rest cannot be lowered inside another `shard_map`. jax does not look into a function
     with its own batching rule.
     """
-    call = custom_vmap(jax.shard_map(function, in_specs=ins, out_specs=outs, axis_names={AXIS}))
+    shard = partial(jax.shard_map, axis_names={AXIS}) if is_tracked else _shard_untracked
+    call = custom_vmap(shard(function, in_specs=ins, out_specs=outs))
 
     @call.def_vmap
     def refuse(*_: Any) -> Any:
@@ -189,14 +194,24 @@ def shard_over_heads(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Ca
 
 
 def interpret_in_shard_map(call: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Return a Pallas kernel that jax can interpret in a `shard_map`. There arrays vary along every
-    mapped axis; the interpreter does not track that, so the check is off."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes or AXIS in mesh.manual_axes:
+    """Return a Pallas kernel that jax can interpret in a `shard_map`."""
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual_axes or AXIS in manual_axes:
         return call
+    return _shard_untracked(call, in_specs=P(), out_specs=P())
+
+
+def _shard_untracked(
+    function: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+) -> Callable[..., Tree]:
+    """Return a `shard_map` over AXIS in which jax does not track along which mapped axes arrays
+    vary: Pallas' interpreter and Mosaic kernels do not. Its results vary along all."""
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
 
     def untracked(*arrays: Tree) -> Tree:
-        return call(*jax.tree.map(lambda a: lax.max(a, a), arrays))  # equal values, not tracked
+        return function(*jax.tree.map(lambda a: lax.max(a, a), arrays))  # equal values, not tracked
 
-    run = jax.shard_map(untracked, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False)
-    return lambda *arrays: lax.pcast(run(*arrays), mesh.manual_axes, to="varying")
+    run = jax.shard_map(
+        untracked, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}, check_vma=False
+    )
+    return lambda *arrays: lax.pcast(run(*arrays), manual_axes, to="varying")

@@ -85,7 +85,7 @@ _COPY_OPS = frozenset(
 )
 _BACKWARD = re.compile(r"Backward|gradient")
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-_CUDNN = "__cudnn$fmha"
+_CUDNN, _MOSAIC = "__cudnn$fmha", "mosaic_gpu"
 # Number of products (keys of a chunk with states or written values) in kernels of `delta_gpu`.
 _STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
 # Custom calls without matrix products.
@@ -161,7 +161,7 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
         dtype = _DTYPES.get(i.reads[0].dtype, "float32")
         pair_flops = 2.0 * _attention_products(i) * i.reads[0].size
         kind = Kind.ATTENTION_BACKWARD if is_backward else Kind.ATTENTION
-        library = i.custom_call_target.startswith(_CUDNN)
+        library = i.custom_call_target.startswith((_CUDNN, _MOSAIC))
         return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops, library=library)
     if i.opcode in _SLICE_OPS:
         return Kernel(Kind.COPY, 0.0, 2 * i.arrays[0].n_bytes)

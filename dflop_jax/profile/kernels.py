@@ -26,7 +26,8 @@ _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
 # cuDNN's, as jax names them in traces. Compiled programs drop "_wrapper".
 _CUDNN_CALLS = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
-_ATTENTION_CALLS = ("pallas_call", *_CUDNN_CALLS)
+_MOSAIC_CALL = "custom_vmap_call"  # the same of tokamax's forward
+_ATTENTION_CALLS = ("pallas_call", *_CUDNN_CALLS, _MOSAIC_CALL)
 # Number of matrix products in attention kernels (queries x keys, weights x values, gradients), by
 # name. Those of `models` start with "packed_".
 ATTENTION_PRODUCTS = {
@@ -108,7 +109,8 @@ def _product_kernel(op: Op, repeats: int) -> Kernel:
 
 def _attention_kernel(op: Op, repeats: int) -> Kernel:
     n_bytes = sum(v.n_bytes for v in (*op.inputs, *op.outputs))
-    products = ATTENTION_PRODUCTS.get(op.params.get("name", op.name), 0)
+    name = "packed_attention_forward" if op.name == _MOSAIC_CALL else op.name
+    products = ATTENTION_PRODUCTS.get(op.params.get("name", name), 0)
     queries = op.inputs[0]
     return Kernel(
         Kind.ATTENTION_BACKWARD if products > 2 else Kind.ATTENTION,
@@ -117,7 +119,7 @@ def _attention_kernel(op: Op, repeats: int) -> Kernel:
         dtype=str(op.outputs[0].dtype),
         repeats=repeats,
         pair_flops=2.0 * products * queries.n_bytes / queries.dtype.itemsize,
-        library=op.name in _CUDNN_CALLS,
+        library=op.name in (*_CUDNN_CALLS, _MOSAIC_CALL),
     )
 
 

@@ -186,6 +186,15 @@ def test_our_kernels_count_their_products():
         assert cost.flops == cost.float32_flops == 5 * 8 * 2 * (2 * 64 * 16 * 32)
 
 
+def test_kernels_of_libraries_are_marked():
+    call = KERNEL.format("bf16[2,64,8,32]{3,2,1,0}", "%q, %k, %k", "packed_attention_forward")
+    (ours,) = cost_of(entry(*QK, call)).kernels
+    (theirs,) = cost_of(entry(*QK, call.replace("__gpu$xla.gpu.triton", "mosaic_gpu_v2"))).kernels
+    assert theirs == replace(ours, library=True)
+    (cudnn,) = cost_of(entry(*QK, CUDNN.format(back="", mask="NO_MASK"))).kernels
+    assert cudnn.library
+
+
 def test_unknown_kernels_are_named():
     call = '%y = f32[4]{0} custom-call(%q), custom_call_target="mystery"'
     assert cost_of(entry(*QK, call)).unknown_kernels == {"mystery"}

@@ -12,7 +12,7 @@ from model_fields import fields, full_params, outputs
 from test_attention import mask_of, pictures_in
 
 from dflop_jax.contract import MODEL_SHARDED
-from models import attention_choice, attention_cudnn, attention_gpu
+from models import attention_choice, attention_cudnn, attention_gpu, attention_tokamax
 from models.attention import attention, last_visible_tokens
 from models.attention_choice import check_kernel, choose_kernel, skips
 from models.attention_kernels import MaskRule, TokenMask
@@ -91,8 +91,10 @@ PACKED, WHOLE = True, False
         ("sm_90", BF16, (1, 512, 4, 20), WHOLE, "pallas", "pallas"),
         # Packed rows.
         ("sm_80", BF16, TEXT, PACKED, "pallas", "pallas"),
-        ("sm_90", BF16, TEXT, PACKED, "pallas", "pallas"),
-        ("sm_90", BF16, (1, 512, 4, 512), PACKED, "pallas", "pallas"),
+        ("sm_90", BF16, TEXT, PACKED, "tokamax_forward", "tokamax_forward"),
+        ("sm_90", BF16, (1, 512, 4, 256), PACKED, "tokamax_forward", "tokamax_forward"),
+        ("sm_90", BF16, (1, 512, 4, 264), PACKED, "pallas", "pallas"),
+        ("sm_100", BF16, TEXT, PACKED, "pallas", "pallas"),
         # What the kernels do not compute, or no faster.
         ("sm_90", BF16, (1, 512, 4, 520), PACKED, "xla", "xla"),
         ("sm_90", F32, TEXT, PACKED, "xla", "xla"),
@@ -107,9 +109,10 @@ def test_choice(monkeypatch, chip, dtype, shape, packed, auto, cudnn):
     want = {"auto": auto, "cudnn": cudnn, "pallas": "pallas", "xla": "xla"}
     assert set(want) == set(attention_choice.KERNELS)
     for is_available in (True, False):
-        monkeypatch.setattr(attention_cudnn, "is_available", lambda has=is_available: has)
+        for library in (attention_cudnn, attention_tokamax):
+            monkeypatch.setattr(library, "is_available", lambda has=is_available: has)
         for asked, chosen in want.items():
-            chosen = "pallas" if "cudnn" in chosen and not is_available else chosen
+            chosen = chosen if is_available or chosen == "xla" else "pallas"
             assert choose_kernel(asked, chip, dtype, shape, is_packed=packed) == chosen
             _, tokens, _, dim = shape
             assert skips(asked, chip, dtype, dim, tokens) == (chosen != "xla")

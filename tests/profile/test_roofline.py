@@ -56,6 +56,20 @@ def test_each_kind_of_kernel_by_hand():
     assert program_s([], 1, A100) == 0.0
 
 
+@pytest.mark.parametrize("tokens, forward_ms, both_ms", [(8192, 1.21, 3.70), (32768, 12.1, 47.1)])
+def test_a_librarys_attention_costs_what_cudnns_took(tokens, forward_ms, both_ms):
+    """On the H100 of docs/gpus.md: 28 heads of 128, causal."""
+    forward_s, backward_s = (
+        program_s([Kernel(kind, n * tokens**2 / 2, 0.0, dtype="bfloat16", pair_flops=n * tokens,
+                          library=True)], 1, find_hardware("h100"))
+        for kind, n in (
+            (Kind.ATTENTION, 4.0 * 28 * 128), (Kind.ATTENTION_BACKWARD, 10.0 * 28 * 128)
+        )
+    )  # fmt: skip
+    assert 1e3 * forward_s == pytest.approx(forward_ms, rel=0.1)
+    assert 1e3 * (forward_s + backward_s) == pytest.approx(both_ms, rel=0.1)
+
+
 @pytest.mark.slow
 def test_a_predicted_profile_is_a_profile(tmp_path):
     """The same records as measuring gives: saved, loaded, fitted and planned with."""

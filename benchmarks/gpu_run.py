@@ -84,6 +84,7 @@ def plan_run(name: str, out: Path, chip: str, *, tiny: bool) -> Iterator[Row]:
     """Plan a run for a chip that is not here, leave plan and profile in `out`, compile it all."""
     with TemporaryDirectory(prefix="gpu_run-") as folder, closing(Compiler()) as compiler:
         settings = config(RUNS[name], Path(folder), tiny=tiny, chip=chip)
+        settings = replace(settings, cache_dir=Config().cache_dir)  # of compiled prices
         context = make_run_context(settings)
         source = context.source()
         context = with_step_count(context, len(source))

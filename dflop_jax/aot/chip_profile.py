@@ -32,9 +32,9 @@ from dflop_jax.train.run_context import RunContext
 # Ratio of tokens of the large shape to the small one; a larger ratio covers a wider range, but fits
 # less well.
 _SHAPES_RATIO = 4
-# Numbers of layers in the programs; their difference gives a layer's cost. The compiler unrolls
-# loops of about two iterations, so depths must be larger.
-_DEPTHS = (10, 20)
+# Numbers of layers in the programs, which are unrolled; their difference gives a layer's cost.
+# Plans add the copies of loops over layers (`CostModel.loop_copies_s`).
+_DEPTHS = (2, 4)
 # Array of: forward and backward seconds; bytes of residuals, backward's work and hidden states.
 _Cost = np.ndarray
 _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK, _HIDDEN = range(5)

@@ -193,6 +193,7 @@ class MemoryOption:
     remat: Remat = "none"
     zero: Zero = 1
     shard_devices: int = 0
+    unrolled: bool = False
 
     def apply(self, segment: SegmentPlan) -> SegmentPlan:
         """Return the segment with this option and no second recompute policy."""
@@ -200,7 +201,8 @@ class MemoryOption:
 
     @staticmethod
     def from_segment(segment: SegmentPlan) -> MemoryOption:
-        return MemoryOption(segment.remat, segment.zero, segment.shard_devices)
+        sharding = segment.zero, segment.shard_devices
+        return MemoryOption(segment.remat, *sharding, segment.unrolled)
 
     @property
     def description(self) -> str:

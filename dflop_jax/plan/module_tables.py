@@ -26,7 +26,9 @@ from dflop_jax.plan.placement import (
 )
 from dflop_jax.plan.search_spec import GROUPS_PER_BATCH, SearchSpec
 from dflop_jax.plan.space import BASELINES
-from dflop_jax.profile.cost_model import CostModel, Predictions, SegmentCosts, layout_prices
+from dflop_jax.plan.unrolling import choose_unrolled
+from dflop_jax.profile.cost_model import CostModel, SegmentCosts, layout_prices
+from dflop_jax.profile.fit import Predictions
 from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
@@ -40,6 +42,7 @@ from dflop_jax.records import (
     ModelProfile,
     Plan,
     Prices,
+    Remat,
     Scheduling,
     SegmentPlan,
     Shape,
@@ -130,11 +133,21 @@ class SearchContext:
         if spec.config.shard_devices:
             blocks = (spec.config.shard_devices,)
         return tuple(
-            MemoryOption(r, z, d)
+            MemoryOption(r, z, d, z < 3 and self.unrolled[module, r])
             for z in degrees
             for d in (blocks if z > 1 else blocks[:1])
             for r in remats
         )
+
+    @cached_property
+    def unrolled(self) -> Mapping[tuple[str, Remat], bool]:
+        """See `choose_unrolled`, as if every module ran on all devices."""
+        mean_tokens = {
+            m: self.profile.piece_tokens.get(m, 1) * self.volumes[m].mean_per_batch
+            for m in self.n_layers
+        }
+        tokens = {m: n / self.spec.n_devices for m, n in mean_tokens.items()}
+        return choose_unrolled(self.profile, tokens, self.spec.steps, self.spec.config.buckets)
 
     @cached_property
     def space_limits(self) -> SpaceLimits:
@@ -311,17 +324,21 @@ def module_table(
     def quantities(s: SegmentPlan, tasks: Collection[str]) -> Array:
         """Return [7, n_options, ...]: a segment's `ModuleTable.seconds` and three byte counts."""
         trains, by_option = context.spec.trains(s), []
-        # Costs, and seconds of forward, of the options that shard equally.
-        by_state: dict[tuple[Zero, int], tuple[SegmentCosts, Array]] = {}
+        by_sharding: dict[tuple[Zero, int], SegmentCosts] = {}
+        forward_s: dict[tuple[object, ...], Array] = {}
         for option in context.options(module):
             sharding = option.zero, option.shard_devices
-            if sharding not in by_state:
-                costs = context.costs.segment(option.apply(s), mesh, (exchanged or {}).get(s.name))
-                by_state[sharding] = costs, task_s(costs, FORWARD) if FORWARD in tasks else 0.0
-            costs = by_state[sharding][0].with_remat(option.remat)
+            if sharding not in by_sharding:
+                by_sharding[sharding] = context.costs.segment(
+                    option.apply(s), mesh, (exchanged or {}).get(s.name)
+                )
+            costs = replace(by_sharding[sharding], segment=option.apply(s))
+            key = *sharding, costs.copies_residuals and option.remat
+            if key not in forward_s:
+                forward_s[key] = task_s(costs, FORWARD) if FORWARD in tasks else 0.0
             backward = BACKWARD in tasks
             backward_s = task_s(costs, BACKWARD) if backward else 0.0
-            seconds: list[Array] = [by_state[sharding][1], backward_s, 0.0, 0.0]
+            seconds: list[Array] = [forward_s[key], backward_s, 0.0, 0.0]
             if trains:
                 seconds[2:] = costs.state.reduce_s, costs.state.update_s
             n_bytes = costs.n_bytes(group_size, predictions, trained=trains, backward=backward)

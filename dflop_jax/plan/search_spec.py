@@ -37,6 +37,7 @@ class SearchSpec:
     # "auto" (each module's fastest value that fits into memory), or the value of every segment.
     remat: Remat | Literal["auto"] = "auto"
     zero: Zero | Literal["auto"] = "auto"
+    steps: int = 0  # of the run; more steps make up for longer compilation
     token_multiple: int = 32  # token capacities are multiples of it; 128 on GPU
     trains: Callable[[SegmentPlan], bool] = lambda _: True  # has a segment trainable parameters?
     allowed: Callable[[SubmeshPlan], bool] = lambda _: True  # can the devices form a submesh?

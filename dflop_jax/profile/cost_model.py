@@ -8,40 +8,19 @@ microbatches in a group may be numbers or arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cache, partial, reduce
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import get_args
 
 import numpy as np
 
 from dflop_jax import records
 from dflop_jax.profile.collectives import all_to_all_s, overlapped_s, send_s
-from dflop_jax.profile.fit import LayerFits
+from dflop_jax.profile.fit import LayerFits, Predictions
+from dflop_jax.profile.loops import copies_residuals, loop_copies_s
 from dflop_jax.profile.state import Array, SegmentBytes, ShardedState
 from dflop_jax.records import BACKWARD, FORWARD, Layout, MeshShape, Price, SegmentPlan, Shape, Task
 from dflop_jax.simulate.task_graph import segment_links, tied_segments
-
-
-class Predictions:
-    """Predicted quantities of a module at shapes, cached by name (see `LayerFits.predict`)."""
-
-    def __init__(self, costs: CostModel, module: str, tp: int, rows: Array, tokens: Array):
-        self.has_rows = np.asarray(rows) > 0
-        self.rank_share = records.tp_share(rows, tokens, tp)  # of hidden states, per tensor rank
-        features = records.shape_features(rows, tokens)
-        self._first_kind = costs.profile.kinds.get(module, (records.LAYERS,))[0]
-        self.layer = cache(
-            lambda kind, name: costs.fits(records.layer_key(module, kind), tp).predict(
-                features, name
-            )
-        )
-
-    def __getitem__(self, name: str) -> Array:
-        return self.layer(self._first_kind, name)
-
-    def max_layer(self, kinds: Iterable[str], name: str) -> Array:
-        return reduce(np.maximum, (self.layer(kind, name) for kind in kinds))
 
 
 class CostModel:
@@ -63,13 +42,14 @@ class CostModel:
             segment.zero,
             segment.shard_devices,
             segment.rounds,
+            segment.unrolled,
             self.has_forward(segment),
             self.saved_inputs(segment),
             tuple(map(segment.sends, self.profile.edges)),
         )
 
     def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
-        return Predictions(self, module, tp, rows, tokens)
+        return Predictions(self.profile, self.fits, module, tp, rows, tokens)
 
     def segment(
         self, segment: SegmentPlan, mesh: MeshShape, exchanged: Array | None = None
@@ -140,10 +120,6 @@ class SegmentCosts:
     # data-parallel degree if the mesh has an array of them; see `exchanged_features`.
     exchanged: Array
 
-    def with_remat(self, remat: records.Remat) -> SegmentCosts:
-        """Return the costs under another recompute policy, which does not change the state."""
-        return replace(self, segment=replace(self.segment, remat=remat))
-
     def task_s(self, group_size: Array, predictions: Predictions, direction: str) -> Array:
         """Return the seconds of a group's task that runs alone, with its collectives and exchanges
         over data ranks and its host work, without content (see `content_s`); 0 without rows.
@@ -173,6 +149,8 @@ class SegmentCosts:
                 layer_s = predictions.layer(kind, f"layer_{layer_pass}")
                 if layer_pass == BACKWARD:
                     layer_s = layer_s + predictions.layer(kind, f"{self._policy}.layer_s")
+                if layer_pass == direction:
+                    layer_s = layer_s + self._stack_s(predictions, kind, direction)
                 # Gathering a layer's parameters overlaps with the previous layer.
                 both_s = overlapped_s(layer_s * slowdown, transfer_s, self.state.overlap)
                 layers_s = layers_s + n / self._ticks * both_s
@@ -249,6 +227,19 @@ class SegmentCosts:
             residuals = np.zeros_like(residuals)
         gathered = self.state.gathered_bytes(trained=trained, ends_in_loss=not has_forward)
         return residuals, np.where(predictions.has_rows, temporaries + gathered, 0.0)
+
+    @property
+    def copies_residuals(self) -> bool:
+        return copies_residuals(self.costs.profile.hardware, self.segment, self.mesh.stage)
+
+    def _stack_s(self, predictions: Predictions, kind: str, direction: str) -> Array:
+        """Return the seconds in which a task's loop copies a layer's residuals into stacks: none if
+        layers are unrolled, or another task saves the residuals."""
+        saving = BACKWARD if FORWARD in self._passes(BACKWARD) else FORWARD
+        if direction != saving or not self.copies_residuals:
+            return 0.0
+        residual_bytes = predictions.layer(kind, f"{self._policy}.layer_bytes")
+        return loop_copies_s(self.costs.profile.hardware, residual_bytes)
 
     @property
     def _ticks(self) -> int:

@@ -14,13 +14,22 @@ differ between linear algebra libraries and must not change plans.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 
 from dflop_jax.profile.state import Array
-from dflop_jax.records import REMAT, ModelProfile, order_coefficients, shape_features
+from dflop_jax.records import (
+    LAYERS,
+    REMAT,
+    ModelProfile,
+    layer_key,
+    order_coefficients,
+    shape_features,
+    tp_share,
+)
 
 # Numbers of layers in the timed programs; their difference gives the time of a layer. Deeper
 # programs take longer to compile and to run, but are more precise.
@@ -155,3 +164,31 @@ class LayerFits:
 def _is_direct(quantity: str) -> bool:
     """Return whether a quantity is fitted to its own measured values, not to whole programs."""
     return quantity in _BYTES or "." in quantity
+
+
+class Predictions:
+    """Predicted quantities of a module at shapes, cached by name (see `LayerFits.predict`). `fits`
+    returns the fits of a `layer_key` and a tensor-parallel degree."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        fits: Callable[[str, int], LayerFits],
+        module: str,
+        tp: int,
+        rows: Array,
+        tokens: Array,
+    ):
+        self.has_rows = np.asarray(rows) > 0
+        self.rank_share = tp_share(rows, tokens, tp)  # of hidden states, per tensor rank
+        features = shape_features(rows, tokens)
+        self._first_kind = profile.kinds.get(module, (LAYERS,))[0]
+        self.layer = cache(
+            lambda kind, name: fits(layer_key(module, kind), tp).predict(features, name)
+        )
+
+    def __getitem__(self, name: str) -> Array:
+        return self.layer(self._first_kind, name)
+
+    def max_layer(self, kinds: Iterable[str], name: str) -> Array:
+        return reduce(np.maximum, (self.layer(kind, name) for kind in kinds))

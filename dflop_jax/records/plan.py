@@ -71,6 +71,9 @@ class SegmentPlan:
     # Number of times that a microbatch passes the stages of its submesh, each time through another
     # chunk of each stage's layers.
     rounds: int = 1
+    # Whether programs with a gradient unroll the layers of a stage, instead of looping over them.
+    # GPUs unroll a few layers in any case, ZeRO 3 loops; see `unrolls_layers`.
+    unrolled: bool = False
 
     def __post_init__(self) -> None:
         name = f"segment {self.name!r}"
@@ -94,6 +97,17 @@ class SegmentPlan:
         """Return over how many of `data` ranks (`model` devices each) a parameter is sharded."""
         ranks, data = self.shard_devices // model, np.asarray(data)
         return np.where((ranks > 1) & (data % max(ranks, 1) == 0), ranks, data)[()]
+
+    def unrolls_layers(self, stages: int, max_unrolled: int) -> bool:
+        """Return whether programs with a gradient unroll the layers of a stage and round. A loop
+        compiles in the time of one layer, but copies each layer's residuals into stacks.
+
+        Args:
+          max_unrolled: number of layers that the chip unrolls in any case.
+        """
+        # With ZeRO 3, a separate loop gathers each layer one layer ahead.
+        n_layers = self.n_layers // (stages * self.rounds)
+        return self.zero < 3 and (self.unrolled or n_layers <= max_unrolled)
 
     @property
     def with_less_remat(self) -> SegmentPlan:

@@ -148,10 +148,8 @@ class Segment:
 
     @property
     def unrolls_layers(self) -> bool:
-        """Whether programs with a gradient unroll the layers of a stage and round. A loop compiles
-        in the time of one layer, but copies each layer's residuals into stacks and out of them."""
-        # With ZeRO 3, a separate loop gathers each layer one layer ahead.
-        return self.plan.zero < 3 and self.chunk_layers <= max_unrolled_layers(self.chip)
+        """See `SegmentPlan.unrolls_layers`."""
+        return self.plan.unrolls_layers(self.stages, max_unrolled_layers(self.chip))
 
     @property
     def compiles_forward_first(self) -> bool:

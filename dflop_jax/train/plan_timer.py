@@ -54,7 +54,10 @@ _MEMORY = "memory"  # message key of what each process lacks
 
 def describe_plan(plan: Plan) -> str:
     meshes = ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes)
-    return f"{plan.policy}: {meshes}; buckets {', '.join(b.name for b in plan.layout.buckets)}"
+    buckets = ", ".join(b.name for b in plan.layout.buckets)
+    unrolled = ", ".join(s.name for s in plan.layout.segments if s.unrolled)
+    text = f"; layers unrolled in {unrolled}, as the run is long" if unrolled else ""
+    return f"{plan.policy}: {meshes}; buckets {buckets}{text}"
 
 
 def run_with_memory_check(

@@ -142,6 +142,7 @@ def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
         "memory_bytes": context.plannable_bytes,
         "remat": config.train.remat,
         "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),
+        "steps": config.train.steps,
         "token_multiple": context.token_multiple,
         "trains": trains,
         "allowed": partial(_is_allowed_submesh, context),

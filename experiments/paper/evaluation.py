@@ -36,6 +36,7 @@ from experiments.paper.results import print_progress
 from experiments.paper.tuning import MAX_MODEL, baseline_plans, dflop_plans, published_plan, tune
 
 TOKEN_MULTIPLE = 128
+RUN_STEPS = 100_000  # of the run that a plan is for: its stages are unrolled
 MAX_PIPELINE, MAX_MICROBATCHES = 8, 64  # limits of the planner's search
 PYTORCH, MEGATRON, DFLOP = "pytorch", "megatron", "dflop with dynamic shapes"
 PUBLISHED = "as published"  # the baseline without tuning
@@ -260,6 +261,7 @@ def search_case(case: Case, policy: str, profile: ModelProfile, **options: Any) 
         global_batch=case.global_batch,
         config=config,
         memory_bytes=case.memory_bytes,
+        steps=RUN_STEPS,
         token_multiple=TOKEN_MULTIPLE,
         **options,
     )

@@ -88,7 +88,7 @@ def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
 def test_prices_of_other_depths_and_shapes_match_their_programs(tmp_path, monkeypatch, remat, tp):
     """Encoders hand over, so every figure of theirs is the compiler's own."""
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
-    whole = SegmentPlan("vision", "vision", 0, 27, "m", True, True, remat)
+    whole = SegmentPlan("vision", "vision", 0, 27, "m", True, True, remat, unrolled=True)
     probe, mesh = Probe("vision", tp, Shape(9, 16), 27, remat), MeshShape(model=tp)
     for kind in (FORWARD, BACKWARD):
         got = group_s(costs, whole, mesh, 1, 9, 16, kind)
@@ -101,7 +101,7 @@ def test_prices_of_other_depths_and_shapes_match_their_programs(tmp_path, monkey
 @pytest.mark.parametrize("remat", AGAIN)
 def test_task_with_loss_costs_what_its_program_takes(tmp_path, monkeypatch, remat):
     costs = CostModel(profile(tmp_path, monkeypatch, degrees=(1,))[0])
-    whole = SegmentPlan("llm", "llm", 0, 28, "m", True, True, remat)
+    whole = SegmentPlan("llm", "llm", 0, 28, "m", True, True, remat, unrolled=True)
     probe = Probe("llm", 1, Shape(1, 640), 28, remat)
     got = group_s(costs, whole, MeshShape(), 1, 1, 640, BACKWARD)
     both = sum(work_s(probe, kind) for kind in (FORWARD, BACKWARD))

@@ -11,7 +11,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.search_spec import DEFAULT_LIMITS, SearchSpec, parallel_limits, with_limits
 from dflop_jax.records import LayerTiming, Load, Shape
-from tests.plan.cases import BATCH, CONFIG, data_profile, model_profile
+from tests.plan.cases import BATCH, CONFIG, TILE, data_profile, model_profile, on, prepared
 from tests.plans import params, profile_of
 
 A100 = find_hardware("a100-80").plannable_bytes  # 69.9e9
@@ -87,3 +87,21 @@ def test_overlap_is_printed_with_its_source():
     measured = dataclasses.replace(find_hardware("h100"), link_overlap=0.875)
     said = describe_overlap(measured)
     assert "0.88 inside a node (measured), 0.50 across nodes (assumed)" in said
+
+
+@pytest.mark.parametrize("module, tokens", [("vision", TILE), ("llm", 1)])
+@pytest.mark.parametrize("remat, kept", [("none", 100), ("dots", 50), ("layers", 25)])
+def test_stages_are_unrolled_in_runs_that_save_what_it_takes_to_compile(
+    module, tokens, remat, kept
+):
+    """A layer takes a second for each of the two buckets, and a step saves four copies of the
+    bytes that one of two devices keeps."""
+    h100, loads = find_hardware("h100"), data_profile().loads
+    amounts = [len(x.lengths(module)) * tokens if tokens > 1 else x.tokens(module) for x in loads]
+    step_s = 4 * kept * BATCH * sum(amounts) / len(loads) / 2 / h100.memory_bandwidth
+    for share, hardware, unrolled in ((0.99, h100, False), (1.01, h100, True), (1.01, None, False)):
+        steps = round(share * CONFIG.buckets / step_s)
+        context = prepared(2, on(hardware, model_profile()), steps=steps).context
+        options = [o for o in context.options(module) if o.remat == remat]
+        assert {o.unrolled for o in options if o.zero < 3} == {unrolled}
+        assert not any(o.unrolled for o in options if o.zero == 3)

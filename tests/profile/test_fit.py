@@ -16,6 +16,7 @@ from dflop_jax.records import (
     Link,
     MeshShape,
     Recompute,
+    SegmentPlan,
     Shape,
     with_remat,
 )
@@ -231,6 +232,31 @@ def test_backward_task_costs_its_recomputation(remat, read):
     assert group_s(plan, model, "vision0", BACKWARD) == pytest.approx(want)
     (got,) = model.segment(plan.layout.segment("vision0"), MeshShape()).content_s(1, BACKWARD)
     assert got == pytest.approx(4e-9 * (n_forward + 2 + (policy != "none")))
+
+
+KEPT = {"none": 80, "dots": 30, "layers": 10, "segment": 80}  # bytes of `timings`, of a forward
+
+
+@pytest.mark.parametrize("remat", PASSES)
+@pytest.mark.parametrize("layers, unrolled, copies", [(9, False, 1), (9, True, 0), (8, False, 0)])
+def test_loop_on_a_gpu_copies_its_residuals(layers, unrolled, copies, remat):
+    """Four times the seconds of their bytes, in the task that saves them."""
+    h100, shape = find_hardware("h100"), Shape(3, PATCHES)
+    whole = SegmentPlan("v", "vision", 0, layers, "m", True, True, remat, unrolled=unrolled)
+    graph = dataclasses.replace(profile(), edges=(Edge("vision", "llm", "v"),))
+    on_gpu = CostModel(dataclasses.replace(graph, hardware=h100))
+    saving = BACKWARD if remat == "segment" else FORWARD
+    for direction in (FORWARD, BACKWARD):
+        got, free = (
+            plans.group_s(m, whole, MeshShape(), 1, shape.rows, shape.tokens, direction)
+            for m in (on_gpu, CostModel(graph))
+        )
+        n_bytes = layers * KEPT[remat] * cost(LAYER, shape)
+        want = 4 * n_bytes / h100.memory_bandwidth * copies * (direction == saving)
+        assert got - free == pytest.approx(want, rel=1e-3, abs=1e-18)
+    sharded = dataclasses.replace(whole, zero=3)  # loops in any case
+    assert on_gpu.segment(sharded, MeshShape()).copies_residuals
+    assert not CostModel(graph).segment(sharded, MeshShape()).copies_residuals
 
 
 def state_by_hand(params, data, zero, half):

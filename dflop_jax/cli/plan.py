@@ -161,6 +161,7 @@ def describe_choice(result: SearchResult) -> str:
         buckets += f", groups of {layout.group_size} microbatches"
     for s in layout.segments:
         buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
+        buckets += f", {s.name} unrolled" * s.unrolled
     if plan.scheduling.residuals:
         buckets += f"; groups store more residuals in free memory ({describe_savings(layout)})"
     ranked_key = plan.policy, layout_name(layout)

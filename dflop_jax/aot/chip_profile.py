@@ -26,7 +26,12 @@ from dflop_jax.profile.kernels import program_s
 from dflop_jax.profile.roofline import POLICIES, roofline_profile
 from dflop_jax.profile.traced_parts import has_loss
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, Profile, Recompute, Remat, Shape
-from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
+from dflop_jax.train.profiling import (
+    make_profile,
+    profile_data,
+    tensor_degrees,
+    with_trained_parameters,
+)
 from dflop_jax.train.run_context import RunContext
 
 # Ratio of tokens of the large shape to the small one; a larger ratio covers a wider range, but fits
@@ -60,9 +65,8 @@ def predict_profile(
     data = profile_data(context, source)
     shapes = {m: _probe_shapes(data, m, model, context.token_multiple) for m in model.modules}
     degrees, n = tensor_degrees(context), context.n_devices
-    return Profile(
-        compile_profile(context.config, model, hardware, shapes, degrees, n, on_progress), data
-    )
+    profile = compile_profile(context.config, model, hardware, shapes, degrees, n, on_progress)
+    return Profile(with_trained_parameters(context, profile), data)
 
 
 def _probe_shapes(

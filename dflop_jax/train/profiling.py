@@ -134,8 +134,13 @@ def profile_model(
     else:
         profile = _time_model(context, data, shapes, degrees, on_progress)
         profile = replace(profile, hardware=measure_hardware(context))
+    return with_trained_parameters(context, profile)
+
+
+def with_trained_parameters(context: RunContext, profile: ModelProfile) -> ModelProfile:
+    """Return a profile in which the run's frozen parameters have no gradient and no moments."""
     tx = make_optimizer(context.config.train)
-    return replace(profile, **parameter_dims(model, tx, context.trained.frozen))
+    return replace(profile, **parameter_dims(context.model, tx, context.trained.frozen))
 
 
 def _probe_shapes(context: RunContext, data: DataProfile) -> dict[str, list[Shape]]:

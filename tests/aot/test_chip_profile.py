@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import jax
 import pytest
@@ -14,7 +15,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.kernels import Efficiency, Kernel, Kind
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
-from dflop_jax.train.run_context import build_model
+from dflop_jax.train.run_context import build_model, make_run_context
 from tests.plans import group_s, segment_bytes
 
 from .conftest import fake_compiler
@@ -133,6 +134,26 @@ def test_degrees_that_do_not_compile_are_left_out(tmp_path, monkeypatch):
 def test_shapes_are_powers_of_two_around_the_data():
     data = DataProfile("d", 2, tuple(Load({"vision": (16,) * n, "llm": (300,)}) for n in (1, 5)))
     assert {m: chip_profile._probe_shapes(data, m, MODEL, 128) for m in MODEL.modules} == SHAPES
+
+
+def test_frozen_parameters_have_no_state(tmp_path, monkeypatch):
+    """With adapters few of an LLM's parameters train; others have no moments and no gradient."""
+    made = config(tmp_path, lora_rank=2, global_batch=4)
+    context = make_run_context(replace(made, plan=replace(made.plan, devices=1)))
+    source = context.source()
+    monkeypatch.setattr(chip_profile, "compiler_environment", dict)
+    monkeypatch.setattr(
+        chip_profile,
+        "compile_probes",
+        lambda _, model, probes, tick: {p: made_up(p) for p in probes},
+    )
+    found = chip_profile.predict_profile(context, source, lambda *_: None, pytest.fail).model
+    assert found.priced_by == "programs compiled for h100"
+    sizes = {
+        t: sum(prod(p.sizes) for p in found.layer_dims["llm"] if p.trains == t) for t in (0, 1)
+    }
+    assert 0 < sizes[1] < sizes[0]
+    assert all(p.trains == (p.element_state_bytes > 0) for p in found.layer_dims["llm"])
 
 
 # ---- one probe, by the compiler of this machine ----

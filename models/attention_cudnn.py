@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import attention_gpu
+from models.attention_gpu import BLOCK, pad_blocks
 
 Array = jax.Array
 
@@ -27,7 +27,7 @@ Array = jax.Array
 def is_available() -> bool:
     """Return whether jax finds cuDNN, without which it does not trace these calls, and whether
     their gradient saves what is known."""
-    tokens = jax.ShapeDtypeStruct((1, attention_gpu.BLOCK, 1, 64), jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((1, BLOCK, 1, 64), jnp.bfloat16)
     try:
         _saved_places(partial(_attend, tokens=1, causal=False, scale=1.0), *[tokens] * 3)
     except (RuntimeError, NotImplementedError, ValueError):
@@ -41,7 +41,7 @@ def forward(
     """Return what `models.attention_gpu.forward` does, for its backward or for the one below."""
     T = q.shape[1]
     attend = partial(_attend, tokens=T, causal=causal, scale=scale)
-    q, k, v = map(_pad_tokens, (q, k, v))
+    q, k, v = map(pad_blocks, (q, k, v))  # cuDNN refuses some odd lengths
     output, pull = jax.vjp(attend, q, k, v)
     log_sum = jax.tree.leaves(pull)[_saved_places(attend, q, k, v)[1]]
     is_token = (jnp.arange(log_sum.shape[2]) < T)[None, None]
@@ -55,18 +55,13 @@ def backward(
     """Return gradients of queries, keys and values; those of queries are added up in any order."""
     T = q.shape[1]
     attend = partial(_attend, tokens=T, causal=causal, scale=scale)
-    q, k, v, output, dout = map(_pad_tokens, (q, k, v, output, dout))
+    q, k, v, output, dout = map(pad_blocks, (q, k, v, output, dout))
     # This forward pass is not run: what backward needs of it is replaced.
     leaves, tree = jax.tree.flatten(jax.vjp(attend, q, k, v)[1])
     output_at, log_sum_at = _saved_places(attend, q, k, v)
     leaves[output_at], leaves[log_sum_at] = output, log_sum * math.log(2)
     dq, dk, dv = (x[:, :T] for x in jax.tree.unflatten(tree, leaves)(dout))
     return dq, dk, dv
-
-
-def _pad_tokens(x: Array) -> Array:
-    """Pad rows to whole blocks: cuDNN refuses some odd lengths."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % attention_gpu.BLOCK), (0, 0), (0, 0)))
 
 
 def _attend(q: Array, k: Array, v: Array, *, tokens: int, causal: bool, scale: float) -> Array:

@@ -68,8 +68,8 @@ def forward(
     """Return (output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
     `models.attention.attention`; 0 at padding. A `token_mask` that is an array has segment ids."""
     _, T, _, H = q_BTNH.shape
-    token_mask = _pad_token_mask(q_BTNH, token_mask)
-    q, k, v = (_pad_blocks(x) for x in (q_BTNH, k_BSKH, v_BSKH))
+    token_mask = pad_token_mask(q_BTNH, token_mask)
+    q, k, v = (_pad_for_kernel(x) for x in (q_BTNH, k_BSKH, v_BSKH))
     blocks = block_sizes(q.dtype, q.shape[3])[0]
     held, row, sums = _query_specs(q, k, blocks)
     log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
@@ -97,8 +97,8 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Return gradients of queries, keys and values, 0 at padding, from the output of `forward`."""
     _, T, _, H = q_BTNH.shape
-    token_mask = _pad_token_mask(q_BTNH, token_mask)
-    q, k, v, output, dout = map(_pad_blocks, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
+    token_mask = pad_token_mask(q_BTNH, token_mask)
+    q, k, v, output, dout = map(_pad_for_kernel, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
     dout_times_out_BNT = jnp.einsum(
         "BTNH,BTNH->BNT", dout, output, preferred_element_type=jnp.float32
     )
@@ -114,13 +114,19 @@ def backward(
     return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
 
 
-def _pad_blocks(x: Array) -> Array:
-    """Pad tokens to whole blocks, and heads to what a tensor core multiplies, with zeros."""
+def pad_blocks(x: Array, head_multiple: int = 1) -> Array:
+    """Pad tokens of [items, tokens, heads, head_dim] to whole blocks, and heads to a multiple, with
+    zeros."""
     _, T, _, H = x.shape
-    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, -H % 16)))
+    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, -H % head_multiple)))
 
 
-def _pad_token_mask(q: Array, token_mask: TokenMask | Array | None) -> TokenMask:
+# Heads of a multiple that a tensor core multiplies.
+_pad_for_kernel = partial(pad_blocks, head_multiple=16)
+
+
+def pad_token_mask(q: Array, token_mask: TokenMask | Array | None) -> TokenMask:
+    """Return the mask of q's rows [items, tokens, ...], padded to whole blocks."""
     segment_ids, last_visible = (
         token_mask if isinstance(token_mask, TokenMask) else TokenMask(token_mask)
     )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models import attention_gpu
+from models.attention_gpu import pad_blocks, pad_token_mask
 from models.attention_kernels import TokenMask
 
 Array = jax.Array
@@ -47,10 +47,8 @@ def forward(
 ) -> tuple[Array, Array]:
     """Return what `models.attention_gpu.forward` does, for its backward; padding may see itself."""
     T = q_BTNH.shape[1]
-    token_mask = token_mask if isinstance(token_mask, TokenMask) else TokenMask(token_mask)
-    padding = ((0, 0), (0, -T % attention_gpu.BLOCK))
-    token_mask = TokenMask(*(None if a is None else jnp.pad(a, padding) for a in token_mask))
-    q, k, v = (jnp.pad(x, (*padding, (0, 0), (0, 0))) for x in (q_BTNH, k_BSKH, v_BSKH))
+    token_mask = pad_token_mask(q_BTNH, token_mask)
+    q, k, v = map(pad_blocks, (q_BTNH, k_BSKH, v_BSKH))
     # The kernel skips blocks after a query itself if it is told nothing of last keys.
     starts, ends = key_ranges(token_mask, causal, window)
     is_causal = causal and token_mask.last_visible is None

@@ -38,7 +38,7 @@ from dflop_jax.train.run_context import RunContext
 # less well.
 _SHAPES_RATIO = 4
 # Numbers of layers in the programs, which are unrolled; their difference gives a layer's cost.
-# Plans add the copies of loops over layers (`CostModel.loop_copies_s`).
+# Plans add the copies of loops over layers (`profile.loops`).
 _DEPTHS = (2, 4)
 # Array of: forward and backward seconds; bytes of residuals, backward's work and hidden states.
 _Cost = np.ndarray

@@ -98,6 +98,10 @@ class SegmentPlan:
         ranks, data = self.shard_devices // model, np.asarray(data)
         return np.where((ranks > 1) & (data % max(ranks, 1) == 0), ranks, data)[()]
 
+    def chunk_layers(self, stages: int) -> int:
+        """Return the number of layers that a microbatch passes in one stage and round."""
+        return self.n_layers // (stages * self.rounds)
+
     def unrolls_layers(self, stages: int, max_unrolled: int) -> bool:
         """Return whether programs with a gradient unroll the layers of a stage and round. A loop
         compiles in the time of one layer, but copies each layer's residuals into stacks.
@@ -106,8 +110,7 @@ class SegmentPlan:
           max_unrolled: number of layers that the chip unrolls in any case.
         """
         # With ZeRO 3, a separate loop gathers each layer one layer ahead.
-        n_layers = self.n_layers // (stages * self.rounds)
-        return self.zero < 3 and (self.unrolled or n_layers <= max_unrolled)
+        return self.zero < 3 and (self.unrolled or self.chunk_layers(stages) <= max_unrolled)
 
     @property
     def with_less_remat(self) -> SegmentPlan:

@@ -114,8 +114,8 @@ class Segment:
 
     @property
     def chunk_layers(self) -> int:
-        """Number of layers that a microbatch passes in one stage and round."""
-        return self.plan.n_layers // (self.stages * self.plan.rounds)
+        """See `SegmentPlan.chunk_layers`."""
+        return self.plan.chunk_layers(self.stages)
 
     @cached_property
     def layer_order(self) -> tuple[int, ...]:

@@ -73,9 +73,11 @@ class MemoryLog:
 
     def warning(self) -> str:
         """Return once that live bytes grow, if by over 1% of a device's memory in a whole run."""
+        if self._has_warned:
+            return ""
         growth = fit_growth([*self._live], [*self._live.values()], self._start)
         limit = self._max_stat("bytes_limit")
-        if self._has_warned or not growth.is_significant or limit is None:
+        if not growth.is_significant or limit is None:
             return ""
         per_step = growth.bytes_per_step
         if per_step * self._n_steps <= MIN_GROWTH * limit:

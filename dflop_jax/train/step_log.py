@@ -10,7 +10,7 @@ from typing import Any
 
 from dflop_jax.data import Loader
 from dflop_jax.records import Trace
-from dflop_jax.report.metrics import SkippedUpdate, StepMetrics
+from dflop_jax.report.metrics import LIVE_BYTES, SkippedUpdate, StepMetrics
 from dflop_jax.report.trace import group_labels
 from dflop_jax.runtime.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -152,7 +152,7 @@ class StepLog:
         self.step_s.append(row.step_s)
         run.folder.append(row)
         run.progress.update(row)
-        if warning := self.memory.warning():
+        if LIVE_BYTES in row.memory and (warning := self.memory.warning()):
             run.progress.log(warning)
         self._ended_s = result.ended_s
         # The last step but one: steady, and not the one that drains the pipeline.

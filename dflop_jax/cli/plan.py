@@ -182,6 +182,8 @@ def describe_alternatives(result: SearchResult, steps: int) -> str:
 
 def describe_run(run: PredictedRun, module: str) -> str:
     mfu = "" if run.mfu is None else f", MFU {percent(run.mfu)}"
+    by_module = (f"{m} {percent(share)}" for m, share in run.mfu_by_module.items())
+    mfu += f" ({', '.join(by_module)})" * (len(run.mfu_by_module) > 1)
     return (
         f"expected: {run.steps:,} steps in {duration(run.run_s)}, {number(run.tokens_per_s)} "
         f"tokens/s of {module}{mfu}"

@@ -46,7 +46,7 @@ from dflop_jax.runtime.layout import can_form_submesh
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.run_context import RunContext
 from dflop_jax.train.start_budget import EXPECTED_MFU, StartBudget, plan_start
-from dflop_jax.train.step_figures import total_flops
+from dflop_jax.train.step_figures import flops_by_module
 from dflop_jax.train.trials import max_trials
 
 OnProgress = Callable[[int, int], None]
@@ -172,8 +172,8 @@ def _plan_start(
 ) -> StartBudget:
     train = context.config.train
     shapes = shapes_to_time(data, context.model, context.token_multiple)
-    flops = total_flops(context, data.loads, {m: s[0].tokens for m, s in shapes.items()})
-    run_flops = flops / len(data.loads) * train.global_batch * train.steps
+    flops = flops_by_module(context, data.loads, {m: s[0].tokens for m, s in shapes.items()})
+    run_flops = sum(flops.values()) / len(data.loads) * train.global_batch * train.steps
     return plan_start(
         context.config.plan,
         run_s=run_flops / (EXPECTED_MFU * flops_per_s),

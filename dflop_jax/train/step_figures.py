@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -184,27 +184,32 @@ class PredictedRun:
     steps: int
     run_s: float
     tokens_per_s: float  # without padding, in the last module
-    mfu: float | None  # None if the peak is unknown
+    mfu: float | None = None  # None if the peak is unknown
+    mfu_by_module: Mapping[str, float] = field(default_factory=dict)  # on each module's devices
 
 
-def total_flops(context: RunContext, loads: Sequence[Load], row_tokens: Mapping[str, int]) -> float:
-    """Return the FLOPs that training needs for the samples of `loads`, without padding."""
+def flops_by_module(
+    context: RunContext, loads: Sequence[Load], row_tokens: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the FLOPs of each module that training needs for the samples of `loads`, without
+    padding."""
     needed = needed_flops(context.model, row_tokens, context.trained.frozen)
-    return sum(
-        sum(map(piece_flops, load.lengths(module), load.content_of(module)))
+    return {
+        module: sum(
+            sum(map(piece_flops, load.lengths(module), load.content_of(module))) for load in loads
+        )
         for module, piece_flops in needed.items()
-        for load in loads
-    )
+    }
 
 
 def predict_run(context: RunContext, data: DataProfile, plan: Plan) -> PredictedRun:
     config, step_s = context.config, plan.predicted.makespan_s
     train = with_step_count(context, data.n_total).config.train
     batches_per_s = train.global_batch / len(data.loads) / step_s  # batches of loads like these
-    last, mfu = plan.layout.modules[-1], None
+    last = plan.layout.modules[-1]
     tokens = sum(load.tokens(last) for load in data.loads)
-    run_flops = context.n_devices * (peak_flops(config, context.devices, context.hardware) or 0.0)
-    if run_flops:
-        flops = total_flops(context, data.loads, row_tokens(plan.layout))
-        mfu = flops * batches_per_s / run_flops
-    return PredictedRun(train.steps, train.steps * step_s, tokens * batches_per_s, mfu)
+    flops = flops_by_module(context, data.loads, row_tokens(plan.layout))
+    peak = peak_flops(config, context.devices, context.hardware)
+    used = measure_utilisation(flops, 1 / batches_per_s, plan.layout, context.n_devices, peak)
+    shares = {k: v for k, v in used.items() if k.startswith("mfu")}
+    return PredictedRun(train.steps, train.steps * step_s, tokens * batches_per_s, **shares)

@@ -194,5 +194,7 @@ def test_a_plan_promises_the_time_of_a_run_and_its_rates(monkeypatch, hardware, 
     plan = dataclasses.replace(NANO, predicted=Predicted(makespan_s=1.0))
     loads = Load({"vision": (10,), "llm": (10,)}), Load({"llm": (10, 20)})
     got = predict_run(make_run_context(config), DataProfile("two", 10, loads), plan)
-    mfu = 120e12 / (2 * peak) if peak else None
-    assert got == PredictedRun(5, 5.0, 80.0, mfu if mfu is None else pytest.approx(mfu))
+    assert got == PredictedRun(5, 5.0, 80.0, got.mfu, got.mfu_by_module)
+    assert got.mfu == (pytest.approx(120e12 / (2 * peak)) if peak else None)
+    by_module = {"vision": 40e12 / peak, "llm": 80e12 / peak} if peak else {}
+    assert got.mfu_by_module == pytest.approx(by_module)  # NANO has each on a device of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -141,15 +142,17 @@ class Lowering:
 
 
 def compiler_options(s: Segment, direction: Direction) -> dict[str, bool]:
-    """Return XLA's options for a segment's programs of a direction."""
+    """Return XLA's options for a segment's programs of a direction, without those in XLA_FLAGS."""
     if not s.chip.startswith("sm_"):
         return {}
     exact = not getattr(s.module, "allows_nondeterminism", False)
     has_loop = not s.unrolls_layers or s.plan.ticks(s.stages, s.microbatches) > 1
     runs_forward = direction == FORWARD or not s.saves_residuals
-    return (_DETERMINISTIC_OPTIONS if exact else {}) | (
+    options = (_DETERMINISTIC_OPTIONS if exact else {}) | (
         _LOOP_OPTIONS if has_loop and runs_forward else {}
     )
+    set_by_user = os.environ.get("XLA_FLAGS", "")
+    return {k: v for k, v in options.items() if f"--{k}" not in set_by_user}
 
 
 def _with_sharding(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:

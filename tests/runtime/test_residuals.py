@@ -223,6 +223,8 @@ def test_forward_in_a_loop_does_not_fuse_products_with_stacks(monkeypatch):
     assert not fuses(replace(ends_in_a_loss("none"), microbatches=2), BACKWARD)
     monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: 1)
     assert not fuses(inner_layers("none"), FORWARD)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_dynamic_slice_fusion=false --of_mine=1")
+    assert fuses(inner_layers("none"), FORWARD)  # it is the user's to say
 
 
 def test_forward_and_backward_share_a_layers_trace(monkeypatch):

@@ -37,18 +37,19 @@ def attention(
     chip: str = "",
     window: int = 0,
     scale: float | None = None,
+    n_keys: int = 0,
 ) -> Array:
     """Compute softmax attention in which a token sees only tokens of its own segment.
 
-    Query head n reads kv head n // G, G = N / K. The output at padding (segment 0) is finite and
-    has no meaning: in XLA, padding sees itself, so that no softmax row is empty; the kernels skip
-    padding and return 0. Masked weights are exactly 0, so a segment's output does not depend, to
-    the bit, on the other segments of its row.
+    Query head n reads kv head n // G, G = N / K. The output at padding (segments below 1) is finite
+    and has no meaning: in XLA, padding sees itself, so that no softmax row is empty; the kernels
+    skip padding and return 0. Masked weights are exactly 0, so a segment's output does not depend,
+    to the bit, on the other segments of its row.
 
     Args:
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
-      token_mask: segment ids int [items, tokens] >= 0, or None if all tokens of a row see each
+      token_mask: segment ids int [items, tokens], or None if all tokens of a row see each
         other. The tokens of a segment are side by side. For causal attention a `TokenMask` also
         has the last token that each token sees: see `last_visible_tokens`.
       causal: whether a token sees only itself and earlier tokens.
@@ -61,6 +62,8 @@ def attention(
         Tokens outside the window are not computed, except in blocks that overlap it. Only for
         causal attention with the tokens of a segment side by side.
       scale: factor of the products of queries and keys; None: head_dim^-0.5.
+      n_keys: number of tokens of a row that tokens see; the tokens after them are padding, whose
+        output is finite. 0: all. Only without segment ids, and if attention is not causal.
 
     Returns:
       [items, tokens, heads, head_dim] in the dtype of the queries; the softmax is float32.
@@ -69,6 +72,7 @@ def attention(
     K = k_BSKH.shape[2]
     token_mask = token_mask if isinstance(token_mask, TokenMask) else TokenMask(token_mask)
     assert causal or (not window and token_mask.last_visible is None), "only of causal attention"
+    assert not n_keys or not (causal or token_mask.segment_ids is not None)
     window = window if window < T else 0
     chosen = choose_kernel(
         kernel,
@@ -88,7 +92,7 @@ def attention(
         backward: Any = attention_cudnn.backward if chosen == "cudnn" else attention_gpu.backward
         is_tracked = chosen != "tokamax_forward"
         gpu_kernel = AttentionKernel(
-            forward, backward, causal, not is_gpu(chip), scale, window, is_tracked
+            forward, backward, causal, not is_gpu(chip), scale, window, n_keys, is_tracked
         )
         has_more = token_mask.last_visible is not None
         kernel_mask = token_mask if has_more else token_mask.segment_ids
@@ -99,6 +103,7 @@ def attention(
         out_BTKGH = _blocked_attention(mask_rule, q_BTKGH, k_BSKH, v_BSKH, token_mask)
         return out_BTKGH.reshape(B, T, N, H)
     mask = _visibility_mask(token_mask, (0, T), (0, T), mask_rule)
+    k_BSKH, v_BSKH = (x[:, : n_keys or T] for x in (k_BSKH, v_BSKH))
     return masked_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale)
 
 

@@ -11,8 +11,8 @@ which 0.12.0 still has (the other one, Mosaic, supports only Hopper and newer).
 
 On a CPU the same kernels run interpreted, for tests: exact but slow.
 
-Shape suffixes: B rows, T queries and S keys (tokens, padded to whole blocks), N query heads, K kv
-heads, G query heads per kv head, H head dim (padded to a power of two).
+Shape suffixes: B rows, T queries and S keys (tokens), N query heads, K kv heads, G query heads per
+kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from models.attention_kernels import (
     Blocks,
+    Extent,
     MaskRule,
     TokenMask,
     forward_kernel,
@@ -64,21 +65,23 @@ def forward(
     interpret: bool,
     scale: float,
     window: int = 0,
+    n_keys: int = 0,
 ) -> tuple[Array, Array]:
-    """Return (output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
-    `models.attention.attention`; 0 at padding. A `token_mask` that is an array has segment ids."""
-    _, T, _, H = q_BTNH.shape
+    """Return (output, log2 of the sums of exponentials [B, N, T]) of `models.attention.attention`;
+    0 at padding. A `token_mask` that is an array has segment ids; then T is padded to whole blocks
+    in the sums."""
+    T = q_BTNH.shape[1]
     token_mask = pad_token_mask(q_BTNH, token_mask)
-    q, k, v = (_pad_for_kernel(x) for x in (q_BTNH, k_BSKH, v_BSKH))
+    q, k, v = (_pad_packed(x, token_mask) for x in (q_BTNH, k_BSKH, v_BSKH))
     blocks = block_sizes(q.dtype, q.shape[3])[0]
     held, row, sums = _query_specs(q, k, blocks)
     log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
-    case = _Case(token_mask, _mask_rule(token_mask, causal, window, T), scale, interpret)
+    case = _Case(token_mask, _mask_rule(q, token_mask, causal, window, n_keys), scale, interpret)
     outs = ((_struct(q), held), (log_sum, sums))
     output, log_sum = _call_kernel(
         "forward", forward_kernel, blocks, q.shape[2], (q, k, v), (held, row, row), outs, case
     )
-    return output[:, :T, :, :H], log_sum
+    return output[:, :T], log_sum
 
 
 def backward(
@@ -94,16 +97,19 @@ def backward(
     interpret: bool,
     scale: float,
     window: int = 0,
+    n_keys: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Return gradients of queries, keys and values, 0 at padding, from the output of `forward`."""
-    _, T, _, H = q_BTNH.shape
+    T = q_BTNH.shape[1]
     token_mask = pad_token_mask(q_BTNH, token_mask)
-    q, k, v, output, dout = map(_pad_for_kernel, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
+    q, k, v, output, dout = (
+        _pad_packed(x, token_mask) for x in (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
+    )
     dout_times_out_BNT = jnp.einsum(
         "BTNH,BTNH->BNT", dout, output, preferred_element_type=jnp.float32
     )
     arrays = (q, dout, log_sum_BNT, dout_times_out_BNT, k, v)
-    case = _Case(token_mask, _mask_rule(token_mask, causal, window, T), scale, interpret)
+    case = _Case(token_mask, _mask_rule(q, token_mask, causal, window, n_keys), scale, interpret)
     dk, dv = _kv_gradient(arrays, case)
     blocks = block_sizes(q.dtype, q.shape[3])[2]
     held, row, sums = _query_specs(q, k, blocks)
@@ -111,18 +117,17 @@ def backward(
     (dq,) = _call_kernel(
         "q_gradient", q_kernel, blocks, q.shape[2], arrays, specs, ((_struct(q), held),), case
     )
-    return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
+    return dq[:, :T], dk[:, :T], dv[:, :T]
 
 
-def pad_blocks(x: Array, head_multiple: int = 1) -> Array:
-    """Pad tokens of [items, tokens, heads, head_dim] to whole blocks, and heads to a multiple, with
-    zeros."""
-    _, T, _, H = x.shape
-    return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, -H % head_multiple)))
+def pad_rows(x: Array, multiple: int = BLOCK) -> Array:
+    """Pad tokens of [items, tokens, heads, head_dim] with zeros to a multiple."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, 0)))
 
 
-# Heads of a multiple that a tensor core multiplies.
-_pad_for_kernel = partial(pad_blocks, head_multiple=16)
+def _pad_packed(x: Array, token_mask: TokenMask) -> Array:
+    """Pad rows with a mask, which kernels read in whole blocks; they read others as they are."""
+    return x if all(a is None for a in token_mask) else pad_rows(x)
 
 
 def pad_token_mask(q: Array, token_mask: TokenMask | Array | None) -> TokenMask:
@@ -136,10 +141,12 @@ def pad_token_mask(q: Array, token_mask: TokenMask | Array | None) -> TokenMask:
     )
 
 
-def _mask_rule(token_mask: TokenMask, causal: bool, window: int, tokens: int) -> MaskRule:
-    """Return the rule of padded rows: no token sees padding, which has no segment or is later."""
-    sees_padding = token_mask.segment_ids is None and not causal and tokens % BLOCK
-    return MaskRule(causal, window, tokens if sees_padding else 0)
+def _mask_rule(q: Array, token_mask: TokenMask, causal: bool, window: int, n_keys: int) -> MaskRule:
+    """Return the rule of a row's blocks: no token sees what has no segment, is later, or is after
+    the keys."""
+    is_bare = token_mask.segment_ids is None and not causal
+    keys = n_keys or q.shape[1]
+    return MaskRule(causal, window, keys if n_keys or (is_bare and keys % BLOCK) else 0)
 
 
 # ---- which blocks to visit ----
@@ -158,10 +165,10 @@ def _block_spans(
 
     Held blocks are queries, or keys if `held_are_keys`. A block visits another one if their ranges
     of segment ids overlap and a window allows it; as ids rise along a packed row, few other blocks
-    are visited, and these are masked.
+    are visited, and these are masked. Only rows without a `token_mask` may end within a block.
     """
     ids, last_visible = token_mask
-    n_held, n_visited = length // held_tokens, length // visited_tokens
+    n_held, n_visited = pl.cdiv(length, held_tokens), pl.cdiv(length, visited_tokens)
     held_first = jnp.arange(n_held)[:, None] * held_tokens
     visited_first = jnp.arange(n_visited)[None] * visited_tokens
     meet = jnp.ones((1, n_held, n_visited), bool)
@@ -213,11 +220,17 @@ def _struct(x: Array) -> jax.ShapeDtypeStruct:
     return struct
 
 
+def _padded(q: Array) -> tuple[int, int]:
+    """Return tokens in whole blocks, and the head dim as a multiple that tensor cores multiply."""
+    _, T, _, H = q.shape
+    return pl.cdiv(T, BLOCK) * BLOCK, pl.cdiv(H, 16) * 16
+
+
 def _query_specs(
     q: Array, k: Array, blocks: Blocks
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
     """Return specs for programs that hold a head's queries: query block, key row, sums."""
-    _, T, N, H = q.shape
+    N, (T, H) = q.shape[2], _padded(q)
     group = N // k.shape[2]
     held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
     row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, group), 0))
@@ -226,9 +239,8 @@ def _query_specs(
 
 def _kv_gradient(arrays: tuple[Array, ...], case: _Case) -> tuple[Array, Array]:
     q, *_, k, v = arrays
-    _, T, N, H = q.shape
-    K = k.shape[2]
-    G = N // K
+    K, (T, H) = k.shape[2], _padded(q)
+    G = q.shape[2] // K
     _, blocks, _ = block_sizes(q.dtype, H)
     queries = pl.BlockSpec((None, T, G, H), lambda j, b, n: (b, 0, n, 0))
     sums = pl.BlockSpec((None, G, T), lambda j, b, n: (b, n, 0))
@@ -259,21 +271,24 @@ def _call_kernel(
     Args:
       outs: shape and dtype of each output, and its blocks.
     """
-    B, T = arrays[0].shape[:2]
+    B, T, _, H = arrays[0].shape
+    n_blocks = pl.cdiv(T, blocks.held)
     spans = _block_spans(
         case.token_mask, T, blocks.held, blocks.visited,
         mask_rule=case.mask_rule, held_are_keys=held_are_keys,
     )  # fmt: skip
     rows = len(spans[0])
-    span = pl.BlockSpec((None, T // blocks.held), lambda i, b, n: (b if rows > 1 else 0, 0))
+    span = pl.BlockSpec((None, n_blocks), lambda i, b, n: (b if rows > 1 else 0, 0))
     mask_specs = TokenMask(
         *(None if a is None else pl.BlockSpec((None, a.shape[1]), lambda i, b, n: (b, 0))
           for a in case.token_mask)
     )  # fmt: skip
     run = pl.pallas_call(
-        partial(kernel, blocks=blocks, scale=case.scale, mask_rule=case.mask_rule),
+        partial(
+            kernel, blocks=blocks, scale=case.scale, mask_rule=case.mask_rule, extent=Extent(T, H)
+        ),
         out_shape=tuple(struct for struct, _ in outs),
-        grid=(T // blocks.held, B, heads),
+        grid=(n_blocks, B, heads),
         in_specs=[*specs, mask_specs, span, span],
         out_specs=tuple(spec for _, spec in outs),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),

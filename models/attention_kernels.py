@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 Array = jax.Array
 Ref = Any
@@ -59,27 +60,63 @@ class TokenMask(NamedTuple):
         return TokenMask(*(None if a is None else a[block] for a in self))
 
 
+class Extent(NamedTuple):
+    """Tokens and head dim of the arrays. Blocks may reach beyond: nothing is read or written there,
+    and what would be read counts as zeros."""
+
+    tokens: int
+    head_dim: int
+
+    def has_token(self, first: Any, count: int) -> Array | None:
+        """Return which of `count` tokens from `first` on there are; None: all of every block."""
+        return first + jnp.arange(count) < self.tokens if self.tokens % count else None
+
+
 # The head dim of a block, split into powers of two, which Triton needs: 80 = 64 + 16.
 Parts = tuple[Array, ...]
 
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
-def _load(ref: Ref, *index: Any) -> Parts:
-    """Return the tokens at an index [tokens, H]."""
-    parts, start, head_dim = [], 0, ref.shape[-1]
+def _columns(ref: Ref) -> list[tuple[int, int]]:
+    """Return start and width of each part of a block's head dim."""
+    columns, start, head_dim = [], 0, ref.shape[-1]
     while start < head_dim:
-        width = 1 << (head_dim - start).bit_length() - 1
-        parts.append(ref[*index, pl.ds(start, width)])
-        start += width
-    return tuple(parts)
+        columns.append((start, 1 << (head_dim - start).bit_length() - 1))
+        start += columns[-1][1]
+    return columns
 
 
-def _store(ref: Ref, values: Parts) -> None:
-    start = 0
-    for part in values:
-        ref[:, pl.ds(start, part.shape[1])] = part.astype(ref.dtype)
-        start += part.shape[1]
+def _part_mask(extent: Extent, first: Any, count: int, start: int, width: int) -> Array | None:
+    """Return which elements [count, width] of a part there are; None: all."""
+    tokens = extent.has_token(first, count)
+    columns = start + jnp.arange(width) < extent.head_dim
+    if start + width <= extent.head_dim:
+        return None if tokens is None else jnp.broadcast_to(tokens[:, None], (count, width))
+    tokens = jnp.ones(count, bool) if tokens is None else tokens
+    return tokens[:, None] & columns[None]
+
+
+def _masked_load(ref: Ref, mask: Array | None) -> Array:
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+
+def _load(ref: Ref, extent: Extent, first: Any, block: Any, *index: Any) -> Parts:
+    """Return the tokens of a block [tokens, H], the first of which is number `first` of its row."""
+    count = ref.shape[0] if block == slice(None) else block.size
+    return tuple(
+        _masked_load(
+            ref.at[block, *index, pl.ds(start, width)],
+            _part_mask(extent, first, count, start, width),
+        )
+        for start, width in _columns(ref)
+    )
+
+
+def _store(ref: Ref, values: Parts, extent: Extent, first: Any) -> None:
+    for (start, width), part in zip(_columns(ref), values, strict=True):
+        mask = _part_mask(extent, first, part.shape[0], start, width)
+        plgpu.store(ref.at[:, pl.ds(start, width)], part.astype(ref.dtype), mask=mask)
 
 
 def _products(a: Parts, b: Parts) -> Array:
@@ -158,15 +195,18 @@ def forward_kernel(
     blocks: Blocks,
     scale: float,
     mask_rule: MaskRule,
+    extent: Extent,
 ) -> None:
     """Compute one block of queries of one head, over all keys that it sees."""
-    i, q = pl.program_id(0), _load(q_ref, slice(None))
+    i = pl.program_id(0)
+    q = _load(q_ref, extent, i * blocks.held, slice(None))
     held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)
 
     def visit(j: Array, carry: tuple[Parts, Array, Array]) -> tuple[Parts, Array, Array]:
         output, peak, total = carry
-        block = pl.ds(j * blocks.visited, blocks.visited)
-        scores, mask = held.scores(_load(k_ref, block), j)
+        first = j * blocks.visited
+        block = pl.ds(first, blocks.visited)
+        scores, mask = held.scores(_load(k_ref, extent, first, block), j)
         if mask is not None:
             scores = jnp.where(mask, scores, _MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -175,7 +215,7 @@ def forward_kernel(
             weights = jnp.where(mask, weights, 0.0)
         shrink = jnp.exp2(peak - new_peak)
         output = tuple(x * shrink[:, None] for x in output)
-        output = _add_weighted(output, weights, _load(v_ref, block))
+        output = _add_weighted(output, weights, _load(v_ref, extent, first, block))
         return output, new_peak, total * shrink + jnp.sum(weights, axis=1)
 
     carry = (
@@ -185,8 +225,9 @@ def forward_kernel(
     )
     output, peak, total = lax.fori_loop(start_ref[i], stop_ref[i], visit, carry)
     total = jnp.where(total > 0, total, 1.0)  # padding sees nothing
-    _store(out_ref, tuple(x / total[:, None] for x in output))
-    log_sum_ref[...] = peak + jnp.log2(total)
+    _store(out_ref, tuple(x / total[:, None] for x in output), extent, held.first)
+    is_token = extent.has_token(held.first, blocks.held)
+    plgpu.store(log_sum_ref, peak + jnp.log2(total), mask=is_token)
 
 
 def kv_kernel(
@@ -205,28 +246,34 @@ def kv_kernel(
     blocks: Blocks,
     scale: float,
     mask_rule: MaskRule,
+    extent: Extent,
     group: int,
 ) -> None:
     """Compute gradients of one block of keys of one kv head, over all queries that see it."""
-    j, k, v = pl.program_id(0), _load(k_ref, slice(None)), _load(v_ref, slice(None))
+    j = pl.program_id(0)
+    k, v = (_load(x, extent, j * blocks.held, slice(None)) for x in (k_ref, v_ref))
     held = _HeldBlock(k, j, token_mask, blocks, scale, mask_rule, are_keys=True)
     start, stop = start_ref[j], stop_ref[j]
 
     def visit(i: Array, g: Array, carry: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
         dk, dv = carry
-        block = pl.ds(i * blocks.visited, blocks.visited)
-        q, dout = _load(q_ref, block, g), _load(dout_ref, block, g)
-        weights = held.weights(q, i, log_sum_ref[g, block][None, :])
+        first = i * blocks.visited
+        block = pl.ds(first, blocks.visited)
+        q, dout = (_load(x, extent, first, block, g) for x in (q_ref, dout_ref))
+        is_token = extent.has_token(first, blocks.visited)
+        sums = (_masked_load(x.at[g, block], is_token) for x in (log_sum_ref, dout_times_out_ref))
+        log_sum, dout_times_out = (x[None, :] for x in sums)
+        weights = held.weights(q, i, log_sum)
         dv = _add_weighted(dv, weights, dout)
-        dscores = weights * (_products(v, dout) - dout_times_out_ref[g, block][None, :])
+        dscores = weights * (_products(v, dout) - dout_times_out)
         return _add_weighted(dk, dscores, q), dv
 
     def head(g: Array, carry: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
         return lax.fori_loop(start, stop, lambda i, c: visit(i, g, c), carry)
 
     dk, dv = lax.fori_loop(0, group, head, (_zeros(k), _zeros(v)))
-    _store(dk_ref, tuple(x * scale for x in dk))
-    _store(dv_ref, dv)
+    _store(dk_ref, tuple(x * scale for x in dk), extent, held.first)
+    _store(dv_ref, dv, extent, held.first)
 
 
 def q_kernel(
@@ -244,18 +291,24 @@ def q_kernel(
     blocks: Blocks,
     scale: float,
     mask_rule: MaskRule,
+    extent: Extent,
 ) -> None:
     """Compute the gradient of one block of queries of one head, over all keys that it sees."""
-    i, q, dout = pl.program_id(0), _load(q_ref, slice(None)), _load(dout_ref, slice(None))
-    log_sum, dout_times_out = log_sum_ref[...], dout_times_out_ref[...]
+    i = pl.program_id(0)
+    q, dout = (_load(x, extent, i * blocks.held, slice(None)) for x in (q_ref, dout_ref))
+    is_token = extent.has_token(i * blocks.held, blocks.held)
+    log_sum, dout_times_out = (
+        _masked_load(x, is_token)[:, None] for x in (log_sum_ref, dout_times_out_ref)
+    )
     held = _HeldBlock(q, i, token_mask, blocks, scale, mask_rule)
 
     def visit(j: Array, dq: Parts) -> Parts:
-        block = pl.ds(j * blocks.visited, blocks.visited)
-        k, v = _load(k_ref, block), _load(v_ref, block)
-        weights = held.weights(k, j, log_sum[:, None])
-        dscores = weights * (_products(dout, v) - dout_times_out[:, None])
+        first = j * blocks.visited
+        block = pl.ds(first, blocks.visited)
+        k, v = (_load(x, extent, first, block) for x in (k_ref, v_ref))
+        weights = held.weights(k, j, log_sum)
+        dscores = weights * (_products(dout, v) - dout_times_out)
         return _add_weighted(dq, dscores, k)
 
     dq = lax.fori_loop(start_ref[i], stop_ref[i], visit, _zeros(q))
-    _store(dq_ref, tuple(x * scale for x in dq))
+    _store(dq_ref, tuple(x * scale for x in dq), extent, held.first)

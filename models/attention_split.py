@@ -35,7 +35,7 @@ _STATS = P(None, AXIS)  # of a kernel's saved arrays: [any, N, any]
 @dataclass(frozen=True)
 class AttentionKernel:
     """A kernel's two directions, both called with `causal`, `interpret`, `scale` and, if there is
-    one, the `window`. `token_mask` is one array or several, [B, T].
+    one, the `window` or the number of keys `n_keys`. `token_mask` is one array or several, [B, T].
 
     `forward(q, k, v, token_mask)` returns (output, arrays for backward [any, N, any]), and
     `backward(q, k, v, token_mask, output, those arrays, cotangent)` the gradients of q, k and v.
@@ -47,13 +47,14 @@ class AttentionKernel:
     interpret: bool
     scale: float
     window: int = 0
+    n_keys: int = 0
     is_tracked: bool = True  # jax can track along which mesh axes arrays of the forward vary
 
     @property
     def options(self) -> dict[str, Any]:
-        window = {"window": self.window} if self.window else {}
         options = {"causal": self.causal, "interpret": self.interpret, "scale": self.scale}
-        return options | window
+        optional = {"window": self.window, "n_keys": self.n_keys}
+        return options | {name: n for name, n in optional.items() if n}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.attention_gpu import pad_blocks, pad_token_mask
+from models.attention_gpu import pad_rows, pad_token_mask
 from models.attention_kernels import TokenMask
 
 Array = jax.Array
@@ -48,7 +48,7 @@ def forward(
     """Return what `models.attention_gpu.forward` does, for its backward; padding may see itself."""
     T = q_BTNH.shape[1]
     token_mask = pad_token_mask(q_BTNH, token_mask)
-    q, k, v = map(pad_blocks, (q_BTNH, k_BSKH, v_BSKH))
+    q, k, v = map(pad_rows, (q_BTNH, k_BSKH, v_BSKH))
     # The kernel skips blocks after a query itself if it is told nothing of last keys.
     starts, ends = key_ranges(token_mask, causal, window)
     is_causal = causal and token_mask.last_visible is None

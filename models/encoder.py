@@ -26,9 +26,10 @@ Array = jax.Array
 _TOKEN_MULTIPLE = 8
 
 
-def pad_tokens(x: Array, n: int) -> Array:
-    """Return x [items, tokens, ...] with n tokens of zeros after each item's."""
-    return jnp.pad(x, ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2))) if n else x
+def pad_tokens(x: Array, n: int, value: int = 0) -> Array:
+    """Return x [items, tokens, ...] with n tokens of a value after each item's."""
+    padding = ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2))
+    return jnp.pad(x, padding, constant_values=value) if n else x
 
 
 class EncoderForm(NamedTuple):
@@ -83,9 +84,12 @@ class EncoderBlock(nn.Module):
             k = RMSNorm(NORM_EPS, head_names, name="key_norm")(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        if self.n_padding:
-            q, k, v = (a[:, : -self.n_padding] for a in (q, k, v))
-        h = pad_tokens(self.attend(q, k, v, segment_ids, causal=False), self.n_padding)
+        n_keys = 0
+        if segment_ids is not None:
+            segment_ids = pad_tokens(segment_ids, self.n_padding, -1)
+        elif self.n_padding:
+            n_keys = q.shape[1] - self.n_padding
+        h = self.attend(q, k, v, segment_ids, causal=False, n_keys=n_keys)
         h = Linear(heads, width, head_names, embed, dtype, True, out_std, name="out")(h)
         x = x + (LayerScale(name="attn_scale")(h) if form.scaled else h)
 

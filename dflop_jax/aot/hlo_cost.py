@@ -86,6 +86,9 @@ _COPY_OPS = frozenset(
 _BACKWARD = re.compile(r"Backward|gradient")
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 _CUDNN, _MOSAIC = "__cudnn$fmha", "mosaic_gpu"
+# What attention kernels compute at a time: tokens and, in those of `models`, elements of a head.
+_BLOCK_TOKENS, _HEAD_MULTIPLE = 128, 16
+_LIBRARIES = (_CUDNN, _MOSAIC)
 # Number of products (keys of a chunk with states or written values) in kernels of `delta_gpu`.
 _STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
 # Custom calls without matrix products.
@@ -159,9 +162,10 @@ def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel |
             return Kernel(Kind.ELEMENTWISE, 0.0, n_bytes)
         is_backward = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
         dtype = _DTYPES.get(i.reads[0].dtype, "float32")
-        pair_flops = 2.0 * _attention_products(i) * i.reads[0].size
+        products = _attention_products(i)
+        pair_flops = 2.0 * products * _query_size(i) if products else 0.0
         kind = Kind.ATTENTION_BACKWARD if is_backward else Kind.ATTENTION
-        library = i.custom_call_target.startswith((_CUDNN, _MOSAIC))
+        library = i.custom_call_target.startswith(_LIBRARIES)
         return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops, library=library)
     if i.opcode in _SLICE_OPS:
         return Kernel(Kind.COPY, 0.0, 2 * i.arrays[0].n_bytes)
@@ -186,17 +190,33 @@ def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
         )
         if scores is None:
             return None
-        n_pairs = prod(int(n) for n in re.findall(r"\d+", scores.group(1)))
+        *batch, queries, keys = (int(n) for n in re.findall(r"\d+", scores.group(1)))
+        n_pairs = prod(batch) * _in_blocks(queries) * _in_blocks(keys)
         visible_share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', i.attributes) else 1.0
         return 2.0 * _attention_products(i) * visible_share * n_pairs * i.reads[0].shape[-1]
     if products := _attention_products(i):
-        tokens = i.reads[0].shape[1]
-        pair_flops = 2.0 * products * i.reads[0].size
-        return pair_flops * visible_pairs * token_pairs(tokens) / tokens
+        tokens = _in_blocks(i.reads[0].shape[1])
+        return 2.0 * products * _query_size(i) * visible_pairs * token_pairs(tokens) / tokens
     for name, n_products in _STATES_PRODUCTS.items():
         if name in i.attributes:
             return 2.0 * n_products * i.reads[0].size * i.arrays[0].shape[-2]
     return None
+
+
+def _in_blocks(size: int, block: int = _BLOCK_TOKENS) -> int:
+    return -(-size // block) * block
+
+
+def _query_size(i: Instruction) -> int:
+    """Return the number of query elements that an attention kernel computes."""
+    rows, tokens, heads, head_dim = i.reads[0].shape
+    is_library = i.custom_call_target.startswith(_LIBRARIES)
+    return (
+        rows
+        * _in_blocks(tokens)
+        * heads
+        * _in_blocks(head_dim, 1 if is_library else _HEAD_MULTIPLE)
+    )
 
 
 def _attention_products(i: Instruction) -> int:

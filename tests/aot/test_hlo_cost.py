@@ -148,13 +148,13 @@ def entry(*lines: str) -> str:
 
 
 CUDNN = (
-    '%y = (bf16[2,8,64,32]{{3,1,2,0}}, f32[2,8,64]{{2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), '
-    'custom_call_target="__cudnn$fmhaSoftmax{back}", backend_config={{"cudnn_fmha_backend_config": '
-    '{{"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "8", "64", "64"]'
-    '}}, "mask_type": "{mask}"}}}}'
+    '%y = (bf16[2,8,128,32]{{3,1,2,0}}, f32[2,8,128]{{2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, '
+    '%k), custom_call_target="__cudnn$fmhaSoftmax{back}", backend_config={{'
+    '"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", '
+    '"dimensions": ["2", "8", "128", "128"]}}, "mask_type": "{mask}"}}}}'
 )  # fmt: skip
-QK = ("%q = bf16[2,64,8,32]{3,2,1,0} parameter(0)", "%k = bf16[2,64,2,32]{3,2,1,0} parameter(1)")
-PAIRS = 2 * 2 * 8 * 64 * 64 * 32  # FLOPs of one product over all pairs
+QK = ("%q = bf16[2,128,8,32]{3,2,1,0} parameter(0)", "%k = bf16[2,128,2,32]{3,2,1,0} parameter(1)")
+PAIRS = 2 * 2 * 8 * 128 * 128 * 32  # FLOPs of one product over all pairs
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_our_kernels_count_their_products():
     """Those of attention visible pairs, those of a delta net two products a chunk."""
     for name, products in (("forward", 2), ("kv_gradient", 4), ("q_gradient", 3)):
         name = f"packed_attention_{name}"
-        call = KERNEL.format("bf16[2,64,8,32]{3,2,1,0}", "%q, %k, %k", name)
+        call = KERNEL.format("bf16[2,128,8,32]{3,2,1,0}", "%q, %k, %k", name)
         assert cost_of(entry(*QK, call)).flops == products * PAIRS
         assert cost_of(entry(*QK, call), 0.5).flops == products * PAIRS / 2
     arrays = "%w = f32[5,8,64,32] parameter(0)", "%r = f32[5,8,64,16] parameter(1)"
@@ -187,12 +187,25 @@ def test_our_kernels_count_their_products():
 
 
 def test_kernels_of_libraries_are_marked():
-    call = KERNEL.format("bf16[2,64,8,32]{3,2,1,0}", "%q, %k, %k", "packed_attention_forward")
+    call = KERNEL.format("bf16[2,128,8,32]{3,2,1,0}", "%q, %k, %k", "packed_attention_forward")
     (ours,) = cost_of(entry(*QK, call)).kernels
     (theirs,) = cost_of(entry(*QK, call.replace("__gpu$xla.gpu.triton", "mosaic_gpu_v2"))).kernels
     assert theirs == replace(ours, library=True)
     (cudnn,) = cost_of(entry(*QK, CUDNN.format(back="", mask="NO_MASK"))).kernels
     assert cudnn.library
+
+
+def test_attention_kernels_compute_whole_blocks():
+    """Of 128 tokens and, in ours, of 16 elements of a head."""
+    q = "%q = bf16[2,729,8,72]{3,2,1,0} parameter(0)"
+    call = KERNEL.format("bf16[2,729,8,72]{3,2,1,0}", "%q, %q, %q", "packed_attention_forward")
+    (kernel,) = cost_of(entry(q, call)).kernels
+    assert kernel.pair_flops == 2 * 2 * (2 * 768 * 8 * 80)
+    assert kernel.flops == kernel.pair_flops * 768
+    call = CUDNN.format(back="", mask="PADDING").replace("128", "729")
+    (kernel,) = cost_of(entry(q, call.replace("%k", "%q"))).kernels
+    assert kernel.pair_flops == 2 * 2 * (2 * 768 * 8 * 72)
+    assert kernel.flops == kernel.pair_flops * 768
 
 
 def test_unknown_kernels_are_named():
@@ -280,9 +293,9 @@ ENTRY %main (a: bf16[24,8,16], i: s32[], b: bf16[8,16], c: f32[24,8,16], d: f32[
   %ids = s32[8]{0} constant({...})
   %three = f32[8,16]{1,0} fusion(%table, %ids), kind=kLoop, calls=%fused_lookup
   %copied = bf16[8,16]{1,0} copy(%one)
-  %q = bf16[2,64,4,16]{3,2,1,0} constant({...})
-  %ahead = (bf16[2,64,4,16]{3,2,1,0}, u8[999]{0}) custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="packed_attention_forward"}
-  %back = bf16[2,64,4,16]{3,2,1,0} custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="packed_attention_q_gradient"}
+  %q = bf16[2,128,4,16]{3,2,1,0} constant({...})
+  %ahead = (bf16[2,128,4,16]{3,2,1,0}, u8[999]{0}) custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="packed_attention_forward"}
+  %back = bf16[2,128,4,16]{3,2,1,0} custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="packed_attention_q_gradient"}
   %r = f32[100]{0} constant({...})
   %s0 = f32[100]{0} all-reduce-start(%r), replica_groups=mesh['x'=2,'y'=4,'z'=2] {'y'}, to_apply=%add
   %s1 = f32[100]{0} all-reduce-done(%s0)
@@ -297,9 +310,9 @@ ENTRY %main (a: bf16[24,8,16], i: s32[], b: bf16[8,16], c: f32[24,8,16], d: f32[
 def test_each_kernel_by_hand():
     """A slice of a stack is what is read of it, and an update in place what is written."""
     small, wide = 8 * 16 * 2, 8 * 16 * 4
-    queries = 2 * 64 * 4 * 16 * 2
-    product = 2.0 * 2 * 64 * 4 * 16  # of one pair of each token
-    attention = 0.5 * 64 * product
+    queries = 2 * 128 * 4 * 16 * 2
+    product = 2.0 * 2 * 128 * 4 * 16  # of one pair of each token
+    attention = 0.5 * 128 * product
     kernel = Kernel(Kind.ATTENTION, 0.0, 2 * queries, dtype="bfloat16")
     want = [
         Kernel(Kind.ELEMENTWISE, 0.0, 4 + 3 * small),

@@ -64,12 +64,13 @@ def wave_like(x):
 
 
 @functools.cache
-def value_and_grads(kernel, causal, window=0, scale=None):
+def value_and_grads(kernel, causal, window=0, scale=None, n_keys=0):
     """One program for all rows of a shape; that of the kernels in a `shard_map`, as the engine has
     them."""
 
     def run(marks, wave, *qkv):
         how = {"causal": causal, "kernel": kernel, "window": window, "scale": scale}
+        how |= {"n_keys": n_keys}
         out, pull = jax.vjp(lambda *qkv: attention(*qkv, marks, **how), *qkv)
         return [out, *pull(wave)]
 
@@ -80,13 +81,15 @@ def value_and_grads(kernel, causal, window=0, scale=None):
     return jax.jit(run)
 
 
-def check(kernel, qkv, ids, causal, window=0, atol=1e-5, shown=None, scale=None):
+def check(kernel, qkv, ids, causal, window=0, atol=1e-5, shown=None, scale=None, n_keys=0):
     """Outputs and gradients where tokens are; a kernel gives nothing at padding unless there are
     pictures."""
     marks = ids if shown is None else TokenMask(ids, last_visible_tokens(shown, jnp.asarray(ids)))
-    found = value_and_grads(kernel, causal, window, scale)(marks, wave_like(qkv[0]), *qkv)
+    run = value_and_grads(kernel, causal, window, scale, n_keys)
+    found = run(marks, wave_like(qkv[0]), *qkv)
     given = [jnp.asarray(x, jnp.float32) for x in qkv]
     seen = mask_of(np.ones(qkv[0].shape[:2], int) if ids is None else ids, causal, window, shown)
+    seen = seen & (np.arange(seen.shape[2]) < n_keys) if n_keys else seen
     wave = wave_like(qkv[0]).astype(jnp.float32)
     want = [np.zeros(qkv[0].shape), *(np.zeros(x.shape) for x in qkv)]
     if qkv[0].size:
@@ -120,6 +123,39 @@ def test_packed_rows_and_rows_of_one_sample(shape, causal, window, kernel):
     ids, _ = packed_segments(*shape[:2], np.random.default_rng(3))
     check(kernel, qkv, ids, causal, window)
     check(kernel, qkv, None, causal, window)
+
+
+# (items, tokens, heads, kv heads, head dim), keys
+TAILS = [
+    ((0, 8, 2, 1, 4), 5), ((1, 8, 1, 1, 4), 1), ((2, 136, 2, 1, 72), 129), ((1, 296, 4, 2, 8), 128),
+    ((1, 160, 2, 2, 24), 153), ((2, 32, 4, 1, 16), 31),
+]  # fmt: skip
+
+
+@pytest.mark.slow(first=8)
+@pytest.mark.parametrize("kernel", ["xla", "pallas"])
+@pytest.mark.parametrize("shape, n_keys", TAILS)
+def test_no_token_sees_padding_after_the_keys(shape, n_keys, kernel):
+    check(kernel, make_qkv(*shape), None, False, n_keys=n_keys)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "pallas"])
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_padding_after_the_keys_changes_no_bit(dtype, kernel):
+    """Neither output nor gradients of tokens; padding whose output is not read has none."""
+    tokens, n_keys = 136, 131
+    run = value_and_grads(kernel, False, n_keys=n_keys)
+    a = [jnp.asarray(x, dtype) for x in make_qkv(2, tokens, 4, 2, 24, seed=0)]
+    other = [jnp.asarray(50 * x, dtype) for x in make_qkv(2, tokens, 4, 2, 24, seed=1)]
+    is_token = (jnp.arange(tokens) < n_keys)[None, :, None, None]
+    wave = jnp.where(is_token, wave_like(a[0]), 0)
+    before = jax.device_get(run(None, wave, *a))
+    after = jax.device_get(run(None, wave, *(jnp.where(is_token, x, y) for x, y in zip(a, other))))
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(x[:, :n_keys], y[:, :n_keys])
+    for x, y in zip(before[1:], after[1:], strict=True):
+        assert not x[:, n_keys:].any()
+        assert not y[:, n_keys:].any()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from dflop_jax.aot.hlo_text import KERNEL_CALLS, Computation, HloModule, Instruction
-from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Kernel, Kind
+from dflop_jax.profile.kernels import ATTENTION_PRODUCTS, Kernel, Kind, in_blocks, query_size
 from dflop_jax.records import token_pairs
 
 # Dtypes of products; others are priced as float32.
@@ -86,8 +86,6 @@ _COPY_OPS = frozenset(
 _BACKWARD = re.compile(r"Backward|gradient")
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 _CUDNN, _MOSAIC = "__cudnn$fmha", "mosaic_gpu"
-# What attention kernels compute at a time: tokens and, in those of `models`, elements of a head.
-_BLOCK_TOKENS, _HEAD_MULTIPLE = 128, 16
 _LIBRARIES = (_CUDNN, _MOSAIC)
 # Number of products (keys of a chunk with states or written values) in kernels of `delta_gpu`.
 _STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
@@ -191,11 +189,11 @@ def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
         if scores is None:
             return None
         *batch, queries, keys = (int(n) for n in re.findall(r"\d+", scores.group(1)))
-        n_pairs = prod(batch) * _in_blocks(queries) * _in_blocks(keys)
+        n_pairs = prod(batch) * in_blocks(queries) * in_blocks(keys)
         visible_share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', i.attributes) else 1.0
         return 2.0 * _attention_products(i) * visible_share * n_pairs * i.reads[0].shape[-1]
     if products := _attention_products(i):
-        tokens = _in_blocks(i.reads[0].shape[1])
+        tokens = in_blocks(i.reads[0].shape[1])
         return 2.0 * products * _query_size(i) * visible_pairs * token_pairs(tokens) / tokens
     for name, n_products in _STATES_PRODUCTS.items():
         if name in i.attributes:
@@ -203,20 +201,9 @@ def _product_flops(i: Instruction, visible_pairs: float) -> float | None:
     return None
 
 
-def _in_blocks(size: int, block: int = _BLOCK_TOKENS) -> int:
-    return -(-size // block) * block
-
-
 def _query_size(i: Instruction) -> int:
-    """Return the number of query elements that an attention kernel computes."""
-    rows, tokens, heads, head_dim = i.reads[0].shape
     is_library = i.custom_call_target.startswith(_LIBRARIES)
-    return (
-        rows
-        * _in_blocks(tokens)
-        * heads
-        * _in_blocks(head_dim, 1 if is_library else _HEAD_MULTIPLE)
-    )
+    return query_size(i.reads[0].shape, library=is_library)
 
 
 def _attention_products(i: Instruction) -> int:

@@ -10,7 +10,7 @@ without a jaxpr count as attention; a trace gives their bytes, the module the FL
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -37,6 +37,8 @@ ATTENTION_PRODUCTS = {
     _CUDNN_CALLS[0]: 2,
     _CUDNN_CALLS[1]: 5,
 }
+# What attention kernels compute at a time: tokens and, in those of `models`, elements of a head.
+BLOCK_TOKENS, _HEAD_MULTIPLE = 128, 16
 _KERNEL_OPS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_ATTENTION_CALLS)
 
 
@@ -107,19 +109,32 @@ def _product_kernel(op: Op, repeats: int) -> Kernel:
     return Kernel(kind, flops, n_bytes, rows, cols, depth, dtype, repeats)
 
 
+def in_blocks(size: int, block: int = BLOCK_TOKENS) -> int:
+    """Return the tokens that an attention kernel computes of so many."""
+    return -(-size // block) * block
+
+
+def query_size(shape: Sequence[int], *, library: bool) -> int:
+    """Return how many elements of queries [rows, tokens, heads, head_dim] a kernel computes."""
+    rows, tokens, heads, head_dim = shape
+    return rows * in_blocks(tokens) * heads * in_blocks(head_dim, 1 if library else _HEAD_MULTIPLE)
+
+
 def _attention_kernel(op: Op, repeats: int) -> Kernel:
     n_bytes = sum(v.n_bytes for v in (*op.inputs, *op.outputs))
     name = "packed_attention_forward" if op.name == _MOSAIC_CALL else op.name
     products = ATTENTION_PRODUCTS.get(op.params.get("name", name), 0)
-    queries = op.inputs[0]
+    queries, library = op.inputs[0], op.name in (*_CUDNN_CALLS, _MOSAIC_CALL)
+    tp = 1 if queries.dim is None else queries.tp
+    n_queries = query_size(queries.shape, library=library) / tp if products else 0.0
     return Kernel(
         Kind.ATTENTION_BACKWARD if products > 2 else Kind.ATTENTION,
         flops=0.0,
         n_bytes=n_bytes,
         dtype=str(op.outputs[0].dtype),
         repeats=repeats,
-        pair_flops=2.0 * products * queries.n_bytes / queries.dtype.itemsize,
-        library=op.name in (*_CUDNN_CALLS, _MOSAIC_CALL),
+        pair_flops=2.0 * products * n_queries,
+        library=library,
     )
 
 

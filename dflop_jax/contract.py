@@ -49,6 +49,8 @@ ADAPTER = "adapter"
 # Names that `layer` gives by `jax.ad_checkpoint.checkpoint_name` to small, expensive values, such
 # as attention's output. The recompute policy "named" saves them and little else.
 SAVED_NAMES = ("attention",)
+# Name of sums of a product and a bias that are saved in place of the product.
+SUM_NAME = "sum"
 Batch = Mapping[str, Array]
 
 

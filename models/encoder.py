@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import AttentionFunction, attention
 from models.attention_choice import is_gpu
@@ -24,6 +25,9 @@ Array = jax.Array
 # Layers compute items of a multiple of these tokens on GPUs: else XLA pads the operands of most
 # products to a multiple of 8 rows, and slices their results, which copies them.
 _TOKEN_MULTIPLE = 8
+# Name of sums to save in place of the products in them: cuBLAS adds the bias to a product that
+# nothing else reads.
+_SUM_NAME = "sum"
 
 
 def pad_tokens(x: Array, n: int, value: int = 0) -> Array:
@@ -75,9 +79,12 @@ class EncoderBlock(nn.Module):
             fused = Linear(width, (3, *heads), embed, (None, *head_names), dtype, True, name="qkv")
             q, k, v = jnp.moveaxis(fused(h), 2, 0)
         else:
-            q, k, v = (
-                Linear(width, heads, embed, head_names, dtype, bias, name=name)(h)
-                for name, bias in zip(("query", "key", "value"), form.biases, strict=True)
+            q, k, v = checkpoint_name(
+                tuple(
+                    Linear(width, heads, embed, head_names, dtype, bias, name=name)(h)
+                    for name, bias in zip(("query", "key", "value"), form.biases, strict=True)
+                ),
+                _SUM_NAME,
             )
         if form.qk_norm:
             q = RMSNorm(NORM_EPS, head_names, name="query_norm")(q)

@@ -78,7 +78,8 @@ class Linear(nn.Module):
         if self.bias:
             zeros = named_init(nn.initializers.zeros, *self.out_names)
             bias = self.param("bias", zeros, self.out_shape, jnp.float32).astype(self.dtype)
-            y = y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+            flat = y.reshape(*y.shape[: y.ndim - bias.ndim], bias.size)  # cuBLAS adds a vector
+            y = (flat + _expand_leading(bias.reshape(-1), flat)).reshape(y.shape)
         return y
 
     def product(self, x: Array, kernel: Array) -> Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from dflop_jax.contract import SAVED_NAMES
+from dflop_jax.contract import SAVED_NAMES, SUM_NAME
 from dflop_jax.records import Remat
 
 Array = jax.Array
@@ -28,7 +28,7 @@ SplitFunction = Callable[[Tree, Tree, Tree, Tree], Tree]
 _ELEMENTWISE = """
     abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos
     div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota
-    is_finite le log log1p logistic lt max min mul name ne neg not one_minus_square or pad pcast pow
+    is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pad pcast pow
     pvary reduce_precision rem reshape rev round rsqrt select_n sign sin slice split sqrt square
     squeeze stop_gradient sub tanh transpose xor
 """
@@ -36,6 +36,8 @@ _CHEAP_PRIMITIVES = frozenset(_ELEMENTWISE.split())
 
 
 def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
+    if primitive.name == "name":
+        return bool(params["name"] == SUM_NAME)
     if primitive.name == "sharding_constraint":  # backward gathers replicated arrays again
         return any(axis is not None for axis in params["sharding"].spec)
     if primitive.name == "custom_jvp_call":

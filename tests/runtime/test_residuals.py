@@ -1,6 +1,7 @@
 """What forward keeps for backward: enough for the gradient, nothing that backward has anyway."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,15 @@ from dflop_jax.runtime.lowering import Lowering, compiler_options
 from dflop_jax.runtime.residuals import REMAT, SplitVjp
 from dflop_jax.runtime.segment import Segment, device_bytes
 from models.decoder import DecoderModule
-from models.layers import exact_gelu, tanh_gelu
+from models.encoder import EncoderBlock, EncoderForm
+from models.layers import apply, exact_gelu, init_values, tanh_gelu
 from models.sizes import DECODERS, VisionSize
 from models.vit import VisionModule
 
 from .test_gradients import NANO
 
 ROWS, TOKENS, WIDTH, WIDE = 2, 3, 4, 8
-HALF = jnp.bfloat16
+HALF, F32 = jnp.bfloat16, jnp.dtype("float32")
 
 
 def piece(free, h, placed, given):
@@ -115,6 +117,44 @@ def test_activations_are_computed_again(activation):
     recorded = SplitVjp(REMAT["none"], mlp, free, h, {}, {}, wants_hidden=True)
     kept = jax.eval_shape(recorded.forward, free, h, {}, {})[1]
     assert sorted(k.shape for k in kept) == sorted([h.shape, UP])
+
+
+def test_a_sum_is_saved_in_place_of_the_product_in_it():
+    rng = np.random.default_rng(0)
+    h, up, bias = (rng.standard_normal(n).astype(np.float32) for n in ((3, 4), (4, 5), 5))
+
+    def run(named, trained, h, edge_inputs, constants):
+        y = h @ trained["up"] + trained["bias"][None]
+        return jnp.sin(checkpoint_name(y, "sum") if named else y)
+
+    for named, want in ((True, h @ up + bias), (False, h @ up)):
+        args = {"up": up, "bias": bias}, h, {}, {}
+        split = SplitVjp(REMAT["none"], partial(run, named), *args, wants_hidden=True)
+        _, residuals = split.forward(*args)
+        (saved,) = (x for x in residuals if x.shape == want.shape)
+        np.testing.assert_allclose(saved, want, rtol=1e-5)
+
+
+def test_encoders_save_what_attention_reads():
+    """Not the products of queries, keys and values, to which a bias is added."""
+    seen = []
+
+    def attend(q, k, v, ids, *, causal, n_keys):
+        if not isinstance(q, jax.core.Tracer):
+            seen.extend((q, k, v))
+        return jnp.sin(q) * jnp.sin(k) * jnp.sin(v)
+
+    block = EncoderBlock(VisionSize(32, 8, 64, 2, 4, 160), EncoderForm(tanh_gelu), F32, attend)
+    h = jax.random.normal(jax.random.key(1), (2, 16, 64), F32)
+    params = init_values(block, jax.random.key(0), h)
+    params = jax.tree.map(lambda a: a + 0.5, params)
+    args = params, h, {}, {}
+    split = SplitVjp(REMAT["none"], lambda p, h, *_: apply(block, p, h), *args, wants_hidden=True)
+    seen.clear()
+    apply(block, params, h)
+    kept = [x for x in split.forward(*args)[1] if x.shape == seen[0].shape]
+    for x in seen:
+        assert any(np.allclose(y, x, rtol=1e-4, atol=1e-4) for y in kept)
 
 
 # ---- recompute policies of segments ----

@@ -67,6 +67,9 @@ def run(args: argparse.Namespace) -> Any:
             show(describe_limits(result.limits, config.plan))
             show(kind_table(kinds))
             show(structure_table(structures))
+            for c in structures:
+                if c.use is None:
+                    show(f"{c.structure}: {c.reason}")
         if savings:
             show(memory_table(savings))
         if what_ifs:
@@ -127,11 +130,10 @@ def ranking_table(result: SearchResult, explain: bool) -> Table:
 
 
 def structure_table(costs: Sequence[StructureCost]) -> Table:
-    """Return a table of the best plan of each structure, or why there is none."""
+    """Return a table of the best plan of each structure that has one."""
     rows, chosen_s = [], costs[0].step_s
     for c in costs:
         if c.use is None:
-            rows.append((c.structure, c.reason, *["-"] * 5))
             continue
         over = f"{1e3 * c.extra_s:+.1f} ms, {c.extra_s / chosen_s:+.1%}"
         shares = f"{c.use.bubble:.1%}", f"{c.use.padding:.1%}", f"{1e3 * c.use.link_s:.1f}"

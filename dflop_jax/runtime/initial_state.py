@@ -61,7 +61,8 @@ class _LocalShards:
 
 def zero_gradients(segment: Segment) -> Params:
     """Return zero gradient accumulators of `grad_structs`."""
-    return _zeros_program(segment)()
+    structs, tree = jax.tree.flatten(grad_structs(segment))
+    return jax.tree.unflatten(tree, _zeros_program(tuple(structs))())
 
 
 def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
@@ -81,10 +82,8 @@ def _row_keys(segment: Segment, part: str, key: Array) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _zeros_program(segment: Segment) -> Callable[[], Params]:
-    structs = grad_structs(segment)
+def _zeros_program(structs: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], tuple[Array, ...]]:
+    def zeros() -> tuple[Array, ...]:
+        return tuple(jnp.zeros(a.shape, a.dtype) for a in structs)
 
-    def zeros() -> Params:
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), structs)
-
-    return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, structs))
+    return jax.jit(zeros, out_shardings=tuple(a.sharding for a in structs))

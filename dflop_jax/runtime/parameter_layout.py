@@ -16,6 +16,8 @@ from dflop_jax.runtime.module_parts import logical_axes, part_struct
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.zero_sharding import ZeroSpec, make_zero_spec
 
+MIN_SPLIT_ELEMENTS = 2**16  # of a layer, to sum its gradients in an array of its own
+
 
 def param_structs(s: Segment) -> Params:
     """Return shapes and working dtypes of the segment's parameters, with layers stacked."""
@@ -124,8 +126,33 @@ def _replicated_zero_specs(s: Segment) -> Params:
 
 
 def grad_structs(s: Segment) -> Params:
-    """Return structs of the float32 accumulators. Their leading dim counts ranks to sum at the
-    step's end: stages for entry and exit, and data ranks unless each holds its shard of the sum."""
+    """Return structs of the float32 accumulators: of `stacked_grad_structs`, but a tuple of stacks
+    of one layer for large arrays if the segment `sums_by_layer`."""
+
+    def split(a: jax.ShapeDtypeStruct) -> Any:
+        ranks, n_layers, *shape = a.shape
+        if prod(shape) < MIN_SPLIT_ELEMENTS:
+            return a
+        return (jax.ShapeDtypeStruct((ranks, 1, *shape), a.dtype, sharding=a.sharding),) * n_layers
+
+    structs = stacked_grad_structs(s)
+    split_parts = structs.keys() & s.stacked.keys() if s.sums_by_layer else ()
+    return structs | {part: jax.tree.map(split, structs[part]) for part in split_parts}
+
+
+def stack_gradients(s: Segment, grads: Params) -> Params:
+    """Return accumulators of `grad_structs` as those of `stacked_grad_structs`."""
+
+    def stack(_: Any, grad: Any) -> Any:
+        return jnp.concatenate(grad, axis=1) if isinstance(grad, tuple) else grad
+
+    return jax.tree.map(stack, stacked_grad_structs(s), grads)
+
+
+def stacked_grad_structs(s: Segment) -> Params:
+    """Return structs of the float32 accumulators with layers stacked. Their leading dim counts
+    ranks to sum at the step's end: stages for entry and exit, and data ranks unless each holds its
+    shard of the sum."""
 
     def accumulator(
         part: str, leaf: jax.ShapeDtypeStruct, zero_spec: ZeroSpec

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from dflop_jax.contract import SAVED_NAMES, SUM_NAME
 from dflop_jax.records import Remat
+from dflop_jax.runtime.wide_products import widen_products
 
 Array = jax.Array
 Tree = Any
@@ -61,7 +62,8 @@ REMAT: dict[Remat, Callable[[SplitFunction], SplitFunction]] = {
 class SplitVjp:
     """A function of a segment with forward and backward apart, for arguments of the given shapes.
     Backward does not get the hidden states. They get a gradient if `wants_hidden`; trained
-    parameters and `edge_inputs` always do."""
+    parameters and `edge_inputs` always do. With `wide_gradients`, those of parameters are float32
+    where they are products."""
 
     def __init__(
         self,
@@ -73,8 +75,9 @@ class SplitVjp:
         constants: Tree,
         *,
         wants_hidden: bool,
+        wide_gradients: bool = False,
     ):
-        self._function = function
+        self._function, self._wide_gradients = function, wide_gradients
         self.has_gradient = wants_hidden or bool(jax.tree.leaves((trained, edge_inputs)))
         if not self.has_gradient:
             return
@@ -141,8 +144,17 @@ class SplitVjp:
             else next(recomputed)
             for i, dtype in enumerate(self._dtypes)
         ]
-        dfree, dplaced, *dh = jax.tree.unflatten(self._vjp, leaves)(dout)
+        pull = jax.tree.unflatten(self._vjp, leaves)
+        dfree, dplaced, *dh = self._pull_wide(pull, dout) if self._wide_gradients else pull(dout)
         return dfree, dh[0] if dh else None, dplaced
+
+    def _pull_wide(self, pull: Any, dout: Tree) -> Tree:
+        """Return `pull(dout)`, with gradients of parameters in float32 where they are products."""
+        closed, gradients = jax.make_jaxpr(pull, return_shape=True)(dout)
+        n_trained = len(jax.tree.leaves(gradients[0]))
+        jaxpr = widen_products(closed.jaxpr, range(n_trained))
+        run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+        return jax.tree.unflatten(jax.tree.structure(gradients), run(*jax.tree.leaves(dout)))
 
 
 def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:

@@ -152,6 +152,12 @@ class Segment:
         return self.plan.unrolls_layers(self.stages, max_unrolled_layers(self.chip))
 
     @property
+    def sums_by_layer(self) -> bool:
+        """Whether large gradients of stacked parts are summed in an array for each layer, to which
+        GPUs add while they multiply. To rows of a stack they do so in loops only."""
+        return self.unrolls_layers and self.stages == self.plan.rounds == self.plan.zero == 1
+
+    @property
     def compiles_forward_first(self) -> bool:
         """Whether backward is lowered after forward is compiled, to know residuals' shardings."""
         return self.saves_residuals and self.tp > 1

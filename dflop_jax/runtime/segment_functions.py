@@ -60,15 +60,19 @@ def add_gradients(segment: Segment, grads: Tree, more: Tree) -> Tree:
 
 
 def _add_layer_gradients(segment: Segment, grads: Tree, row: int | Array, more: Tree) -> Tree:
-    """Add the gradients `more` of one layer to its row of the stacked `grads`, in place."""
+    """Add the gradients `more` of one layer to `grads`, in place: to its row of a stack, or to its
+    array if each layer has its own."""
 
-    def add(stack: Array, g: Array) -> Array:
+    def add(g: Array, total: Any) -> Any:
         # Keeps both leading dims of 1: without them the compiler would first copy the row.
-        total = lax.dynamic_slice_in_dim(stack, row, 1, axis=1) + g[None, None].astype(stack.dtype)
-        return lax.dynamic_update_slice_in_dim(stack, total, row, axis=1)
+        g = g[None, None].astype(jnp.float32)
+        if isinstance(total, tuple):
+            assert isinstance(row, int)
+            return (*total[:row], total[row] + g, *total[row + 1 :])
+        g += lax.dynamic_slice_in_dim(total, row, 1, axis=1)
+        return lax.dynamic_update_slice_in_dim(total, g, row, axis=1)
 
-    sums = jax.tree.map(add, subset(grads, more), _reduce_to_shards(segment, more))
-    return {**grads, **sums}
+    return grads | jax.tree.map(add, _reduce_to_shards(segment, more), subset(grads, more))
 
 
 def _reduce_to_shards(segment: Segment, grads: Tree) -> Tree:
@@ -136,6 +140,7 @@ class SegmentFunctions:
             h,
             *others,
             wants_hidden=self.differentiates_hidden and h is not None,
+            wide_gradients=self.segment.sums_by_layer,
         )
 
     def _function(self, name: str) -> SplitFunction:

@@ -201,22 +201,21 @@ class SegmentUpdate:
         """Lower the program (grads of ranks, gradient shards of the tied entry's reader) ->
         (gradient shards, sum of squares of the owned parts, zeroed grads). It donates grads. The
         reader's shards are {} unless the segment owns a tied parameter."""
-        grads = layout.grad_structs(self.segment)
         add_up = shards.make_gradient_reduction(
             self.segment.mesh,
-            _partition_specs(grads),
+            _partition_specs(layout.stacked_grad_structs(self.segment)),
             self._zero_specs,
             counted=tuple(self._params),
         )
         shared_grads = {"entry": self.shard_structs["entry"]} if self.adds_shared else {}
 
         def reduce(grads: Tree, shared_grads: Tree) -> tuple[Tree, Array, Tree]:
-            total, squares = add_up(grads, shared_grads)
+            total, squares = add_up(layout.stack_gradients(self.segment, grads), shared_grads)
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
         outs = _shardings(self.reduced_structs())
         program = jax.jit(reduce, out_shardings=outs, donate_argnums=0)
-        return program.lower(grads, shared_grads)
+        return program.lower(layout.grad_structs(self.segment), shared_grads)
 
     def _local_shards(self, params: Tree) -> Tree:
         if self.segment.plan.zero == 3:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import Prices, Shape
-from dflop_jax.runtime import segment
+from dflop_jax.runtime import parameter_layout, segment
 from dflop_jax.schedule.batch_scheduler import schedule_batch
 from tests.graphs.made_up import GRAINS, MadeUp, MadeUpData, plain_loss, scales_of
 from tests.plans import graph_plan, programs
@@ -65,6 +65,7 @@ def oracle(n=8):
 )
 def test_step_equals_plain_computation(layout, fan_in, unrolled, monkeypatch):
     monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: unrolled)
+    monkeypatch.setattr(parameter_layout, "MIN_SPLIT_ELEMENTS", 100)  # some of a layer's arrays
     samples, params, scales, want_loss, want = oracle()
     plan = make_plan(layout, fan_in)
     names = [segment.name for segment in plan.layout.segments]

@@ -19,7 +19,7 @@ from flax import nnx
 from dflop_jax.contract import edges_of
 from dflop_jax.plan.placement import split_layers
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.runtime import segment
+from dflop_jax.runtime import parameter_layout, segment
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import param_zero_specs, state_zero_specs
@@ -338,6 +338,7 @@ def tasks_of(trace, submesh):
 def test_a_step_of_every_layout_equals_the_plain_computation(name, monkeypatch):
     case = CASES.get(name, Case())
     monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: case.unrolled)
+    monkeypatch.setattr(parameter_layout, "MIN_SPLIT_ELEMENTS", 100)  # some of a layer's arrays
     m, plan = matrix_plan(name, case)
     schedule = plain.random_schedule(plan, oracle(m)[0], 2, seed=len(name), text_only=(0,))
     schedule = with_less_remat(plan, schedule) if case.less_remat else schedule

@@ -87,7 +87,7 @@ def _cross_entropy(
 
     def visit(_: None, token_chunk: Chunk) -> tuple[None, tuple[Array, Array]]:
         logits = head_logits(token_chunk[0], head, settings[2])
-        return None, _token_losses(logits, jax.nn.logsumexp(logits, axis=-1), token_chunk[1])
+        return None, _token_losses(logits, *_log_sum_and_likeliest(logits), token_chunk[1])
 
     _, (nll, correct) = _over_chunks(visit, None, (x, targets, weights), settings[0])
     return _sums(nll, correct, weights)
@@ -103,14 +103,14 @@ def _forward_with_gradient(
     def visit(dtable: Array, token_chunk: Chunk) -> tuple[Array, tuple[Array, ...]]:
         x, targets, weights = token_chunk
         logits = head_logits(x, head, cap)
-        total = jax.nn.logsumexp(logits, axis=-1)
+        total, likeliest = _log_sum_and_likeliest(logits)
         dlogits = _logit_gradient(objective, logits, total, targets)
         if cap:
             dlogits = dlogits * (1.0 - (logits / cap) ** 2)
         dlogits = (weights[:, None] * dlogits).astype(x.dtype)
         dx = _product("tv,vd->td", dlogits, head)
         dtable = dtable + _product("tv,td->vd", dlogits, x)
-        nll, hit = _token_losses(logits, total, targets)
+        nll, hit = _token_losses(logits, total, likeliest, targets)
         return dtable, (nll, hit, _token_objective(objective, logits, total, nll), dx)
 
     start = jnp.zeros_like(table, jnp.float32)
@@ -175,11 +175,30 @@ def _at_target(logits: Array, targets: Array) -> Array:
     return (ids == targets[:, None]).astype(logits.dtype)
 
 
-def _token_losses(logits: Array, total: Array, targets: Array) -> tuple[Array, Array]:
+def _log_sum_and_likeliest(logits: Array) -> tuple[Array, Array]:
+    """Return each token's logarithm of the sum of exponentials and its first largest logit, in one
+    pass over the logits (arXiv 1805.02867)."""
+
+    def merge(a: Chunk, b: Chunk) -> Chunk:
+        peak = jnp.maximum(a[0], b[0])
+        total = a[1] * jnp.exp(a[0] - peak) + b[1] * jnp.exp(b[0] - peak)
+        is_first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[2] < b[2]))
+        return peak, total, jnp.where(is_first, a[2], b[2])
+
+    words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    start = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype), jnp.int32(logits.shape[1])
+    of_each = logits, jnp.ones_like(logits), words
+    peak, total, likeliest = jax.lax.reduce(of_each, start, merge, (1,))
+    return peak + jnp.log(total), likeliest
+
+
+def _token_losses(
+    logits: Array, total: Array, likeliest: Array, targets: Array
+) -> tuple[Array, Array]:
     """Return (negative log-likelihood, 1 if the target is the likeliest) from logits and their
     log-sum."""
     target_logit = jnp.sum(_at_target(logits, targets) * logits, axis=-1)
-    hit = jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
+    hit = likeliest.astype(targets.dtype) == targets
     return total - target_logit, hit.astype(logits.dtype)
 
 

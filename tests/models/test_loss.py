@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import loss
 from models.loss import Objective, cross_entropy, head_logits
 
 TOKENS, WIDTH, VOCAB, CHUNK = 1024, 64, 1500, 32
@@ -108,3 +109,18 @@ def test_unsupervised_targets_may_lie_outside_of_the_vocabulary():
     targets, weights = jnp.asarray([-100, 1], jnp.int32), jnp.asarray([0.0, 1.0])
     sums = cross_entropy(x, table, targets, weights, logits_elements=100)
     np.testing.assert_allclose(sums["loss_sum"], np.log(4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("words", [1, 2, 7, 1000])
+@pytest.mark.parametrize("size", [0.0, 3.0, 1e4])
+def test_log_sums_and_first_largest_logits(words, size):
+    """Far apart, equal, and alone; against sums in float64."""
+    logits = np.round(size * np.random.default_rng(words).standard_normal((5, words)), 1)
+    logits = logits.astype(np.float32)
+    logits[0] = logits[0, -1:]
+    total, likeliest = jax.jit(loss._log_sum_and_likeliest)(logits)
+    wide = logits.astype(np.float64)
+    peak = wide.max(1, keepdims=True)
+    want = peak[:, 0] + np.log(np.exp(wide - peak).sum(1))
+    np.testing.assert_allclose(total, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(likeliest, logits.argmax(1))

@@ -101,7 +101,8 @@ class EncoderBlock(nn.Module):
         x = x + (LayerScale(name="attn_scale")(h) if form.scaled else h)
 
         h = form.norm(s.norm_eps, name="mlp_norm")(x)
-        h = form.gelu(Linear(width, mlp, embed, ("mlp",), dtype, True, name="up")(h))
+        h = Linear(width, mlp, embed, ("mlp",), dtype, True, name="up")(h)
+        h = form.gelu(checkpoint_name(h, _SUM_NAME))
         h = Linear(mlp, width, ("mlp",), embed, dtype, True, down_std, name="down")(h)
         return x + (LayerScale(name="mlp_scale")(h) if form.scaled else h)
 

@@ -94,6 +94,7 @@ class SplitVjp:
         closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(
             h, trained, edge_inputs, constants
         )
+        closed = ClosedJaxpr(_without_rounding(closed.jaxpr), closed.consts)
         self._run = jaxpr_as_fun(closed)
         self._n_hidden = len(jax.tree.leaves(h))
         self._out = jax.tree.structure(out)
@@ -155,6 +156,33 @@ class SplitVjp:
         jaxpr = widen_products(closed.jaxpr, range(n_trained))
         run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
         return jax.tree.unflatten(jax.tree.structure(gradients), run(*jax.tree.leaves(dout)))
+
+
+def _without_rounding(jaxpr: Any) -> Any:
+    """Return a jaxpr without the rounding of saved sums to their own dtype, by which jax keeps XLA
+    from fusing them. A product rounds them anyway: see `SUM_NAME`."""
+    sums = {
+        e.outvars[0]
+        for e in jaxpr.eqns
+        if e.primitive.name == "name" and e.params["name"] == SUM_NAME
+    }
+    rounded = {
+        e.outvars[0]: e.invars[0]
+        for e in jaxpr.eqns
+        if e.primitive.name == "reduce_precision"
+        and not isinstance(e.invars[0], Literal)
+        and e.invars[0] in sums
+    }
+
+    def before(v: Any) -> Any:
+        return v if isinstance(v, Literal) else rounded.get(v, v)
+
+    eqns = [e for e in jaxpr.eqns if e.outvars and e.outvars[0] not in rounded]
+    return jaxpr.replace(
+        eqns=[e.replace(invars=[before(v) for v in e.invars]) for e in eqns],
+        outvars=[before(v) for v in jaxpr.outvars],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
 
 
 def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:

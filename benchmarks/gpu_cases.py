@@ -134,7 +134,9 @@ def _lower_attention(
     function: Callable[..., Any], q: Any, kv: Any, ids: Any, direction: str
 ) -> jax.stages.Lowered:
     extra = (q,) if direction == "both" else ()
-    return jax.jit(function).lower(q, kv, kv, ids, *extra)
+    # From jax 0.11 on, Pallas takes the chip of absent devices from a mesh.
+    with jax.set_mesh(jax.sharding.Mesh(np.array([*q.sharding.device_set]), ("data",))):
+        return jax.jit(function).lower(q, kv, kv, ids, *extra)
 
 
 def _attention_inputs(q: Any, kv: Any, ids: Any, lengths: Any) -> tuple[Any, ...]:

@@ -174,13 +174,13 @@ def _without_rounding(jaxpr: Any) -> Any:
         and e.invars[0] in sums
     }
 
-    def before(v: Any) -> Any:
+    def unrounded(v: Any) -> Any:
         return v if isinstance(v, Literal) else rounded.get(v, v)
 
-    eqns = [e for e in jaxpr.eqns if e.outvars and e.outvars[0] not in rounded]
+    eqns = [e for e in jaxpr.eqns if rounded.keys().isdisjoint(e.outvars)]
     return jaxpr.replace(
-        eqns=[e.replace(invars=[before(v) for v in e.invars]) for e in eqns],
-        outvars=[before(v) for v in jaxpr.outvars],
+        eqns=[e.replace(invars=[unrounded(v) for v in e.invars]) for e in eqns],
+        outvars=[unrounded(v) for v in jaxpr.outvars],
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
 

@@ -13,6 +13,7 @@ from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.records import SubmeshPlan
 from dflop_jax.report.run_folder import CHECKPOINTS, read_metrics
 from dflop_jax.report.wall_time import STOPPED, read_wall_time
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.train.trainer import Trainer
 
 from ..benchmarks.scripts import module
@@ -33,7 +34,7 @@ ALONE = NANO.with_layout(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
+def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path, monkeypatch):
     kills = module("kills")
     jobs = Jobs.make(tmp_path, ON_BOTH, STEPS, every=2, overflows=OVERFLOWS)
     as_killed = tmp_path / "as_killed"
@@ -73,6 +74,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
         if step > OVERFLOWS:
             store.discard(step)
     assert {s.zero for s in ALONE.layout.segments} == {1}
+    monkeypatch.setattr(Executor, "run_step", Executor.run_step)  # which the experiment replaces
     config = replace(runpy.run_path(tmp_path / "small.py")["config"](), run_dir=str(as_killed))
     resumed = Trainer(config, plan=ALONE, profile=nano_profile(), existing="resume").fit()
     assert 0 < len(resumed.losses) < STEPS

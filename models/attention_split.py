@@ -189,7 +189,7 @@ def shard_over_heads(
 
     @call.def_vmap
     def refuse(*_: Any) -> Any:
-        raise NotImplementedError("attention kernels take batches of rows; do not vmap them")
+        raise ValueError("attention kernels take batches of rows; do not vmap them")
 
     return call
 

@@ -140,7 +140,8 @@ class SegmentFunctions:
             h,
             *others,
             wants_hidden=self.differentiates_hidden and h is not None,
-            wide_gradients=self.segment.sums_by_layer,
+            # XLA's CPU backend lacks some products of bfloat16 in float32.
+            wide_gradients=self.segment.sums_by_layer and self.segment.chip.startswith("sm_"),
         )
 
     def _function(self, name: str) -> SplitFunction:

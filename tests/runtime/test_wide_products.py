@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflop_jax.profile.shallow import shallow_segment
+from dflop_jax.profile.timed_programs import compile_timed_programs
+from dflop_jax.records import MeshShape, Shape
 from dflop_jax.runtime import parameter_layout
 from dflop_jax.runtime.parameter_layout import grad_structs, stack_gradients, stacked_grad_structs
 from dflop_jax.runtime.residuals import REMAT, SplitVjp
+from models.llava import build
 
 from .test_residuals import inner_layers
 
@@ -81,3 +85,14 @@ def test_large_gradients_of_unrolled_layers_are_summed_by_layer(monkeypatch):
     grads = jax.tree.map(split, values, by_layer)
     assert any(isinstance(x, tuple) for x in grads["layers"]["query"].values())
     jax.tree.map(np.testing.assert_array_equal, stack_gradients(unrolled, grads), values)
+
+
+def test_unrolled_layers_in_bfloat16_run_on_a_cpu():
+    """Its compiler lacks products of bfloat16 in float32 of some shapes."""
+    model = build("nano", "bfloat16")
+    s = shallow_segment(model, "vision", 2, jax.devices()[:1], MeshShape())
+    s = replace(s, plan=replace(s.plan, unrolled=True))
+    shape = Shape(2, model.piece_tokens["vision"])
+    (timed,) = compile_timed_programs([s], shape, model.vocab_size, [1])
+    ((_, backward),) = timed.runs
+    assert all(np.isfinite(x.astype(F32)).all() for x in jax.tree.leaves(backward()))

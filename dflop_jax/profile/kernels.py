@@ -38,7 +38,7 @@ ATTENTION_PRODUCTS = {
     _CUDNN_CALLS[1]: 5,
 }
 # What attention kernels compute at a time: tokens and, in those of `models`, elements of a head.
-BLOCK_TOKENS, _HEAD_MULTIPLE = 128, 16
+_BLOCK_TOKENS, _HEAD_MULTIPLE = 128, 16
 _KERNEL_OPS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_ATTENTION_CALLS)
 
 
@@ -109,8 +109,8 @@ def _product_kernel(op: Op, repeats: int) -> Kernel:
     return Kernel(kind, flops, n_bytes, rows, cols, depth, dtype, repeats)
 
 
-def in_blocks(size: int, block: int = BLOCK_TOKENS) -> int:
-    """Return the tokens that an attention kernel computes of so many."""
+def in_blocks(size: int, block: int = _BLOCK_TOKENS) -> int:
+    """Return how many tokens, or elements of a head, an attention kernel computes for `size`."""
     return -(-size // block) * block
 
 
